@@ -128,7 +128,7 @@ def test_a_layer_keeps_what_it_began_with(function, new, got):
     }
     side, slot = (AtClient, "client_slot") if function == "reply" else (AtServer, "server_slot")
     layer = type("Forgets", (side,), {function: functions[function]})()
-    text = rf"Forgets.{function}: what the layer keeps must be like `kept`, as {slot} made it: {got}.*, not float"
+    text = rf"Forgets.{function}: the state that it returns must be like the state that {slot} made: {got}.*, not float"
     refused(lambda: run(layer), text)
 
 

@@ -143,8 +143,8 @@ def test_sets_that_are_none(case):
 
 
 LIARS = {
-    "scales": (lambda x: x / 2, "leaves X: a projected point moves by"),
-    "leaves X": (lambda x: jnp.clip(x, -1, 1) + 0.1, "leaves X: a projected point moves by"),
+    "scales": (lambda x: x / 2, "is not a projection: a projected point moves by"),
+    "leaves X": (lambda x: jnp.clip(x, -1, 1) + 0.1, "is not a projection: a projected point moves by"),
     "normalises": (lambda x: x / jnp.linalg.norm(x), "not a projection onto a convex set"),
     "radially onto a box": (lambda x: x / jnp.maximum(1, jnp.max(jnp.abs(x))), "not a projection onto a convex set"),
     "rounds": (jnp.round, "not a projection onto a convex set"),

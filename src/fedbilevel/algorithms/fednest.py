@@ -43,10 +43,10 @@ hypergradients as h.
 On a `Minimax` problem ∇y F = 0 at y*(x), and FedIHGP is left out. On a `Compositional` problem g_i = ½‖y − r_i(x)‖².
 Then H = I, and so v = ∇y F. FedInn with T = 1, β = 1 and τ = 1 gives the exact inner solution, y = mean_i r_i(x).
 
-With full batches and one step on x, LFedNest computes the same numbers, up to rounding, as RABO, a method for clients
-that hold parts of a model, if every client holds the whole model. In the same case FedNest-SGD computes the same
-numbers as FedMBO, but with one more exchange. In this exchange each client sends its drift on x: its change of x minus
-the part that all clients have in common (departure 1). All drifts are 0 if there is one step on x.
+RABO is a method for clients that hold parts of a model. If every client holds the whole model, then with full batches
+and one step on x LFedNest computes the same numbers as RABO, up to rounding. In the same case FedNest-SGD computes the
+same numbers as FedMBO, but with one more exchange. In this exchange each client sends its drift on x: its change of x
+minus the part that all clients have in common (departure 1). All drifts are 0 if there is one step on x.
 
 In the code, the class `SVRG` is FedInn, `Implicit.estimate` in parts/hypergradients.py is FedIHGP together with h, and
 `LocalImplicit.own` in parts/hypergradients.py is the hypergradient that a client of LFedNest computes alone.
@@ -54,12 +54,12 @@ In the code, the class `SVRG` is FedInn, `Implicit.estimate` in parts/hypergradi
 Departures from the paper:
 1. Clients send changes of y and x, and not the new values. Let p_i be client i's weight, let P of M clients take part
    in the round, and let p̃_i = (M/P) p_i. After steps without a correction (SGD on y, own hypergradients on x), the
-   server adds Σ p̃_i (y_{i,τ} − y) to y, and the same sum of changes of x to x. For equal weights or full participation
-   this gives the paper's mean of the y_{i,τ}, and for unequal weights it is unbiased too. After corrected steps (SVRG
-   on y, FedOut on x), the change of client i is the sum of a common part, −βq on y and −αh on x, and of its drift d_i.
-   The server adds the common part once, and averages only the drifts, as Σ p_i d_i / Σ p_i. If the common part were
-   averaged too, it would be multiplied by Σ p̃_i. This sum depends on the same cohort as q, so the product would be
-   biased.
+   server adds Σ p̃_i (y_{i,τ} − y) to y, and likewise Σ p̃_i (x_{i,τ} − x) to x. For equal weights or full
+   participation this gives the paper's mean of the y_{i,τ}, and for unequal weights it is unbiased too. After corrected
+   steps (SVRG on y, FedOut on x), the change of client i is the sum of a common part, −βq on y and −αh on x, and of its
+   drift d_i. The server adds the common part once, and averages only the drifts, as Σ p_i d_i / Σ p_i. If the common
+   part were averaged too, it would be multiplied by Σ p̃_i. This sum depends on the same cohort as q, so the product
+   would be biased.
 2. A client makes its first corrected step along q (or h) and computes no gradient for it. The paper's bracket has two
    gradients on the same samples, which are equal in the first step, and so cancel. The numbers do not change.
 3. The default is the expectation of FedIHGP's v, the series v = (1/ℓ) Σ_{n<N} (I − H/ℓ)^n ∇y F. It takes N exchanges.
@@ -67,8 +67,8 @@ Departures from the paper:
    N, and the series does not have this variance. There are two more ways to compute v: with CG() by conjugate gradient,
    and with LocalImplicit() by each client alone.
 4. Joint steps follow the authors' code, with T = 1. The server adds Σ p̃_i (y_{i,τ} − y), without separating the common
-   part. To keep the common part right, q is here Σ p_i ∇y g_i / Σ p_i over the cohort. The common part of the sum is
-   then −β Σ p̃_i ∇y g_i, as it is without joint steps.
+   part. Here q is the mean over the cohort, Σ p_i ∇y g_i / Σ p_i. With this q the common part of the sum is
+   −β Σ p̃_i ∇y g_i, the same unbiased value as without joint steps.
 
 Checked in tests/algorithms/test_fednest.py (closed forms, exchanges) and tests/engines/test_agreement.py.
 """

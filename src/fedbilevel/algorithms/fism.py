@@ -23,11 +23,11 @@ Departures from the paper:
 1. λ is relative to the mean of the f_ij. The paper's λ is m times as large, for m samples of all clients. Nothing else
    changes, and no client has to know m.
 2. The paper takes the plain mean of the z_i. Here client i has the weight p_i/n_i, so that F is the weighted mean of
-   the clients' means, as everywhere in this library. The server adds Σ p̃_i (z_i − x_k)/n_i to x_k, divided by the mean
-   of Σ p̃_i/n_i over the rounds so far, where p̃_i = (M/P) p_i for cohorts of P of the M clients; this is unbiased. If
-   all clients take part in every round, it divides by Σ p_i/n_i. With p_i proportional to n_i, Clients(weights="size"),
-   this is the plain mean, and every sample has the same weight, as in the paper. With other weights, FISM warns at the
-   start.
+   the clients' means, as everywhere in this library. Let p̃_i = (M/P) p_i for cohorts of P of the M clients. The server
+   divides Σ p̃_i (z_i − x_k)/n_i by the mean of Σ p̃_i/n_i over the rounds so far, and adds the quotient to x_k. This
+   step is unbiased. If all clients take part in every round, it divides by Σ p_i/n_i. With p_i proportional to n_i,
+   Clients(weights="size"), this is the plain mean, and every sample has the same weight, as in the paper. With other
+   weights, FISM warns at the start.
 3. Beyond the paper, a walk may use fewer samples, drawn anew in every round (`local_steps`). Clients reply with
    (z_i − x)/(γ_k n_i), so that replies of earlier rounds count with the step size of the present round. The server may
    therefore continue with the first replies: see `Asynchronous`.
@@ -83,7 +83,7 @@ class Incremental(DecreasingSteps):
     @property
     @abstractmethod
     def anew(self) -> bool:
-        """Return whether clients compute 𝓗 at z in every local step; otherwise the server computes it once, at x."""
+        """Return whether clients compute 𝓗, a subgradient of H, in every step; otherwise the server does so, at x."""
 
     def init_own(self, x: PyTree) -> Array:
         return jnp.zeros(())

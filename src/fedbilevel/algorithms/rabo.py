@@ -15,9 +15,9 @@ computes
 where mean_i of an entry is the mean over the clients that hold it. An entry that no client holds does not change. The
 server sends x_i and y_i. Clients reply with vectors of y_i's shape in (5), and of x_i's shape in (7). RAFBO computes
 h_i without second derivatives, in one of three ways. Two of them take differences of length μ along the unit vectors
-e_p of some coordinates p of x_i. x_i has d coordinates, and in every round a random set P of |P| of them is drawn.
-y_N(x_i) is the result of N steps of size s on y from y_i. The steps at x_i and the steps at x_i + μe_p use the same
-batches:
+e_p of some coordinates p of x_i. x_i has d coordinates. In every round a random set P of them is drawn, and |P| is
+their number. y_N(x_i) is the result of N steps of size s on y from y_i. The steps at x_i and the steps at x_i + μe_p
+use the same batches:
 
     Differences    (7), where the product of ∇²g and a vector is a central difference of gradients along this vector
     Coordinates    h_i = ∇x f_i + (d/|P|) Σ_{p∈P} ⟨δ_p, ∇y f_i⟩ e_p,  δ_p = [y_N(x_i + μe_p) − y_N(x_i)]/μ
@@ -37,10 +37,10 @@ Departures from the paper:
 
    If all clients of the cohort hold the entry, this is FedNest's Σ p̃_i u_i.
 2. The printed δ_p is a column of ∇²yx g, and not of ∂y*/∂x, and it has the opposite sign. In 200 draws of the quadratic
-   task, the part of its h_i that comes through y had a median cosine of −0.95 with this part of the hypergradient. The
-   text before (9) asks for the Jacobian of the inner solution, which `Coordinates` estimates. For quadratic g, ∂y_N/∂x
-   = −s Σ_{n<N} (I − sH)ⁿ ∇²yx g. This is the Neumann series of N terms with step s, applied to −∇²yx g instead of ∇y f.
-   For N = 1 it is −s times the printed δ_p.
+   task, the part of h_i that comes through y, computed with the printed δ_p, had a median cosine of −0.95 with the same
+   part of the exact hypergradient. The text before (9) asks for the Jacobian of the inner solution, which `Coordinates`
+   estimates. For quadratic g, ∂y_N/∂x = −s Σ_{n<N} (I − sH)ⁿ ∇²yx g. This is the Neumann series of N terms with step s,
+   applied to −∇²yx g instead of ∇y f. For N = 1 it is −s times the printed δ_p.
 3. The default of both methods is `LocalImplicit`, whose cost does not depend on the dimension of x. RAFBO uses it with
    `Differences`.
 4. (7) averages clients' own hypergradients, which is biased if clients differ. With `Implicit` (RABO) every product is
@@ -170,7 +170,7 @@ class Coordinates(CoordinateSlopes):
         """Return y_N(x) − y, like y. The constant y would cancel in the differences."""
         gradient = inner_loss_at(client, x, y, client.batch_size, self.terms).gradient
 
-        def step(k: Array, change: PyTree) -> PyTree:  # carries the change of y, which has more exact digits than y
+        def step(k: Array, change: PyTree) -> PyTree:  # on the small change of y, which rounding changes less than y
             return move(change, -self.step, gradient(optax.tree.add(y, change), jax.random.fold_in(key, k)))
 
         return jax.lax.fori_loop(0, self.terms, step, optax.tree.zeros_like(y))

@@ -54,7 +54,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Hold a hyperparameter that depends on the round; phases see only its value.
+    """Hold a hyperparameter that depends on the round; what runs at a client gets its value in this round only.
 
     The function takes the round, or, if the field allows this, the round and the inner round k. A schedule is a pytree
     without leaves.

@@ -173,7 +173,9 @@ def check_projection(field: str, project: Project, x: PyTree, points: PyTree) ->
     slack = max(INEXACT, 1e3 * epsilon(x)) * scale
     moved = np.linalg.norm(again - p, axis=1)
     if np.any(moved > slack):
-        raise ConfigurationError(f"{field} leaves X: a projected point moves by {moved.max():.3g} when projected again")
+        raise ConfigurationError(
+            f"{field} is not a projection: a projected point moves by {moved.max():.3g} when projected again"
+        )
     reach = (u - p) @ p.T - np.sum((u - p) * p, axis=1)[:, None]
     if np.any(reach > (slack * scale)[:, None]):
         raise ConfigurationError(

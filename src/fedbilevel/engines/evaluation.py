@@ -265,7 +265,9 @@ def _block(values: PyTree, index: np.ndarray, what: str, whose: Callable[[int], 
 def _over_samples(
     function: Measure, x_fixed: PyTree, y_fixed: PyTree, x: PyTree, y: PyTree, own: PyTree, block: PyTree
 ) -> Callable[..., Any]:
-    """Compile (x, y, own, block) -> the metric on each single sample, (BLOCK,), for arguments like these.
+    """Compile the function (x, y, own, block) -> the metric on each sample of the block, (BLOCK,).
+
+    The arguments give the shapes.
 
     `own` has, for each sample, the leaves of y that are its client's own.
     """

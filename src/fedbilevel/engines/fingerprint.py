@@ -241,7 +241,7 @@ def _bounds(population: int) -> np.ndarray:
 
 
 def clients_of(blocks: list[int], population: int) -> str:
-    """Name the clients of some blocks in words: «client 3», «clients 0 to 7, 12»."""
+    """Name the clients of the blocks with these numbers in words: «client 3», «clients 0 to 7, 12»."""
     bounds = _bounds(population)
     ranges: list[list[int]] = []
     for block in blocks:

@@ -348,7 +348,11 @@ def _of_inner(name: str, params: dict[str, Any]) -> int | None:
 
 
 def _of_convolution(equation: JaxprEqn) -> int:
-    """Return 2 × batch × output features × input features (of a group) × pairs of a position and a weight, by axis."""
+    """Return the operations of a convolution.
+
+    They are 2 × batch × output features × input features of a group × the number of pairs of an output position and a
+    weight of the kernel, which is counted along each axis and multiplied.
+    """
     params = equation.params
     numbers = params["dimension_numbers"]
     places, kernel, out = numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:]

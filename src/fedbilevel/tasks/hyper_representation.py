@@ -64,7 +64,7 @@ def hyper_representation(
     require(ridge >= 0, "ridge", ridge, "at least 0")
     images = load_images(data, network, hidden, holdout=holdout, seed=seed)
     train, valid = split(images.dealt(clients, partition_by, partition_options, seed), 1 - validation, seed=seed)
-    model = images.model  # losses close over the model alone: a series of runs keeps them, without the images
+    model = images.model  # a series of runs keeps the losses; without images in them, it does not keep these
 
     def outer(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
         return networks.cross_entropy(model.logits(x, y, batch["image"]), batch["label"])

@@ -368,7 +368,7 @@ def directions_of(method: Algorithm, client: Client) -> Array:
 
 
 def allowed(most: Array, step: Array) -> Array:
-    """Return the factor, at most 1, that scales a move by `step` down to a move by the step `most`."""
+    """Return the factor, at most 1, that makes a move with the step size `step` no longer than one with `most`."""
     return jnp.minimum(over(most, step), 1)
 
 

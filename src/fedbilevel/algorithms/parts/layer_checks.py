@@ -53,7 +53,7 @@ def checked(
         nothing += ", or this is a fresh cohort, where layers keep nothing: `kept` is None" * (function == "reply")
         raise ConfigurationError(f"{where} keeps {described(kept)}, but {nothing}")
     if layer.kind in slots and (wrong := difference(kept, slots[layer.kind])):
-        raise ConfigurationError(f"{where}: what the layer keeps must be like `kept`, as {make} made it: {wrong}")
+        raise ConfigurationError(f"{where}: the state that it returns must be like the state that {make} made: {wrong}")
     if function == "after_round" and (wrong := difference(what, inside)):
         raise ConfigurationError(f"{where} must return a state like `after`: {wrong}")
     if isinstance(what, Reply):
@@ -119,7 +119,7 @@ def _without(update: PyTree, like: PyTree) -> PyTree:
 
 
 def plain_update(where: str, update: PyTree) -> PyTree:
-    """Return the shapes and dtypes of an update after its coded parts are decoded.
+    """Return the shapes and dtypes that an update has once its compressed parts (`Coded`) are decoded.
 
     Raises:
         ConfigurationError: the `decode` of a coded part is not a function.

@@ -204,8 +204,8 @@ class Layer(Around):
         """Ask clients once, on the server: `ask` sends the message on, toward the wire, and returns a `Total`.
 
         Return this total or another one, and the layer's new state. `kept` is its state. The update has the shapes of
-        the update that `ask` returns. If the layer changes updates in `reply`, it has the shapes of the method's
-        replies.
+        the update that `ask` returns. If the layer changes updates in `reply`, this update has the shapes of the
+        method's replies.
         """
         return ask(asked), kept
 

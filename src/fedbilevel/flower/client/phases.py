@@ -95,7 +95,7 @@ class SitePhases:
         def protected(asked: Asked, _: Client) -> Reply:
             nonlocal epsilon, released
             if asked.method is not method:
-                raise ConfigurationError("a layer outside of privacy calls the phase with another method")
+                raise ConfigurationError("a layer outside of privacy must call the phase with the method that it got")
             reply = finite(self.run(request.round, replace(asked, method=inside), client))
             if given_up:
                 raise Refusal(Code.LIMIT, "the phase was given up")
@@ -120,7 +120,7 @@ class SitePhases:
             raise Refusal(Code.HIDDEN, f"{text}. One possible cause: {guard.privacy.what_to_lower()}") from None
 
     def seen_outside(self, client: Client, layers: tuple[Layer, ...]) -> Client:
-        """Return the client that layers outside of the guard get: its id, its weight and the states of these layers."""
+        """Return what layers after the privacy guard see of the client: its id, its weight and these layers' states."""
         none: Any = None
         state = only_slots(client.state, (layer.kind for layer in layers))
         return Client(none, outer=none, inner=none, id=client.id, weight=client.weight, state=state)
