@@ -1,4 +1,4 @@
-"""Losses that compute in bfloat16, or again in the derivatives (jax.checkpoint), with parameters in float32."""
+"""Losses that compute in bfloat16, or again in the derivatives (jax.checkpoint), and variables of several dtypes."""
 
 import jax
 import jax.numpy as jnp
@@ -71,3 +71,16 @@ def test_a_layer_that_is_computed_again_has_the_same_inner_solution():
 
     assert solution(True).dtype == jnp.float32
     np.testing.assert_allclose(solution(True), solution(False), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("x0", [0.0, jnp.log(1.0), np.float16(0), np.zeros(())], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("y_dtype", [np.float32, np.float64])
+def test_a_scalar_x_may_have_another_dtype_than_y_and_the_samples(x0, y_dtype):
+    """The inner loss is float32 at a Python number, and would be float64 after the first step on x."""
+    rows = [{"u": u, "target": np.tanh(u @ WEIGHTS)} for u in ROWS]
+    mean = lambda y, batch: jnp.mean((batch["u"] @ y - batch["target"]) ** 2)  # noqa: E731
+    problem = fb.Bilevel(lambda x, y, b: mean(y, b), lambda x, y, b: mean(y, b) + 10**x * jnp.sum(y**2))
+    y0 = np.zeros(4, y_dtype)
+    result = fb.solve(fixed(fb.SimFBO(batch_size=None)), problem, fb.Clients(rows, rows), x0, y0, rounds=20)
+    assert (result.x.dtype, result.y.dtype) == (np.asarray(x0).dtype, y_dtype)
+    assert result.x < 0  # without noise in the target, a smaller penalty is better

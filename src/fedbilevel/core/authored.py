@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -16,7 +15,7 @@ from fedbilevel.core.client import Client
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import Fed, Phase, Reply
 from fedbilevel.core.inputs import NOT_YET_A_NUMBER, not_yet_a_number
-from fedbilevel.core.tree import PyTree, shapes
+from fedbilevel.core.tree import PyTree, dtype_of, shapes
 
 SEVERAL = ". If the update has several parts, pass them as one tuple: Reply((dx, dy))"
 
@@ -142,7 +141,7 @@ def difference(got: PyTree, like: PyTree, dtypes: bool = True) -> str:
     if form(got) != form(like):
         return f"got {described(got)}, not {described(like)}"
     for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(like), strict=True):
-        if np.shape(one) != np.shape(other) or (dtypes and jnp.result_type(one) != jnp.result_type(other)):
+        if np.shape(one) != np.shape(other) or (dtypes and dtype_of(one) != dtype_of(other)):
             return f"{jax.tree_util.keystr(path) or 'it'} is {described(one)}, not {described(other)}"
     return ""
 

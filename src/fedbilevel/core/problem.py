@@ -554,11 +554,7 @@ def why_it_vanishes(problem: Problem, moves: Mapping[str, bool]) -> str:
         why = why if f_y else "the outer loss has no derivative in y"
         if why and f_x:
             claim = "x does not change y*" if f_y else "y* does not change the outer loss"
-            order = (
-                ""
-                if g_x
-                else ". Are the losses in the right order? Bilevel(outer, inner) takes the validation loss first"
-            )
-            return f"{claim}: {why}. x moves only along the derivative of the outer loss in x{order}"
+            order = "Are the losses in the right order? Bilevel(outer, inner) takes the validation loss first"
+            return f"{claim}: {why}. x moves only along the derivative of the outer loss in x. {order}"
         why = why and f"the outer loss has no derivative in x, and {why}"
     return why and f"x will not move by derivatives: {why} ({BLOCKED})"

@@ -131,14 +131,22 @@ def split(tree: PyTree, varies: Callable[[Any], bool] = is_floating) -> tuple[Py
     for path, leaf in leaves:
         if is_of("torch", leaf):
             what = f"{jax.tree_util.keystr(path)}, a {type(leaf).__name__}".removeprefix(", ")
-            arrays = "fedbilevel.torch.from_torch(module, example) returns a module's parameters as such"
+            remedy = "fedbilevel.torch.from_torch(module, example) returns a module's parameters as such"
             raise ConfigurationError(
-                f"{what} of PyTorch cannot be a variable: x and y are arrays of JAX or NumPy; {arrays}"
+                f"{what} of PyTorch cannot be a variable: x and y are arrays of JAX or NumPy; {remedy}"
             )
     chosen = [varies(leaf) and not (type(leaf) is float and in_a_module(tree, path)) for path, leaf in leaves]
     pairs = list(zip((leaf for _, leaf in leaves), chosen, strict=True))
-    variable = jax.tree.unflatten(structure, [jnp.asarray(leaf) if varied else None for leaf, varied in pairs])
-    return variable, jax.tree.unflatten(structure, [None if varied else leaf for leaf, varied in pairs])
+    # The dtype of a Python number would be weak until the first step, and the dtypes of losses would then change.
+    variables = [jnp.asarray(leaf, dtype_of(leaf)) if varied else None for leaf, varied in pairs]
+    others = [None if varied else leaf for leaf, varied in pairs]
+    return jax.tree.unflatten(structure, variables), jax.tree.unflatten(structure, others)
+
+
+def dtype_of(leaf: Any) -> Any:
+    """Return the dtype that JAX gives to an array or a number; it is not weak, also if the leaf is a Python number."""
+    given = getattr(leaf, "dtype", None)
+    return jnp.result_type(leaf) if given is None else jax.dtypes.canonicalize_dtype(given, allow_extended_dtype=True)
 
 
 def in_a_module(tree: PyTree, path: tuple[Any, ...]) -> bool:

@@ -75,7 +75,10 @@ from fedbilevel.core.tree import PyTree, join, over, scaled
 
 LONG = 1e12  # the server's step on x; the change of x divided by LONG is h
 SHORT = 1e-12  # a client's own step on x, too short to move x
-FLAT = "the inner loss has no curvature in y at this point, so that adapted steps on y are 0: give numbers for them"
+FLAT = (
+    "the inner loss has no curvature in y at this point, so that adapted steps on y are 0. If the losses are in the "
+    "right order, Bilevel(outer, inner), give numbers for these steps"
+)
 
 
 class Steps(NamedTuple):
