@@ -19,6 +19,7 @@ from fedbilevel.algorithms.parts.adagrad import REACH, AdaGrad
 from fedbilevel.parts import SVRG, Implicit, LocalImplicit, LocalSGD, MeanGradient, Neumann, SystemSteps
 from fedbilevel.tasks import quadratic
 from fixed_steps import fixed
+from refusals import refuses
 from representatives import slow_but
 
 SCALES, WEIGHTS, DIM = np.array([0.5, 1.0, 2.0]), np.array([0.4, 0.4, 0.2]), 4
@@ -427,6 +428,12 @@ def test_an_inner_loss_without_curvature_is_said():
     problem = fb.Bilevel(lambda x, y, batch: jnp.sum(x**2), lambda x, y, batch: jnp.sum(x) * jnp.sum(y))
     with pytest.warns(UserWarning, match="no curvature in y at this point"):
         fb.solve(fb.SimFBO(batch_size=None), problem, fb.Clients([np.ones((1, 1))]), np.ones(2), np.ones(2), rounds=2)
+
+
+def test_an_x_in_half_precision_needs_numbers_for_the_steps():
+    problem = fb.Bilevel(lambda x, y, batch: jnp.sum(y**2), lambda x, y, batch: jnp.sum((y - x) ** 2))
+    with refuses("dtype of x0", "float16", "numbers for the steps"):
+        fb.solve(fb.SimFBO(), problem, fb.Clients([np.ones((1, 1))]), np.ones(2, np.float16), np.ones(2), rounds=1)
 
 
 def test_a_client_s_step_that_is_none_is_a_twentieth_of_the_servers():

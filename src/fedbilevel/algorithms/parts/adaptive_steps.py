@@ -166,6 +166,9 @@ class AdaptiveSteps(Layer):
         own = sorted(drifts.intersection(clients.own))
         numbers = "left out, or used with a server_lr: an adapted server's step also depends on the clients' steps"
         require(not own, f"Clients.own[{', '.join(own)}]", "given", numbers)
+        narrow = [str(leaf.dtype) for leaf in jax.tree.leaves(x) if float(jnp.finfo(leaf.dtype).max) < LONG]
+        wide = "float32, float64 or bfloat16: steps that adapt need numbers up to 1e12. Or give numbers for the steps"
+        require(not narrow or "x" not in adapted(method), "dtype of x0", narrow and narrow[0], wide)
         if clients.capacity is not None and not isinstance(method.allows.submodels, No):
             without = self.allows(method.allows, method)
             refuse_unless_allowed(method, "submodels", "needs step sizes if clients have capacities", without)
