@@ -2,22 +2,31 @@
 
 Signatures and docstrings are those of `help()`. Examples are the cells of examples/api/api_NAME.py, each under the line
 `# %% name` that says which entry it belongs to; the cell `# %% setup` stands at the head of its page.
+
+Under a signature is a line of links to its types, and public names between backquotes are links. The page types.md
+describes the types of the library that signatures name and no module exports.
 """
 
 import ast
 import inspect
 import re
+import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from enum import Enum
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedbilevel.core import field_types
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "docs" / "website")]  # also where a test runs this file
+from definitions import Definition, definition  # noqa: E402
+from names import entries  # noqa: E402
+from names import entry_of as entry_in_code  # noqa: E402
+
 PAGES = ROOT / "docs" / "reference" / "api"
 EXAMPLES = ROOT / "examples" / "api"
 METHODS = "docs/reference/algorithms"
@@ -125,57 +134,150 @@ MEMBERS = {
 """The members of public classes that programs call or define; engines use others."""
 
 
+INDEX, TYPES = PAGES / "README.md", PAGES / "types.md"
+
+
 class Entry(NamedTuple):
-    """A public name: its signature (empty: none), docstring, defining module, members, and the class itself."""
+    """A name of the API reference.
+
+    Args:
+        name: the name.
+        signature: its call, or the assignment of a type; empty: none.
+        doc: its docstring.
+        rooms: the modules that may define the types in the signature; the first defines the name.
+        members: the entries of members.
+        path: module and name of a class.
+    """
 
     name: str
     signature: str
     doc: str
-    room: str = ""
+    rooms: tuple[str, ...] = ("",)
     members: tuple["Entry", ...] = ()
-    cls: type | None = None
+    path: str = ""
 
 
-def written() -> Iterator[tuple[Path, str]]:
+class Reference:
+    """The entries of all modules whose packages are installed, and where each type and each name is described."""
+
+    def __init__(self) -> None:
+        """Read all modules, then follow the types in signatures until each of them has a place."""
+        self.modules = {one: entries_of(one) for one in MODULES if not (one.needs and find_spec(one.needs) is None)}
+        self.places: dict[str, str] = {}
+        for module, found in self.modules.items():
+            for entry in found:
+                if entry.path:
+                    self.places.setdefault(entry.path, f"{file_of(module)}#{entry.name.lower()}")
+        self.types: list[Entry] = []
+        waiting = [entry for found in self.modules.values() for entry in found]
+        while waiting:
+            entry = waiting.pop()
+            waiting += entry.members
+            for found in types_in(entry):
+                if found.path not in self.places:
+                    self.places[found.path] = f"{TYPES.name}#{found.name.lower()}"
+                    self.types.append(entry_of_type(found))
+                    waiting.append(self.types[-1])
+        self.types.sort(key=lambda entry: entry.name.lower())
+        self.complete = len(self.modules) == len(MODULES)
+        self.index = index(self)
+        self.names = entries(self.index)
+
+    def types_line(self, entry: Entry) -> Iterator[str]:
+        """A line of links to the types that a signature names; none where it names none of the library."""
+        links = [f"[`{found.name}`]({self.places[found.path]})" for found in types_in(entry)]
+        if links:
+            yield f"Types: {', '.join(links)}\n"
+
+    def link(self, code: str, folder: str = "", name: str = "") -> str:
+        """Make code between backquotes a link if it is a name of the reference, but not the name of its section."""
+        found = entry_in_code(code.strip("`"), self.names)
+        if found is None or found.anchor == name.lower():
+            return code
+        return f"[{code}]({folder}{found.page.rpartition('/')[2]}.md#{found.anchor})"
+
+
+def written(reference: Reference) -> Iterator[tuple[Path, str]]:
     """(file, its text) of the index and of each page; a page whose package is missing stays as it is."""
-    places: dict[type, str] = {}
+    yield INDEX, reference.index
+    for module in reference.modules:
+        yield PAGES / file_of(module), page(module, reference)
+    if reference.complete:
+        yield TYPES, page_of_types(reference)
+
+
+def index(reference: Reference) -> str:
+    """The first page, with the table of all names."""
     rows = []
     for module in MODULES:
-        file = PAGES / f"{module.name.rpartition('.')[2]}.md"
-        if module.needs and find_spec(module.needs) is None:
-            text = file.read_text("utf-8")
+        file = file_of(module)
+        if found := reference.modules.get(module):
+            listed = [entry.name for _, section in sections_of(module, found) for entry in section]
         else:
-            text = page(module, file.name, places)
-        entries = text.partition("<!-- entries -->")[2]
-        sections = re.search(r"^### ", entries, re.MULTILINE)  # then names are headings of the third level
-        names = re.findall(rf"^{'###' if sections else '##'} (\w+)$", entries, re.MULTILINE)
-        rows.append(
-            f"| [`{module.name}`]({file.name}) | {', '.join(f'[{n}]({file.name}#{n.lower()})' for n in names)} |"
-        )
-        yield file, text
-    index = PAGES / "README.md"
-    before, begin, rest = index.read_text("utf-8").partition("<!-- names: `make catalogue` writes this -->\n")
+            listed = names_on((PAGES / file).read_text("utf-8"))
+        rows.append(row(module.name, file, listed))
+    types = [entry.name for entry in reference.types] if reference.complete else names_on(TYPES.read_text("utf-8"))
+    rows.append(row("types", TYPES.name, types))
+    before, begin, rest = INDEX.read_text("utf-8").partition("<!-- names: `make catalogue` writes this -->\n")
     after = rest.partition("<!-- end of names -->")[2]
     table = "\n".join(["| module | names |", "| --- | --- |", *rows])
-    yield index, f"{before}{begin}\n{table}\n\n<!-- end of names -->{after}"
+    return f"{before}{begin}\n{table}\n\n<!-- end of names -->{after}"
 
 
-def page(module: Module, file: str, places: dict[type, str]) -> str:
-    """The page of a module; `places` are the classes that earlier pages have, and where, and get this page's."""
-    cells = examples(file.removesuffix(".md"))
+def file_of(module: Module) -> str:
+    """The page of a module."""
+    return f"{module.name.rpartition('.')[2]}.md"
+
+
+def row(name: str, file: str, listed: list[str]) -> str:
+    """The row of a page in the index."""
+    return f"| [`{name}`]({file}) | {', '.join(f'[{one}]({file}#{one.lower()})' for one in listed)} |"
+
+
+def names_on(text: str) -> list[str]:
+    """The names of the entries of a page that stays as it is."""
+    shown = text.partition("<!-- entries -->")[2]
+    sections = re.search(r"^### ", shown, re.MULTILINE)  # then names are headings of the third level
+    return re.findall(rf"^{'###' if sections else '##'} (\w+)$", shown, re.MULTILINE)
+
+
+def page(module: Module, reference: Reference) -> str:
+    """The page of a module."""
+    cells = examples(file_of(module).removesuffix(".md"))
     text = [f"# `{module.name}`\n", f"{module.intro} `make catalogue` writes this page from the code.\n"]
     if "setup" in cells:
         text += ["The examples of this page begin with these lines:\n", f"```python\n{cells.pop('setup')}\n```\n"]
     text.append("<!-- entries -->\n")
-    entries = sorted((entry_of(module, name) for name in names_of(module)), key=lambda one: one.name[0].isupper())
-    sections = list(dict.fromkeys(SECTIONS.values())) if module is MODULES[0] else [""]
-    for section in sections:
+    for section, found in sections_of(module, reference.modules[module]):
         text += [f"## {section}\n"] if section else []
-        for entry in entries:
-            if not section or section == section_of(entry.room):
-                text += shown(module, entry, cells.pop(entry.name, ""), file, places, "###" if section else "##")
+        for entry in found:
+            level = "###" if section else "##"
+            text += shown(module, entry, cells.pop(entry.name, ""), reference, level)
     if cells:
-        raise SystemExit(f"examples/api/api_{file.removesuffix('.md')}.py has cells of no entry: {', '.join(cells)}")
+        raise SystemExit(f"examples/api/api_{file_of(module)[:-3]}.py has cells of no entry: {', '.join(cells)}")
+    return "\n".join(text)
+
+
+def sections_of(module: Module, found: list[Entry]) -> Iterator[tuple[str, list[Entry]]]:
+    """The sections of a page with their entries; all but the first page have one section without a title."""
+    if module is not MODULES[0]:
+        yield "", found
+        return
+    for section in dict.fromkeys(SECTIONS.values()):
+        yield section, [entry for entry in found if section_of(entry.rooms[0]) == section]
+
+
+def page_of_types(reference: Reference) -> str:
+    """The page of the types that signatures name and no module exports."""
+    text = [
+        "# Types in signatures\n",
+        "Signatures of the API reference also name these types. Programs get objects of the classes from functions and "
+        "methods, and need not import them: the modules that define them may change. `make catalogue` writes this page "
+        "from the code.\n",
+        "<!-- entries -->\n",
+    ]
+    for entry in reference.types:
+        text += [f"## {entry.name}\n", *body(entry, reference)]
     return "\n".join(text)
 
 
@@ -191,25 +293,40 @@ def section_of(room: str) -> str:
     return next(section for prefix, section in SECTIONS.items() if room.startswith(prefix))
 
 
-def shown(module: Module, entry: Entry, example: str, file: str, places: dict[type, str], level: str) -> Iterator[str]:
+def shown(module: Module, entry: Entry, example: str, reference: Reference, level: str) -> Iterator[str]:
     """The lines of an entry; one that stands on an earlier page is a link to it."""
     yield f"{level} {entry.name}\n"
-    place = f"{file}#{entry.name.lower()}"
-    if entry.cls and places.setdefault(entry.cls, place) != place:
-        yield f"See [{entry.name}]({places[entry.cls]}).\n"
+    place = f"{file_of(module)}#{entry.name.lower()}"
+    if entry.path and reference.places[entry.path] != place:
+        yield f"See [{entry.name}]({reference.places[entry.path]}).\n"
         return
-    if entry.signature:
-        yield f"```text\n{entry.signature}\n```\n"
-    if entry.room.startswith("fedbilevel.algorithms.") and module is MODULES[0] and "parts" not in entry.room:
-        yield f"{prose(entry.doc.partition(chr(10) * 2)[0])}\n"
+    room = entry.rooms[0]
+    if room.startswith("fedbilevel.algorithms.") and module is MODULES[0] and "parts" not in room:
+        yield from signature(entry, reference)
+        yield markdown(entry.doc.partition("\n\n")[0], lambda code: reference.link(code, name=entry.name))
         yield f"Fields, paper and costs: [its page](../algorithms/{method_page(entry.name)}).\n"
     else:
-        yield markdown(entry.doc)
+        yield from body(entry, reference)
     if example:
         yield f"```python\n{example}\n```\n"
     for member in entry.members:
         yield f"**`{entry.name}.{member.name}{member.signature}`**\n"
-        yield markdown(member.doc)
+        yield from reference.types_line(member)
+        yield markdown(member.doc, lambda code: reference.link(code, name=entry.name))
+
+
+def body(entry: Entry, reference: Reference) -> Iterator[str]:
+    """The signature of an entry with its types, and the docstring."""
+    yield from signature(entry, reference)
+    if entry.doc:
+        yield markdown(entry.doc, lambda code: reference.link(code, name=entry.name))
+
+
+def signature(entry: Entry, reference: Reference) -> Iterator[str]:
+    """The signature of an entry and the line of its types."""
+    if entry.signature:
+        yield f"```text\n{entry.signature}\n```\n"
+        yield from reference.types_line(entry)
 
 
 def method_page(name: str) -> str:
@@ -220,21 +337,56 @@ def method_page(name: str) -> str:
     raise SystemExit(f"no page of {METHODS} has a heading that names {name}")
 
 
+def entries_of(module: Module) -> list[Entry]:
+    """The entries of a module: functions and constants, then classes."""
+    return sorted((entry_of(module, name) for name in names_of(module)), key=lambda one: one.name[0].isupper())
+
+
 def entry_of(module: Module, name: str) -> Entry:
     """The entry of a public name."""
     if module.name == "fedbilevel.torch":
-        return unloaded(ROOT / "src/fedbilevel/torch/bridge.py", name)
+        return unloaded(f"{module.public}.bridge", name)
     value = getattr(import_module(module.public), name)
-    if not (inspect.isclass(value) or inspect.isfunction(value)):
-        return Entry(name, "", constant(module.public, name), module.public)
-    doc = inspect.getdoc(value) or ""
+    if inspect.isclass(value):
+        return entry_of_class(value)
     if inspect.isfunction(value):
-        return Entry(name, signature_of(name, value), doc, value.__module__)
-    if issubclass(value, BaseException):
-        signature = f"class {name}({', '.join(base.__name__ for base in value.__bases__)})"
+        return Entry(name, signature_of(name, value), inspect.getdoc(value) or "", rooms_of(value))
+    found = definition(module.public, name)
+    return Entry(name, "", found.text if found else "", (module.public,))
+
+
+def entry_of_class(cls: type) -> Entry:
+    """The entry of a class."""
+    name, doc = cls.__name__, inspect.getdoc(cls) or ""
+    if issubclass(cls, BaseException):
+        signature = f"class {name}({', '.join(base.__name__ for base in cls.__bases__)})"
+    elif getattr(cls, "_is_protocol", False) or issubclass(cls, Enum):
+        signature = ""
     else:
-        signature = "" if getattr(value, "_is_protocol", False) else signature_of(name, value)
-    return Entry(name, signature, doc + fields_of_bases(value, doc), value.__module__, tuple(members(value)), value)
+        signature = signature_of(name, cls)
+    path = f"{cls.__module__}.{name}"
+    return Entry(name, signature, doc + fields_of_bases(cls, doc), rooms_of(cls), tuple(members(cls)), path)
+
+
+def entry_of_type(found: Definition) -> Entry:
+    """The entry of a type that no module exports: a class, or a name for a type."""
+    if isinstance(found.node, ast.ClassDef):
+        return entry_of_class(getattr(import_module(found.module), found.name))
+    return Entry(found.name, ast.unparse(found.node), found.text, (found.module,))
+
+
+def rooms_of(value: Any) -> tuple[str, ...]:
+    """The modules that define a function, or a class and its bases, as far as they are the library's."""
+    classes = value.__mro__ if inspect.isclass(value) else [inspect.unwrap(value)]
+    return tuple(dict.fromkeys(one.__module__ for one in classes if one.__module__.startswith("fedbilevel.")))
+
+
+def types_in(entry: Entry) -> Iterator[Definition]:
+    """The types of the library that a signature names, each once, in their order."""
+    for name in dict.fromkeys(re.findall(r"\b[A-Z]\w+", entry.signature)):
+        found = next(filter(None, (definition(room, name) for room in entry.rooms)), None)
+        if found and found.name != entry.name:
+            yield found
 
 
 def fields_of_bases(cls: type, doc: str) -> str:
@@ -249,33 +401,21 @@ def members(cls: type) -> Iterator[Entry]:
     for name in MEMBERS.get(cls.__name__, "").split():
         value = inspect.getattr_static(cls, name)
         function, doc = getattr(value, "__func__", value), inspect.getdoc(getattr(cls, name)) or ""
-        called = inspect.isfunction(function)
-        yield Entry(name, arguments(function, bound=not isinstance(value, staticmethod)) if called else "", doc)
+        if inspect.isfunction(function):
+            call = arguments(function, bound=not isinstance(value, staticmethod))
+            yield Entry(name, call, doc, rooms_of(function))
+        else:
+            yield Entry(name, "", doc)
 
 
-def unloaded(file: Path, name: str) -> Entry:
-    """The entry of a function of a file that is read and not run, as its package may be missing."""
-    for node in ast.parse(file.read_text("utf-8")).body:
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-            return Entry(name, f"{name}({ast.unparse(node.args)}){returns}", ast.get_docstring(node) or "")
-    raise SystemExit(f"{file} does not define {name}")
-
-
-def constant(module: str, name: str) -> str:
-    """The text under the assignment of a constant, in the file where the module has it from."""
-    spec = find_spec(module)
-    nodes = list(ast.walk(ast.parse(Path(str(spec and spec.origin)).read_text("utf-8"))))
-    for node in nodes:
-        if isinstance(node, ast.ImportFrom) and node.module and any(alias.name == name for alias in node.names):
-            return constant(node.module, name)
-    for body in (getattr(node, "body", None) for node in nodes):
-        for line, after in pairwise(body) if isinstance(body, list) else ():
-            targets = line.targets if isinstance(line, ast.Assign) else [getattr(line, "target", None)]
-            if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-                text = getattr(getattr(after, "value", None), "value", "")
-                return inspect.cleandoc(text) if isinstance(text, str) else ""
-    return ""
+def unloaded(module: str, name: str) -> Entry:
+    """The entry of a function of a module that is read and not run, as its package may be missing."""
+    found = definition(module, name)
+    if found is None or not isinstance(found.node, ast.FunctionDef):
+        raise SystemExit(f"{module} does not define {name}")
+    returns = f" -> {ast.unparse(found.node.returns)}" if found.node.returns else ""
+    call = f"{name}({ast.unparse(found.node.args)}){returns}"
+    return Entry(name, call, ast.get_docstring(found.node) or "", (module,))
 
 
 def signature_of(name: str, value: Any) -> str:
@@ -367,37 +507,36 @@ def plain(default: Any) -> Any:
     return Written("…") if dots else default
 
 
-def markdown(doc: str) -> str:
-    """A docstring as Markdown: sections such as "Args:" become lists."""
+def markdown(doc: str, link: Callable[[str], str] = str) -> str:
+    """A docstring as Markdown: sections such as "Args:" become lists, and `link` gets each piece of code."""
     text = []
     for block in re.split(r"\n\n+", doc.strip()):
         head, _, body = block.partition("\n")
         if head == "Returns:" and not re.match(r" +\w+: ", body):
-            text.append(f"Returns: {prose(' '.join(body.split()))}")
+            text.append(f"Returns: {prose(' '.join(body.split()), link)}")
         elif head in ("Args:", "Raises:", "Returns:", "Attributes:", "Yields:"):
             found = re.findall(r"^    (\S.*(?:\n {5,}.*)*)", body, re.MULTILINE)
-            text.append(f"{head.removesuffix(':').replace('Args', 'Arguments')}:\n\n" + "\n".join(map(item, found)))
+            items = "\n".join(item(text, link) for text in found)
+            text.append(f"{head.removesuffix(':').replace('Args', 'Arguments')}:\n\n{items}")
         elif block.startswith("    "):
             text.append(block)
         else:
-            text.append(prose(block))
+            text.append(prose(block, link))
     return "\n\n".join(text) + "\n"
 
 
-def item(text: str) -> str:
+def item(text: str, link: Callable[[str], str]) -> str:
     """An entry of a section as an item of a list, with its name as code."""
     name, colon, rest = " ".join(text.split()).partition(": ")
-    return (
-        f"- `{name}`: {prose(rest)}"
-        if colon and re.fullmatch(r"[\w, *.]+", name)
-        else f"- {prose(name + colon + rest)}"
-    )
+    if not (colon and re.fullmatch(r"[\w, *.]+", name)):
+        return f"- {prose(name + colon + rest, link)}"
+    return f"- {link(f'`{name}`') if name[0].isupper() else f'`{name}`'}: {prose(rest, link)}"
 
 
-def prose(text: str) -> str:
+def prose(text: str, link: Callable[[str], str]) -> str:
     """Text without characters that Markdown would read as marks, but for code between backquotes."""
     parts = re.split(r"(`[^`]*`)", text)
-    return "".join(part if part.startswith("`") else re.sub(r"([*<\[])", r"\\\1", part) for part in parts)
+    return "".join(link(part) if part.startswith("`") else re.sub(r"([*<\[])", r"\\\1", part) for part in parts)
 
 
 def examples(name: str) -> dict[str, str]:

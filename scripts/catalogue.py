@@ -40,6 +40,7 @@ PARTS_OF_METHODS = ("fedbilevel.core", "fedbilevel.oracles", "fedbilevel.algorit
 def written() -> Iterator[tuple[Path, str]]:
     """(file, its text) of everything that is generated; the list of classes first, since the rest imports it."""
     yield METHODS / "__init__.py", listed()
+    reference = api.Reference()
     kinds, costs, index = tables()
     choosing = ROOT / "docs" / "how-to" / "choosing.md"
     yield choosing, between(between(choosing.read_text("utf-8"), "kinds", kinds), "costs", costs)
@@ -48,7 +49,7 @@ def written() -> Iterator[tuple[Path, str]]:
         between(between((PAGES / "README.md").read_text("utf-8"), "methods", index), "parts", parts()),
     )
     for page, classes in pages().items():
-        yield page, between(page.read_text("utf-8"), "method", method(classes))
+        yield page, between(page.read_text("utf-8"), "method", method(classes, reference))
     for page, name, text in (
         ("how-to/own-method.md", "helpers", helpers()),
         ("reference/extending.md", "extending", listing("extending")),
@@ -56,7 +57,7 @@ def written() -> Iterator[tuple[Path, str]]:
     ):
         file = ROOT / "docs" / page
         yield file, between(file.read_text("utf-8"), name, text)
-    yield from api.written()
+    yield from api.written(reference)
 
 
 def listed() -> str:
@@ -138,8 +139,12 @@ def pages() -> dict[Path, list[type]]:
     return found
 
 
-def method(classes: list[type]) -> str:
+def method(classes: list[type], reference: api.Reference) -> str:
     """What the module of these classes says, without its last paragraph on tests, and a table of their fields."""
+
+    def linked(text: str) -> str:
+        return re.sub(r"`[^`]*`", lambda code: reference.link(code[0], "../api/"), text)
+
     said = (inspect.getdoc(inspect.getmodule(classes[0])) or "").partition("\n\nChecked in ")[0]
     said = re.sub(r"arXiv:(\d+\.\d+)", r"[arXiv:\1](https://arxiv.org/abs/\1)", said)
     said = re.sub(r"docs/([\w/-]+\.md)", r"[docs/\1](../../\1)", said)
@@ -149,7 +154,11 @@ def method(classes: list[type]) -> str:
             default = _default(cls, name)
             fields.setdefault((name, default, text), []).append(cls.__name__)
     rows = [
-        (f"`{name}`" + ("" if len(having) == len(classes) else f" ({', '.join(having)})"), default, text)
+        (
+            f"`{name}`" + ("" if len(having) == len(classes) else f" ({', '.join(having)})"),
+            linked(default),
+            linked(text),
+        )
         for (name, default, text), having in fields.items()
     ]
     return f"{said}\n\n" + table(("field", "default", "what it is"), rows)

@@ -1,7 +1,8 @@
 """Build the pages of the repository into a website: `make docs`.
 
 Sphinx reads the pages where they are. A link to a file of the repository that is no page becomes a download, and a link
-to a folder becomes text. Names of the API in code become links to the reference.
+to a folder becomes text. Names of the API in code become links to the reference. The types in a signature become the
+links of the line under it.
 """
 
 import re
@@ -18,7 +19,7 @@ from sphinx.builders.html import StandaloneHTMLBuilder
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(Path(__file__).parent))
 
-from names import Entry, entries, entry_of  # noqa: E402
+from names import PAGES, Entry, entries, entry_of  # noqa: E402
 from navigation import HOME, LIST, below, every_page, sections  # noqa: E402
 
 
@@ -34,6 +35,7 @@ def revision() -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
+INDEX = ROOT / PAGES / "README.md"
 project = "fedbilevel"
 release = documented_version()
 root_doc = HOME.removesuffix(".md")
@@ -87,7 +89,7 @@ def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
 
 def link_names(app: Sphinx, doctree: nodes.document) -> None:
     """Make names of the API in code into links, except in titles, in other links and in the section of the name."""
-    names, page = entries(ROOT), app.env.current_document.docname
+    names, page = entries(INDEX.read_text("utf-8")), app.env.current_document.docname
     for code in list(doctree.findall(nodes.literal)):
         entry = entry_of(code.astext(), names)
         if entry and not any(isinstance(one, UNLINKED) or is_of(one, entry, page) for one in ancestors(code)):
@@ -95,6 +97,27 @@ def link_names(app: Sphinx, doctree: nodes.document) -> None:
             link = addnodes.pending_xref("", refdomain="doc", reftype="myst", refexplicit=True, **target)
             code.replace_self(link)
             link += nodes.inline("", "", code)
+
+
+def link_signatures(app: Sphinx, doctree: nodes.document) -> None:
+    """Make the types in a signature into the links of the line "Types:" under it, and remove this line."""
+    for line in [one for one in doctree.findall(nodes.paragraph) if one.astext().startswith("Types: ")]:
+        links = {link.astext(): link for link in line.findall(addnodes.pending_xref)}
+        above = line.parent[line.parent.index(line) - 1]
+        code = next(one for one in above.findall() if isinstance(one, nodes.literal | nodes.literal_block))
+        parts = re.split(rf"\b({'|'.join(links)})\b", code.astext())
+        code.clear()
+        code.rawsource = ""  # then Sphinx keeps the links, and does not highlight the text
+        for part in parts:
+            code += linked(links[part]) if part in links else nodes.Text(part)
+        line.parent.remove(line)
+
+
+def linked(link: addnodes.pending_xref) -> addnodes.pending_xref:
+    """A copy of a link, whose text is no code of its own as it stands in code."""
+    copy = link.copy()
+    copy += nodes.inline("", link.astext())
+    return copy
 
 
 def ancestors(node: nodes.Element) -> Iterator[nodes.Element]:
@@ -120,4 +143,5 @@ def setup(app: Sphinx) -> None:
     app.add_builder(Website, override=True)
     app.connect("source-read", add_contents)
     app.connect("doctree-read", unlink_folders)
+    app.connect("doctree-read", link_signatures)
     app.connect("doctree-read", link_names)

@@ -1,7 +1,6 @@
 """Find the entry of the API reference for a name in code, such as `fb.solve(…)`, `parts.TopK` or `Clients.split`."""
 
 import re
-from pathlib import Path
 from typing import NamedTuple
 
 PAGES = "docs/reference/api"
@@ -17,13 +16,13 @@ class Entry(NamedTuple):
     anchor: str
 
 
-def entries(root: Path) -> dict[str, Entry]:
-    """The entry of every public name, such as fedbilevel.parts.TopK, as the first page of the API reference lists it.
+def entries(index: str) -> dict[str, Entry]:
+    """The entry of every name, such as fedbilevel.parts.TopK, as the text of the reference's first page lists it.
 
     A class is also under its name alone, in the module that is listed first.
     """
     found: dict[str, Entry] = {}
-    for module, names in ROW.findall((root / PAGES / "README.md").read_text("utf-8")):
+    for module, names in ROW.findall(index):
         for name, page, anchor in ENTRY.findall(names):
             entry = found[f"{module}.{name}"] = Entry(f"{PAGES}/{page}", anchor)
             if name[0].isupper():

@@ -33,6 +33,7 @@ from fedbilevel.core.tree import XYV
 from fedbilevel.wording import nearest
 
 Fields = Mapping[str, Any]
+"""The values of fields by name."""
 Wrong = list[ConfigurationError]
 NUMBERS = int | float | np.number | jax.Array
 RATE = "learning_rate"

@@ -12,6 +12,7 @@ from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.forked import refuse_forked_child
 
 PyTree = Any
+"""Nested dicts, lists and tuples of arrays, or a model, as JAX takes them."""
 
 
 class XY(NamedTuple):

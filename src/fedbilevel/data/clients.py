@@ -25,7 +25,9 @@ from fedbilevel.reading import parse_json
 from fedbilevel.wording import printable
 
 Indices = NDArray[np.int64]
+"""The places of samples in the arrays of a data set."""
 Seed = int | np.random.Generator
+"""A whole number, or a generator of NumPy, whose state changes."""
 
 ATTEMPTS = 1000  # the number of draws of a random partition after which its `minimum` counts as impossible
 
@@ -307,6 +309,7 @@ def generator(seed: Seed, stream: int) -> np.random.Generator:
 
 
 Arrays = dict[str, NDArray[Any]]
+"""Arrays by name, each with an entry for every sample."""
 
 
 class Packed(NamedTuple):

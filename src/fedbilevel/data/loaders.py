@@ -21,7 +21,9 @@ from fedbilevel.data.files import SOURCES, DataError, Expanded, as_data_error, u
 from fedbilevel.wording import missing
 
 Images = NDArray[Any]
+"""Images, or the rows of a table, along the first axis."""
 Labels = NDArray[np.int32]
+"""The class of each image, or of each row of a table: a number from 0 on."""
 
 
 @dataclass(frozen=True, eq=False)

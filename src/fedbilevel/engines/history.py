@@ -34,6 +34,7 @@ from fedbilevel.reading import parse_json, read_bytes
 from fedbilevel.wording import missing, require_object
 
 Row = dict[str, float | int]
+"""The values of one row of the history, by column."""
 LOSSES = ("outer_loss", "inner_loss")
 LONGEST = 2**28  # bytes of a history in a file
 

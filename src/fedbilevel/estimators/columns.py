@@ -17,6 +17,7 @@ from fedbilevel.extending import require, warn
 ABSURD = 50  # a number this many times the median distance away from the median is far away
 SHARE = 0.9  # the share of the variance that few numbers must cause for a warning
 Numbers = NDArray[Any]
+"""An array of numbers of any type."""
 MANY = 20  # the least number of categories for a warning: in a small table, most of few categories have one row
 
 

@@ -16,6 +16,7 @@ from fedbilevel.errors import ConfigurationError
 from fedbilevel.torch.operations import Rule
 
 Parameters = dict[str, Array]
+"""Arrays by their names in the module, such as "head.weight"."""
 
 
 class Ref(NamedTuple):

@@ -83,8 +83,11 @@ class Asked:
 
 PLACES = "steps", "kept", "privacy", "rule", "coded", "late", "outer", "state"
 Kept = Any
+"""The state that a layer keeps, on the server or at a client."""
 Ask = Callable[[Asked], Total]
+"""A function that sends a message to the clients, and returns the sum of their replies."""
 Inside = Callable[[Asked, Client], Reply]
+"""A function that runs the phase of a message on a client, with the layers inside."""
 
 
 class Around(Part):

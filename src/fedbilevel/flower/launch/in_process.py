@@ -16,6 +16,7 @@ from flwr.serverapp import Grid
 from fedbilevel.flower.versions import be_server
 
 Delay = Callable[[int, Message], float]
+"""(client, message) -> the seconds from the message to its reply."""
 
 
 class VirtualClock:
