@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-torch test-trackers test-newest test-oldest packages lint format papers benchmarks catalogue notebooks docs lock clean
+.PHONY: help setup demo test test-slow test-torch test-trackers test-newest test-oldest packages lint format papers benchmarks catalogue notebooks docs docs-versions links lock clean
 
 # What another project left in the environment must not leak into this one.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
@@ -70,9 +70,15 @@ notebooks: setup  ## the tutorials as Jupyter notebooks, in build/notebooks
 
 docs: setup  ## the documentation as a website, in build/site; a link that leads nowhere is an error
 	@$(PYTHON) scripts/bootstrap.py docs
-	rm -rf build/site
-	$(BIN)/sphinx-build --quiet --fail-on-warning --fresh-env --jobs auto -c docs/website -d build/doctrees . build/site
-	@echo "build/site/index.html is its first page"
+	$(BIN)/python scripts/website.py
+
+docs-versions: setup  ## the same for every tag and for this working tree, with a choice of the version on every page
+	@$(PYTHON) scripts/bootstrap.py docs
+	$(BIN)/python scripts/website.py --versions
+
+links: setup  ## open every link of the documentation to another website
+	@$(PYTHON) scripts/bootstrap.py docs
+	$(BIN)/python scripts/website.py --links
 
 lock:  ## rewrite uv.lock after a change of dependencies, and install it
 	@$(PYTHON) scripts/bootstrap.py --lock

@@ -5,6 +5,7 @@ The README's code always runs, that of the pages of docs/ among the slow tests.
 
 import re
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -64,6 +65,13 @@ def broken(page: Path) -> list[str]:
     return found
 
 
+def addresses(page: Path) -> list[str]:
+    """The addresses of other websites to which a page links."""
+    return [
+        link for link in re.findall(r"https?://[^\s)>\"`]+", prose(page)) if not re.match(r"http://(127|local)", link)
+    ]
+
+
 def blocks(page: str) -> list[tuple[str, str]]:
     """(language, text) of every fenced block."""
     return FENCE.findall((ROOT / page).read_text(encoding="utf-8"))
@@ -113,6 +121,21 @@ def test_installing_is_explained_before_it_is_needed_and_never_by_a_name_on_an_i
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_to_a_file_and_to_a_heading_of_it(page):
     assert broken(page) == []
+
+
+def test_addresses_of_other_websites_are_whole_and_have_one_form():
+    """`make links` opens them; this test needs no network."""
+    found = {address for page in WRITTEN for address in addresses(page)}
+    assert len(found) > 20
+    forms: dict[str, set[str]] = {}
+    for address in found:
+        parts = urlsplit(address)
+        assert parts.scheme == "https", address
+        assert re.fullmatch(r"[a-z0-9-]+(\.[a-z0-9-]+)+", parts.netloc), address
+        assert not address.endswith((".", ",", ";", ":", ".git")), address
+        path = re.sub(r"(?<=\d)v\d+$", "", parts.path.rstrip("/").removesuffix(".pdf").replace("/pdf/", "/abs/"))
+        forms.setdefault(f"{parts.netloc.removeprefix('www.')}{path}#{parts.fragment}", set()).add(address)
+    assert [several for several in forms.values() if len(several) > 1] == []
 
 
 def test_a_broken_link_is_found(tmp_path):

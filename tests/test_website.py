@@ -3,13 +3,16 @@
 Nothing of the libraries that build the website is needed; `make docs` builds it, and finds links that lead nowhere.
 """
 
+import json
 import runpy
+import subprocess
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 NAVIGATION = runpy.run_path(str(ROOT / "docs" / "website" / "navigation.py"))
+WEBSITE = runpy.run_path(str(ROOT / "scripts" / "website.py"))
 NAMES = runpy.run_path(str(ROOT / "docs" / "website" / "names.py"))
 ENTRIES = NAMES["entries"]((ROOT / NAMES["PAGES"] / "README.md").read_text("utf-8"))
 
@@ -82,3 +85,28 @@ def test_every_entry_is_a_heading_of_its_page():
             if line[:1] == "#"
         }
         assert {entry.anchor for entry in ENTRIES.values() if entry.page == page} <= headings
+
+
+def test_versions_are_the_tags_of_versions_the_newest_first(tmp_path):
+    def git(*arguments: str) -> None:
+        person = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+        subprocess.run(["git", *person, *arguments], cwd=tmp_path, check=True)
+
+    git("init", "--quiet")
+    git("commit", "--quiet", "--allow-empty", "--message=First")
+    for tag in ("v0.9.0", "v0.10.0", "vacation", "w1.0", "v1.0rc1"):
+        git("tag", tag)
+    assert WEBSITE["tags"](tmp_path) == ["v0.10.0", "v0.9.0"]
+
+
+def test_the_choice_of_versions_has_the_pages_of_those_that_were_built(tmp_path):
+    for page in ("0.2.0/index.html", "0.2.0/docs/a.html", "development/index.html"):
+        (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / page).write_text("")
+    WEBSITE["write_choice"](tmp_path, ["0.2.0", "0.1.0", "development"])
+    text = (tmp_path / "versions.js").read_text("utf-8")
+    assert json.loads(text.removeprefix("const versions = ").removesuffix(";\n")) == {
+        "0.2.0": ["docs/a.html", "index.html"],
+        "development": ["index.html"],
+    }
+    assert "url=0.2.0/index.html" in (tmp_path / "index.html").read_text("utf-8")

@@ -52,6 +52,16 @@ html_static_path = ["static"]
 html_css_files = ["pages.css"]
 templates_path = ["templates"]
 html_context = {"revision": revision()}
+html_sidebars = {
+    "**": [
+        "sidebar/brand.html",
+        "versions.html",
+        "sidebar/search.html",
+        "sidebar/scroll-start.html",
+        "sidebar/navigation.html",
+        "sidebar/scroll-end.html",
+    ]
+}
 html_copy_source = False
 html_show_copyright = False
 UNLINKED = (nodes.title, nodes.strong, nodes.reference, addnodes.pending_xref, addnodes.download_reference)
