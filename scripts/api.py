@@ -425,7 +425,7 @@ def signature_of(name: str, value: Any) -> str:
     whole = f"{name}({inside}){returns}"
     if inspect.isclass(value):
         whole, returns = f"{name}({inside})", ""
-    if len(whole) <= 110:
+    if len(whole) <= 90:
         return whole
     return f"{name}(\n" + "".join(f"    {one},\n" for one in split(inside)) + f"){returns}"
 
