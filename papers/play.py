@@ -7,7 +7,7 @@ where it was. Below OUT/<id>/<scale>:
     runs/<panel>/<method>/seed-N              the runs
     outcome.json, figure.png                  what came of them
 
-A run that fails leaves its reason in its folder, and is not played again.
+A run that fails leaves its reason in its folder, and is not played again. A run whose network is dead fails, too.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from papers.numbers import rounded, value_in
 
 POLL = 1.0  # seconds between two looks at a run that another process plays
 CURVE = 60  # points of a curve that are kept
+CHANCE = 1e-3  # the relative distance within which a loss is that of constant predictions
 Say = Callable[[str], None]
 
 
@@ -62,7 +63,8 @@ class Run:
             if self.counted:
                 ledger = experiments.build(self.spec, tasks(self.spec)).cost_of_round()
                 return History([{"round": 1, "seconds": 0.0, **ledger.columns()}])
-            return experiments.run_of(self.spec, self.folder, tasks, callbacks=[self.spent] if self.budgets else [])
+            history = experiments.run_of(self.spec, self.folder, tasks, callbacks=[self.spent] if self.budgets else [])
+            return dead(history, self.spec.task.fields.get("way")) or history
         except (ConfigurationError, NumericalError) as error:  # such as a step too large for this seed's samples
             return str(error)
 
@@ -70,6 +72,21 @@ class Run:
         """The callback that ends a run with budgets."""
         over = row is not None and all(costs_of(row)[name] >= amount for name, amount in self.budgets.items())
         return "all budgets are spent" if over else None
+
+
+def dead(history: History, way: int | None) -> str:
+    """Say that the network of a few-shot run is dead: it predicts the same for every image, and so fails; else "".
+
+    A network whose features no longer depend on the image has the outer loss log N on tasks of N = `way` characters,
+    whatever its head. A run counts as dead if this loss, which is measured on tasks of training, is within CHANCE of
+    log N in every row of the second half of the run. Test data play no part.
+    """
+    losses = [row["outer_loss"] for row in history.rows if "outer_loss" in row] if way else []
+    late = losses[len(losses) // 2 :]
+    if not way or not late or any(abs(loss / math.log(way) - 1) > CHANCE for loss in late):
+        return ""
+    chance = f"log {way} = {math.log(way):.4f}, the loss of constant predictions"
+    return f"the network is dead: in the second half of the run the outer loss stays at {chance}"
 
 
 Played = Mapping[Path, History | str]

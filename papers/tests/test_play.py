@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from papers.play import play, rehearse
 from small_figure import CONTENT, UNTUNED, made_up
 
 from fedbilevel import experiments
+from fedbilevel.authoring import History
 from fedbilevel.errors import CheckpointError, ConfigurationError, InUse
 
 
@@ -55,6 +57,28 @@ def test_an_outcome_says_what_was_chosen_and_found(place: Path) -> None:
     (finding,) = found["findings"]
     assert finding["better_mean"] == methods["SimFBO"]["mean"]
     assert finding["state"] in ("holds", "contradicted", "open")
+
+
+def test_a_dead_network_is_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss of constant predictions among N characters is log N. A run that ends there has learned nothing, whatever
+    it was before; one that begins there, or is at chance on test images alone, has not failed."""
+    tables = {"task": {"name": "few_shot", "way": 5}, "algorithm": {"name": "fedavg"}}
+    one = playing.Run("all · FedAvg · seed 0", tables, 0, tmp_path)
+
+    def came(losses: list[float], run: playing.Run = one) -> History | str:
+        rows = [{"round": k, "outer_loss": loss, "test_accuracy": 0.2} for k, loss in enumerate(losses)]
+        monkeypatch.setattr(experiments, "run_of", lambda *_, **__: History(rows))
+        return run.play(experiments.TaskCache())
+
+    level = math.log(5)
+    said = came([3.0, 1.2, level, level * 1.0005])
+    assert isinstance(said, str)
+    assert "the network is dead" in said
+    assert "log 5 = 1.6094" in said
+    for alive in ([level, level, level, 1.2], [level, level, level * 0.998, level], [0.9]):
+        assert isinstance(came(alive), History)
+    quadratic = playing.Run("all · FedAvg · seed 0", CONTENT["spec"], 0, tmp_path)
+    assert isinstance(came([level] * 4, quadratic), History)
 
 
 def test_the_seeds_of_trials_are_not_those_of_runs(figure: Figure, place: Path, tmp_path: Path) -> None:
