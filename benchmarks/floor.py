@@ -191,7 +191,7 @@ def algorithm(s: Setting, scale: float) -> Any:
     own = fb.parts.LocalImplicit(solver=solver)
     if s.kind == "afbo":
         inner = fb.parts.MeanGradient(client_lr=t[0], lr=t[1], **walk)
-        return fb.Asynchronous(fb.AFBO(inner=inner, hypergradient=own, **rest), wait_for=FIRST)
+        return fb.Asynchronous(fb.AFBO(inner=inner, hypergradient=own, **rest), wait_for=FIRST, delay_penalty=0.0)
     kind = {"lfednest": fb.LFedNest, "rabo": fb.RABO}[s.kind]
     return kind(inner=fb.parts.LocalSGD(lr=t[0], **walk), hypergradient=own, **rest)
 

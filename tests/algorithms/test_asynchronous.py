@@ -11,6 +11,9 @@ from matrices import members
 
 import fedbilevel as fb
 from fedbilevel import authoring
+from fedbilevel.algorithms.parts.memory import DELAY_PENALTY
+from fedbilevel.experiments import configure
+from fedbilevel.experiments.runner import task_of
 from fedbilevel.tasks.quadratic import quadratic
 from fixed_steps import fixed
 
@@ -107,6 +110,46 @@ def test_the_penalty_divides_the_step_by_one_and_the_delay():
     mean = sum(p * g["c"] for p, _, g in first) / sum(p for p, *_ in first)
     moved = fb.solve(algorithm, *given, rounds=1, engine=engine).y
     np.testing.assert_allclose(moved, 0.2 / (1 + 3.0 * missing) * mean, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "shares", [[0, 1], [0.5, 0.5], [0.2] * 5, [0.75, 0, 0, 0.25], [0, 0, 0, 1], [0.5, *[0] * 9, 0.5]]
+)
+def test_steps_that_are_stable_without_delays_are_stable_with_them(shares):
+    """All roots of z^{D+1} − z^D + a Σ w_d z^{D−d} lie in the unit disc if a = 1.99/(1 + 2·mean delay); a = 2 is the
+    limit without delays. If all replies are one exchange old, a = 1 is the limit."""
+    most, mean = len(shares) - 1, np.dot(shares, range(len(shares)))
+
+    def largest_root(a):
+        return max(abs(np.roots(np.append([1.0, -1.0], np.zeros(most)) + a * np.append([0.0], shares))))
+
+    assert largest_root(1.99 / (1 + DELAY_PENALTY * mean)) < 1
+    if shares == [0, 1]:
+        assert largest_root(1) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_late_replies_do_not_make_the_steps_of_a_preset_diverge(dies):
+    """Four clients reply in pairs, and the last may fall silent for ever after 50 exchanges. The steps of the preset,
+    which were chosen for exchanges that wait for all clients, are twice as long as late replies allow: undivided they
+    raise the loss a hundredfold and more."""
+    at = np.arange(200)[:, None]
+    table = (np.arange(4) // 2 == at % 2) & ~((np.arange(4) == 3) & (at > 50) & dies)
+    spec = configure(task="quadratic", algorithm="simfbo", settings=["task.clients=4"])
+    task, method = task_of(spec), spec.algorithm.value
+    given = task.problem, task.clients, task.x0, task.y0
+
+    def errors(**late):
+        engine = fb.Local(clock=fb.Clock(arrivals=table))
+        method_late = fb.Asynchronous(method, wait_for=1, **late)
+        run = fb.solve(method_late, *given, rounds=200, eval_every=50, metrics=task.metrics, engine=engine)
+        return run.history["relative_error"]
+
+    with pytest.warns(fb.errors.NumericalWarning, match="diverges"):
+        assert errors(delay_penalty=0.0)[-1] > 5
+    divided = errors()
+    assert np.argmax(divided) == 0
+    assert divided[-1] < 0.7
 
 
 @pytest.mark.parametrize(

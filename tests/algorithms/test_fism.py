@@ -260,7 +260,7 @@ def test_where_balls_overlap(first):
     )
     assert found.success
     algorithm = fb.FISM(lr=2.0, regularization=0.1)
-    algorithm = fb.Asynchronous(algorithm, wait_for=first) if first else algorithm
+    algorithm = fb.Asynchronous(algorithm, wait_for=first, delay_penalty=0.0) if first else algorithm
     engine = fb.Local(clock=fb.Clock(spread=0.3, stragglers=1, slowdown=5.0))
     result = fb.solve(
         algorithm, task.problem, task.clients, task.x0, rounds=rounds, metrics=task.metrics, engine=engine

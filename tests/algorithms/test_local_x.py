@@ -23,7 +23,7 @@ METHODS = {
     ),
     "AFBO, local": fixed(fb.AFBO(hypergradient=fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=2)), **AFBO)),
     "AFBO, global": BY_STEPS,
-    "AFBO, all are first": fb.Asynchronous(BY_STEPS, wait_for=CLIENTS),
+    "AFBO, all are first": fb.Asynchronous(BY_STEPS, wait_for=CLIENTS, delay_penalty=0.0),
 }
 
 
@@ -83,7 +83,7 @@ def test_the_start_is_the_callers_and_serves_again():
 @pytest.mark.slow
 def test_both_engines_agree_where_clients_are_late():
     """Each block then moves once for each answer of its client."""
-    algorithm = fb.Asynchronous(BY_STEPS, wait_for=2)
+    algorithm = fb.Asynchronous(BY_STEPS, wait_for=2, delay_penalty=0.0)
     clock = fb.Clock(network=(1.0, 1.7, 0.6, 5.3), spread=0.4)
     a, b = (run(algorithm, 2, engine=engine(clock=clock)) for engine in (fb.Local, fb.Reference))
     np.testing.assert_allclose(a.x, b.x, rtol=1e-12, atol=1e-12)

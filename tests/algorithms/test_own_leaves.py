@@ -190,7 +190,10 @@ def test_a_short_series_of_each_client_ends_beside_the_solution():
 SLOWER = fb.SimFBO(**SINGLE, server_lr=0.05, client_lr=0.1)
 LAYERS = {
     "TopK": (fb.layered(SLOWER, fb.parts.TopK(share=0.4)), 3000),
-    "Asynchronous": (fb.Asynchronous(fb.SimFBO(**SINGLE, server_lr=0.1, client_lr=0.1), wait_for=2), 2500),
+    "Asynchronous": (
+        fb.Asynchronous(fb.SimFBO(**SINGLE, server_lr=0.1, client_lr=0.1), wait_for=2, delay_penalty=0.0),
+        2500,
+    ),
     "OuterOptimizer": (fb.OuterOptimizer(SIMFBO, optimizer=optax.sgd(0.5, momentum=0.5)), 800),
 }
 

@@ -41,7 +41,10 @@ def run(algorithm, task, rounds, clock=CLOCK):
 @pytest.mark.parametrize("method", slow_but(fb.SimFBO, of=[fb.SimFBO, fb.ShroFBO]))
 def test_equals_the_events_written_out(method):
     """Fifteen rounds against tests/algorithms/events.py, clients working unequally."""
-    task, algorithm = drawn().with_own(local_steps=WORK), fb.Asynchronous(method(**STEPS), wait_for=2)
+    task, algorithm = (
+        drawn().with_own(local_steps=WORK),
+        fb.Asynchronous(method(**STEPS), wait_for=2, delay_penalty=0.0),
+    )
     result = run(algorithm, task, 15)
     wanted, told = simfbo(task, algorithm.algorithm, 15, 2, CLOCK.network, WORK, robust=method is fb.ShroFBO)
     for found, exact in zip(result.state.inside.iterate, wanted, strict=True):
@@ -56,7 +59,7 @@ def test_reaches_the_solution_from_late_replies():
     """One local step each: at rest all last replies are those of the point of rest, so that it is x*."""
     task = drawn()
     simfbo = fb.SimFBO(local_steps=1, client_lr=1.0, batch_size=None, server_lr=fb.XYV(0.004, 0.06, 0.06))
-    algorithm = fb.Asynchronous(simfbo, wait_for=2)
+    algorithm = fb.Asynchronous(simfbo, wait_for=2, delay_penalty=0.0)
     end = run(algorithm, task, 10_000, fb.Clock(spread=0.5, stragglers=1, slowdown=4.0))
     exact = solution(task.clients)
     assert np.linalg.norm(end.x - exact.x) < 1e-9 * np.linalg.norm(exact.x)

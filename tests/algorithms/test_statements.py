@@ -141,7 +141,11 @@ def afbo_on_cosines(outer, inner, beta, hold=0):
     if hold:
         place = lambda exchange: exchange % (2 * hold)  # noqa: E731
         arrivals = lambda e, i, key: (place(e) == 0) | (place(e) == 2 * hold - 1) | (e == 1)  # noqa: E731
-        method, y, clock = fb.Asynchronous(method, wait_for=1), np.zeros(1), fb.Clock(arrivals=arrivals)
+        method, y, clock = (
+            fb.Asynchronous(method, wait_for=1, delay_penalty=0.0),
+            np.zeros(1),
+            fb.Clock(arrivals=arrivals),
+        )
     options = {"rounds": ROUNDS, "eval_every": 1, "metrics": {"square": lambda x, y: jnp.sin(x[0]) ** 2}}
     problem, engine = fb.Bilevel(outer, inner), fb.Local(clock=clock)
     history = fb.solve(method, problem, fb.Clients(rows, rows), np.ones(1), y, engine=engine, **options).history

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from fedbilevel.algorithms.parts.memory import DELAY_PENALTY
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import read_capacity
 from fedbilevel.core.config import config, positive_integer
@@ -86,14 +87,14 @@ class AsynchronousPlan:
 
     wait_for: int | None = None
     max_staleness: int | None = None
-    delay_penalty: float = 0.0
+    delay_penalty: float = DELAY_PENALTY
 
     def validate(self) -> None:
         if self.wait_for is None:
             allowed = "left out without asynchronous.wait_for, since then all replies are awaited"
-            for name in ("max_staleness", "delay_penalty"):
+            for name, default in (("max_staleness", None), ("delay_penalty", DELAY_PENALTY)):
                 got = getattr(self, name)
-                require(not got, f"asynchronous.{name}", got, allowed)
+                require(not got or got == default, f"asynchronous.{name}", got, allowed)
 
 
 @config

@@ -20,6 +20,19 @@ and G converges to the exact mean, however little is sent. Without the memory, t
 the limits of clients' replies are not 0, which is the case if clients differ. (P. Richtárik, I. Sokolov and I.
 Fatkhullin, "EF21: A New, Simpler, Theoretically Better, and Practically Faster Error Feedback", NeurIPS 2021.)
 
+Old replies limit the steps. Suppose that all clients have the curvature λ, and that the replies in G have constant
+delays d, each with the share w_d. An error z of a variable, along which the server steps by η, then follows
+
+    z_{t+1} = z_t − ηλ Σ_d w_d z_{t−d}
+
+Without delays this converges for ηλ < 2. A root e^{iθ} of the characteristic polynomial satisfies, after division by
+e^{iθ/2}, −2i sin(θ/2) = ηλ Σ_d w_d e^{−i(d + ½)θ}. Its imaginary part is 2 = ηλ Σ_d w_d sin((d + ½)θ)/sin(θ/2), and
+this quotient is Dirichlet's kernel, 1 + 2 cos θ + … + 2 cos dθ, at most 1 + 2d. No root can therefore leave the unit
+disc while ηλ (1 + 2D) < 2, where D = Σ_d w_d d is the mean delay: if a step is stable without delays, it is stable with
+them after division by 1 + 2D. This 2 is the default of `Asynchronous.delay_penalty`. With a smaller number, steps that
+were chosen without delays can diverge: if d = 1 for all clients, the bound is ηλ < 1. A client that never replies again
+makes D grow without end. The steps then tend to 0, since nothing new is known of this client's losses.
+
 g_i depends on earlier replies. The memory is therefore only for phases whose replies may be late (`Allows.late`).
 Replies to other phases and to fresh cohorts are sent whole. Marked parts of an update, such as public numbers, are not
 compressed.
@@ -64,6 +77,7 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import PyTree, join
 
+DELAY_PENALTY = 2.0  # the default of `Asynchronous.delay_penalty`, which is derived above
 ROUNDING = 1e-5  # the largest rounding error of a sum of all weights in float32
 
 
@@ -96,14 +110,16 @@ class Asynchronous(Around):
             at least so many exchanges ago, and for every client that has been unavailable, or busy with another phase,
             for longer. None: no bound.
         delay_penalty: c; the mean of replies, and with it the server's step, is divided by 1 + c·(mean delay of these
-            replies, in exchanges of the phase).
+            replies, in exchanges of the phase). With 2, steps that are stable if every exchange waits for all clients
+            are also stable if clients are alike and their delays constant; a smaller c can be faster, and can diverge.
+            If clients keep x, give 0.
     """
 
     place = "late"
 
     wait_for: int = positive_integer()
     max_staleness: int | None = positive_integer(default=None, optional=True)
-    delay_penalty: float = static(default=0.0)
+    delay_penalty: float = static(default=DELAY_PENALTY)
 
     def validate(self) -> None:
         c = self.delay_penalty
