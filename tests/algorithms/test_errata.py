@@ -100,6 +100,31 @@ def test_rafbo_with_the_printed_slopes_climbs(alpha, beta):
         assert np.mean(np.tanh(x) ** 2) < min(np.tanh(1) ** 2, 2 * np.log(np.cosh(1)) / (alpha * rounds))
 
 
+def test_rabo_lemma_6_needs_the_square_of_a_lipschitz_constant():
+    """‖y⁺ − y*(x⁺)‖² ≤ 2‖y⁺ − y*(x)‖² + 2‖y*(x) − y*(x⁺)‖², and the last is within L²‖x⁺ − x‖², not within L‖x⁺ − x‖².
+    For y*(x) = 3x, from y⁺ = y*(x), the left side is 9 where the printed bound is 6, for a step of 1."""
+    left = (3.0 * 0 - 3.0 * 1) ** 2
+    assert 2 * 3.0 * 1 < left <= 2 * 3.0**2 * 1
+
+
+def test_rabo_the_bound_behind_remark_2_grows_with_the_clients():
+    """The last line of Theorem 1's proof has 4N(L_f + 4M_f)σ_f²/√(C_x* Q). With all N clients in each entry, C_x* = N,
+    four times the clients double it, where Remark 2 has O(1/√(NQ)), which they halve."""
+    printed, remark = (
+        np.array([scale / np.sqrt(n * 1_000) for n, scale in rows])
+        for rows in ([(8, 4 * 8), (32, 4 * 32)], [(8, 1), (32, 1)])
+    )
+    assert printed[1] / printed[0] == pytest.approx(2)
+    assert remark[1] / remark[0] == pytest.approx(0.5)
+
+
+def test_rabo_the_offset_l_belongs_into_the_exponent():
+    """L_VS takes the logarithm of a sum with e^(Δf) + l. An l < 0 can make this sum negative, of which there is
+    no logarithm; e^(Δf + l) is positive."""
+    margins, offset = np.array([-3.0, -2.0]), -0.5
+    assert np.exp(margins).sum() + 2 * offset < 0 < np.exp(margins + offset).sum()
+
+
 def test_rabo_line_10_has_the_sign_of_the_other_direction():
     """G = (y_T − y₀)/β and y₀ − β mean G, as printed, make 2y₀ − y_T. Of g = ½y², T = 2 steps β = ½ lead from y₀ = 1 to
     y_T = ¼; as printed y would be at 1¾, higher than it began. The library's client step is β/T."""
@@ -234,6 +259,18 @@ def test_simfbo_table_1_has_the_rounds_of_full_participation(runs):
     assert best(few, 10**9, 400)[0] > 0.9 * ends[few, 400]  # no number of local steps helps
 
 
+def test_simfbo_combinations_of_equation_4_are_no_variance_reduction():
+    """(4) combines directions at z_k on the samples of step k, with weights a_k that do not depend on the draws. SVRG's
+    steps d(z_k; ξ_k) − d(z₀; ξ_k) + d(z₀) need the draws at z₀. For d(z; ξ) = z + ξ, ξ = ±1, they come to the same sum
+    1 + (1 − η) for every draw of two samples from z₀ = 1. The best weights miss it by a third of its size."""
+    eta = 0.1
+    draws = [(first, second) for first in (-1, 1) for second in (-1, 1)]
+    directions = np.array([(1 + first, 1 - eta * (1 + first) + second) for first, second in draws])
+    wanted = np.full(4, 1 + (1 - eta))
+    weights = np.linalg.lstsq(directions, wanted)[0]
+    assert np.sqrt(np.mean((directions @ weights - wanted) ** 2)) > wanted[0] / 3
+
+
 def test_simfbo_equation_3_makes_heavy_ball_only_for_vanishing_steps():
     """(3) multiplies a client's k-th step by a_k, where a = ((1 − μ^τ)/(1 − μ), …, 1) is how much of the k-th gradient
     is in the sum of heavy ball's steps. So its local iterate takes the largest step first. On the direction d = z,
@@ -291,6 +328,16 @@ def test_the_bias_of_a_series_is_there_where_the_gradient_of_f_is_constant(name,
     assert error <= kappa * np.linalg.norm(c) * (1 - 1 / kappa) ** terms
 
 
+def test_fednest_inner_loss_of_a_composition_has_a_half():
+    """Section 2.4 takes ∇²yy g_i = I and ∇²xy g_i = −∇r_iᵀ: those of ½‖y − r(x)‖², and half of those of ‖y − r(x)‖²."""
+    x, y = jnp.array([0.3, -0.7]), jnp.array([1.0, 2.0, -1.0])
+    r = lambda x: jnp.array([jnp.sin(x[0]), x[0] * x[1], x[1] ** 2])  # noqa: E731
+    for half, share in ((0.5, 1), (1.0, 2)):
+        gradient = jax.grad(lambda x, y, half=half: half * jnp.sum((y - r(x)) ** 2), argnums=1)
+        np.testing.assert_allclose(jax.jacobian(gradient, 1)(x, y), share * np.eye(3), atol=1e-15)
+        np.testing.assert_allclose(jax.jacobian(gradient, 0)(x, y), -share * jax.jacobian(r)(x), rtol=1e-12)
+
+
 def test_fednest_theorem_31_needs_the_start_over_the_root_of_k():
     """It bounds the mean of ‖∇f‖² by O(ᾱ σ²/√K + 1/(min(ᾱ₁, ᾱ₂, ᾱ₃) K) + b²). Without noise and bias that is O(1/K).
     But where α = ᾱ/√K is the least of (16) the descent lemma leaves Δ/(αK) = Δ/(ᾱ√K), which Theorem 3.2 has.
@@ -318,6 +365,31 @@ def test_fednest_theorem_31_needs_the_start_over_the_root_of_k():
     assert off[2] < off[1] < off[0] < 0.2  # a constant over √K
     assert off[2] < 0.05
     assert means[1_600] * 1_600 > 3.5 * means[100] * 100  # and none over K
+
+
+def test_afbo_algorithm_1_as_printed_never_moves_y_in_one_inner_round():
+    """Line 12 takes y^(t+1) = y^(t,K−1), and line 10 makes y^(t,K) last: for K = 1 that is the y of before. The loop
+    of lines 5 to 7 has no step, so that its E gradients are one gradient E times. g = ½(y − x)², x = 1, from y = 0."""
+    x, beta, eta, rounds = 1.0, 0.5, 0.3, 20
+
+    def gradients(y, moves):
+        """Four of them, with a local step after each, or none."""
+        found = []
+        for _ in range(4):
+            found.append(y - x)
+            y = y - eta * (y - x) * moves
+        return found
+
+    def end(last):
+        y = 0.0
+        for _ in range(rounds):
+            y = [y, y - beta * np.mean(gradients(y, True))][last]  # y^(t,0), y^(t,1)
+        return y
+
+    assert end(last=-2) == 0.0  # as printed
+    assert abs(end(last=-1) - x) < 0.01
+    assert gradients(0.0, False) == [-x] * 4
+    assert len(set(gradients(0.0, True))) == 4
 
 
 def test_afbo_aphe_needs_a_product_of_random_length():
@@ -401,3 +473,13 @@ def test_fism_estimate_2_begins_with_a_sum():
     end = walked(0.5, 1.0, 0.0, 1.0, 1.0, 1, 10.0)
     assert end**2 > 0.5**2 * (-1 - -1) ** 2
     assert end**2 == pytest.approx(0.5**2 * (-1 + -1) ** 2, rel=1e-12)
+
+
+def test_fism_last_line_before_4_has_a_difference():
+    """V_{k,I+1}(x) ≤ V_k(x) + γ²(4m²I A₁ + 2m² C_f A₂) − 2γ(F(x_k) + (Iλ/m) H(x_k) − F(x) + (Iλ/m) H(x)) would be below
+    0 at x = x_k, where its left side is a square: the last sign is −. m = I = λ = 1, f = H = ½(x − 1)² on |x| ≤ 1 has
+    C_f = C_H = 2, A₁ = C_f² + 2C_H² and A₂ = C_f + C_H; at x_k = 0, H = ½."""
+    gamma, noise = 0.01, 0.01**2 * (4 * (4 + 2 * 4) + 2 * 2 * 4)
+    left = walked(gamma, 1.0, 0.0, 1.0, 1.0, 1, 1.0) ** 2
+    assert noise - 2 * gamma * (0.5 + 0.5) < 0 < left  # as printed
+    assert left <= noise
