@@ -26,8 +26,8 @@ BOUNDS = {"low": -1.0, "high": 1.0}
 TASK = quadratic(clients=3, dim_x=2, dim_y=3, samples=(2, 3))
 
 
-def searched(method, exchanges, task=TASK, callbacks=(), **given):
-    return SearchRun(method, task, exchanges, 0, callbacks, 99, given).play()
+def searched(method, amount, task=TASK, callbacks=(), unit="exchanges", **given):
+    return SearchRun(method, task, (unit, amount), 0, callbacks, 99, given).play()
 
 
 def validation_loss(x, y):
@@ -77,6 +77,21 @@ def test_every_exchange_is_counted():
     assert ledger.bytes_up == alone.bytes_up + 3 * 3 * size
     assert ledger.gradients == alone.gradients == 10 * 3 * 5
     assert ledger.hvps > alone.hvps  # each trial begins to measure curvature
+
+
+def test_a_budget_of_bytes_or_of_evaluations_is_shared_by_all_trials():
+    """Bytes of exchanges are known, so that those of 13 exchanges make the trials of 13. Evaluations of a trial are
+    expected from earlier ones: with steps that adapt, 3 products for a client in an exchange, and 10 in a trial's
+    first. A measurement of the outer loss costs none. Full batches make a gradient for each of 5 local steps."""
+    method = Random(**BOUNDS, trial_exchanges=4, batch_size=None)
+    by_exchanges = searched(method, 13).ledger
+    by_bytes = searched(method, by_exchanges.bytes_down + by_exchanges.bytes_up, unit="bytes").ledger
+    assert by_bytes.exchanges_by_phase == by_exchanges.exchanges_by_phase == {"train": 10, "validation": 3}
+    each = 3 * (4 * 5 + 10 + 3 * 3)
+    for amount, trials in ((3 * each, 3), (3 * each - 1, 3), (each, 1)):
+        ledger = searched(method, amount, unit="evaluations").ledger
+        assert ledger.exchanges_by_phase["validation"] == trials
+        assert amount - each < ledger.gradients + ledger.hvps <= amount + 3 * 7  # a shortened trial has the 10, too
 
 
 def test_metrics_are_of_the_best_point_and_choose_nothing():
@@ -207,6 +222,7 @@ BOX = "--search-box=-1:1"
             "unknown search 'tpr' of --against; did you mean 'tpe'?",
         ),
         ([*QUADRATIC, "--against", "tpe", BOX], "--exchanges = None is not allowed"),
+        ([*QUADRATIC, "--against", "tpe", "--time", "9", BOX], "given with --against, or --bytes or --evaluations"),
         ([*QUADRATIC, "--against", "tpe", "--exchanges", "9"], "give --search-box LOW:HIGH"),
         (
             [*QUADRATIC, "--against", "tpe", "--exchanges", "9", "--search-box=1:0"],

@@ -127,8 +127,9 @@ def _compare(options: argparse.Namespace) -> int:
       --set fednest.inner.lr=0.1        for that algorithm only
       --set task.clients=50             for all, as are run.…, engine.…, clock.… (see `fedbilevel run --help`)
 
-    comparison with hyperparameter search at the same budget of exchanges, if x has at most 1,000 entries:
+    comparison with hyperparameter search at the same budget, if x has at most 1,000 entries:
       fedbilevel compare TASK --algorithms A --against random,tpe,halving,fedex --exchanges N --search-box=-12:0
+      Each method spends the budget, --exchanges, --bytes or --evaluations, and so do all trials of a search together.
       random, tpe, halving: Optuna draws x, y is trained at it, and the outer loss on all clients' samples judges it;
       fedex: the method of that name. A search is set by the name of its class: --set TPE.trial_exchanges=40
 
@@ -159,6 +160,7 @@ def _runs(options: argparse.Namespace) -> int:
         "rounds",
         "exchanges",
         "bytes",
+        "evaluations",
         "time",
         "cohort",
         "data",

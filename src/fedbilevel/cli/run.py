@@ -77,7 +77,7 @@ def _run(options: argparse.Namespace) -> int:
         clients.outer_steps='[1, 5, 2]'                       round, or listed; for fields that allow it
         clients.capacity='[1, 0.5, 0.25]'                     the share of the model that each client can hold
         run.exchanges=500                                     a budget of messages, in place of run.rounds
-        run.bytes=2e9 run.time=200                            a budget of traffic, or of virtual seconds
+        run.bytes=2e9 run.evaluations=1e6 run.time=200        a budget of traffic, of work, or of virtual seconds
         clock.network=1.0 clock.compute=0.1                   seconds for a message, and for a gradient or product
         clock.stragglers=5 clock.slowdown=5.0                 5 clients are 5 times slower than the others
         run.pooled=true                                       one client that holds every sample

@@ -131,7 +131,7 @@ def add_options(command: argparse._ActionsContainer, *names: str, **helps: str) 
 
 def add_length(command: argparse.ArgumentParser) -> None:
     """Add the options for the length of a run, of which only one may be given."""
-    add_options(command.add_mutually_exclusive_group(), "rounds", "exchanges", "bytes", "time")
+    add_options(command.add_mutually_exclusive_group(), "rounds", "exchanges", "bytes", "evaluations", "time")
 
 
 def fail(code: int, sentence: str) -> int:
@@ -235,6 +235,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "rounds": {"type": count, "metavar": "N", "help": "the number of rounds in total"},
     "exchanges": {"type": count, "metavar": "N", "help": "instead of --rounds: end after N exchanges"},
     "bytes": _budget("bytes", "bytes have been sent, down and up, e.g. 2e9"),
+    "evaluations": _budget("evaluations", "batch gradients and hvps have been computed by all clients"),
     "time": _budget("seconds", "seconds of the clock have passed"),
     "seed": {"type": seed, "metavar": "N"},
     "seeds": {"type": seeds, "metavar": "N,N,…"},
@@ -250,7 +251,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """Common option -> its arguments of `add_argument`."""
 
 
-RUN = ("rounds", "exchanges", "bytes", "time", "cohort", "eval_every")
+RUN = ("rounds", "exchanges", "bytes", "evaluations", "time", "cohort", "eval_every")
 FIELDS: dict[str, tuple[str, ...]] = {
     **{name: (f"run.{name}",) for name in RUN},
     **dict.fromkeys(("seed", "seeds"), ("run.seed", "task.seed", "clock.seed")),

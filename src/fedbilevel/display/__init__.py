@@ -184,7 +184,7 @@ class Bar:
         self.live.stop()
 
 
-UNITS = {"rounds": "rounds", "exchanges": "exchanges", "bytes": "bytes", "time": "s of the clock"}
+UNITS = {name: name for name in ("rounds", "exchanges", "bytes", "evaluations")} | {"time": "s of the clock"}
 
 
 class Watch:
@@ -222,6 +222,7 @@ class Watch:
         ledger = result.ledger
         sent = ledger.bytes_down + ledger.bytes_up
         spent = {"rounds": result.round, "exchanges": ledger.exchanges, "bytes": sent, "time": ledger.time}
+        spent["evaluations"] = ledger.gradients + ledger.hvps
         if self.bar:
             self.bar.show(spent[self.counted], self.whole, self.numbers(result))
             return
@@ -231,6 +232,7 @@ class Watch:
                 "rounds": f"/{self.whole:.0f}",
                 "exchanges": f"  exchange {ledger.exchanges}/{self.whole:.0f}",
                 "bytes": f"  sent {sent / 1e6:,.1f}/{self.whole / 1e6:,.6g} MB",
+                "evaluations": f"  evaluation {spent['evaluations']:,.0f}/{self.whole:,.0f}",
                 "time": f"  clock {ledger.time:,.1f}/{self.whole:g} s",
             }
             parts = f"round {result.round}{place[self.counted]}", self.numbers(result), self.speed.text(self.whole)

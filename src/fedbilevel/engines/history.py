@@ -1,8 +1,8 @@
 """Hold the history of a run, row by row, and its result; and end runs early, by conditions on metrics or by budgets.
 
-A budget is a number of rounds, exchanges, bytes, or seconds of the run's simulated clock. The costs of a run are
-compared with the budget at every row of the history. Rows are added after fixed rounds. So the round at which a run
-ends depends only on the numbers of the run, and not on the speed of the machine or on interruptions.
+A budget is a number of rounds, exchanges, bytes, evaluations, or seconds of the run's simulated clock. The costs of a
+run are compared with the budget at every row of the history. Rows are added after fixed rounds. So the round at which a
+run ends depends only on the numbers of the run, and not on the speed of the machine or on interruptions.
 """
 
 from __future__ import annotations
@@ -219,7 +219,8 @@ def is_number(value: Any) -> bool:
 
 ENDLESS = LARGEST  # the number of rounds of a run that ends by another budget
 Budget = tuple[str, float]
-"""What is counted, and how much of it: ("rounds", 300), ("exchanges", 500), ("bytes", 1e9) or ("time", 200.0)."""
+"""What is counted, and how much of it: ("rounds", 300), ("exchanges", 500), ("bytes", 1e9), ("evaluations", 1e6) or
+("time", 200.0)."""
 
 
 class Best(NamedTuple):
@@ -466,10 +467,14 @@ def _variables(x: PyTree, y: PyTree) -> dict[str, PyTree]:
 
 
 def cost(row: Row, name: str) -> float:
-    """Return a cost up to a row: "rounds", "bytes" (down and up together), or a column of the history."""
-    if name == "rounds":
-        return row["round"]
-    return row["bytes_down"] + row["bytes_up"] if name == "bytes" else row[name]
+    """Return a cost up to a row: the sum of its columns."""
+    return sum(row[column] for column in columns_of(name))
+
+
+def columns_of(name: str) -> tuple[str, ...]:
+    """Return the columns whose sum is a cost: "rounds", "bytes", "evaluations", or a cost with a column of its name."""
+    sums = {"rounds": ("round",), "bytes": ("bytes_down", "bytes_up"), "evaluations": ("gradients", "hvps")}
+    return sums.get(name, (name,))
 
 
 def stop_after(budget: Budget) -> Callback:

@@ -20,7 +20,7 @@ from fedbilevel.core.errors import ConfigurationError, FedbilevelError, InUse, N
 from fedbilevel.core.metrics import text
 from fedbilevel.engines import lock
 from fedbilevel.engines.divergence import grown
-from fedbilevel.engines.history import LONGEST, History, Row, cost
+from fedbilevel.engines.history import LONGEST, History, Row, columns_of, cost
 from fedbilevel.engines.history import in_words as budget_text
 from fedbilevel.experiments.federation_status import Status, is_count
 from fedbilevel.experiments.folder import KINDS, Folder, as_damage
@@ -201,8 +201,7 @@ def progress(spec: Spec, history: History, status: Status | None) -> dict[str, A
     """Return the progress of a run in the cost that ends it, as fields of a `Snapshot`."""
     name, whole = spec.run.budget
     last: Row = {name: float(value) for name, value in history.rows[-1].items()} if history.rows else {}
-    known = {"rounds": {"round"}, "bytes": {"bytes_down", "bytes_up"}}.get(name, {name})
-    done = cost(last, name) if known <= set(last) else 0
+    done = cost(last, name) if set(columns_of(name)) <= set(last) else 0
     if name == "rounds" and status is not None:
         done = max(done, status.last.get("round", 0))
     so_far = f"{done / 1e6:,.6g}" if name == "bytes" else f"{done:,.6g}"

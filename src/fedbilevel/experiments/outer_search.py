@@ -7,8 +7,10 @@ trial: the result is the point (x, y) with the smallest value so far. The task's
 computed at that point and decide nothing.
 
 Every exchange counts. Some train y; where steps adapt, the first of these only measures curvature. One more exchange is
-needed for each measurement of the outer loss, which sends x and y down and a number up. The run ends when a further
-trial would exceed its budget, and the last trial is shortened to the rest of the budget.
+needed for each measurement of the outer loss, which sends x and y down and a number up. The budget is a number of
+exchanges, bytes or evaluations (batch gradients and hvps), which all trials share. The run ends when a further trial
+would exceed it, and the last trial is shortened to what is left. What an exchange of training costs in bytes or
+evaluations is its mean over the trials so far, and before the first trial that of a few rounds, which are not counted.
 """
 
 from __future__ import annotations
@@ -38,10 +40,10 @@ from fedbilevel.core.privacy import check_noise
 from fedbilevel.core.problem import Bilevel, Project
 from fedbilevel.core.tree import XY, PyTree, move, nbytes
 from fedbilevel.engines.costs import Ledger
-from fedbilevel.engines.history import Callback, History, Result, Row
+from fedbilevel.engines.history import Budget, Callback, History, Result, Row, cost
 from fedbilevel.engines.solve import solve
 from fedbilevel.engines.tracking import TrackedRun, Tracking
-from fedbilevel.experiments.experiment import Experiment, cohort_of, experiment_with
+from fedbilevel.experiments.experiment import PROBE, Experiment, cohort_of, experiment_with
 from fedbilevel.experiments.loader import label
 from fedbilevel.experiments.spec import RunPlan, Spec
 from fedbilevel.tasks import Task
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     import optuna
 
 ENTRIES = 1_000  # the largest number of entries of x, because Optuna's samplers draw each entry separately
+SHARED = ("exchanges", "bytes", "evaluations")  # the budgets that trials can share
 VALIDATION = "validation"  # name of the outer loss as a metric per client
 
 
@@ -82,10 +85,16 @@ class OuterSearch(TrainingAtX):
         """Reply with the change of y by local steps at x."""
         return self.trained(client, at.x, at.y, key)
 
-    def affordable(self, exchanges: int) -> int:
-        """Return how many exchanges can train y in a trial if training and measurements may take `exchanges` in all."""
-        costs = {n: n + 1 + sum(rung < n for rung in self.rungs) for n in range(1, self.rungs[-1] + 1)}
-        return max((n for n, cost in costs.items() if cost <= exchanges), default=0)
+    def affordable(self, left: float, training: float = 1, measuring: float = 1) -> int:
+        """Return how many exchanges can train y in a trial that may cost `left` in all.
+
+        Args:
+            left: what is left of the budget.
+            training: what an exchange that trains y costs.
+            measuring: what a measurement of the outer loss costs.
+        """
+        measurements = {n: 1 + sum(rung < n for rung in self.rungs) for n in range(1, self.rungs[-1] + 1)}
+        return max((n for n, of in measurements.items() if n * training + of * measuring <= left), default=0)
 
 
 class WholeTrials(OuterSearch):
@@ -187,9 +196,9 @@ def refuse_search(spec: Spec, task: Task) -> None:
     """Reject a spec that a search cannot run, before anything runs.
 
     Raises:
-        ConfigurationError: Optuna is not installed; the problem is not `Bilevel`; the budget is not in exchanges; x has
-            no bounds, too many entries, or starts outside its bounds; or the spec has privacy, capacities or metrics
-            per client.
+        ConfigurationError: Optuna is not installed; the problem is not `Bilevel`; the budget is not one of SHARED; x
+            has no bounds, too many entries, or starts outside its bounds; or the spec has privacy, capacities or
+            metrics per client.
     """
     method: OuterSearch = spec.algorithm.value
     name = label(spec.algorithm.name)
@@ -198,7 +207,8 @@ def refuse_search(spec: Spec, task: Task) -> None:
     require(bilevel, "problem", kind, f"a Bilevel problem with x on the server for {name}, which searches over x")
     mean = "outer" not in task.problem.whole
     require(mean, "outer", "a WholeLoss", f"a mean over samples for {name}, so that each client can measure it alone")
-    require(spec.run.exchanges is not None, "run.exchanges", None, f"given for {name}: its trials share this budget")
+    allowed = f"given for {name}, or run.bytes or run.evaluations: its trials share this budget"
+    require(spec.run.budget[0] in SHARED, "run.exchanges", None, allowed)
     start, low, high = np.asarray(ravel_pytree(task.x0)[0]), method.low, method.high
     require(start.size <= ENTRIES, "x0", f"{start.size:,} entries", f"at most {ENTRIES:,} entries for {name}")
     if low is None or high is None:
@@ -221,7 +231,7 @@ class SearchRun:
     Args:
         method: the search.
         task: the problem, clients, start and metrics.
-        exchanges: the budget.
+        budget: the cost that all trials share, one of SHARED, and its amount.
         seed: the seed of the draws of x, of samples and of cohorts.
         callbacks: called after each measurement of the outer loss, with the result so far and the row.
         rounds: the number of rounds that the result reports as requested.
@@ -230,7 +240,7 @@ class SearchRun:
 
     method: OuterSearch
     task: Task
-    exchanges: int
+    budget: Budget
     seed: int
     callbacks: Sequence[Callback]
     rounds: int
@@ -250,11 +260,30 @@ class SearchRun:
         self.record({})
         study = self.method.study(self.seed)
         study.enqueue_trial(dict(zip(names, start.tolist(), strict=True)))
-        while not self.stopped and (rounds := self.method.affordable(self.exchanges - self.ledger.exchanges)):
+        while not self.stopped and (rounds := self.affordable()):
             trial = study.ask()
             drawn = jnp.asarray([trial.suggest_float(name, low, high) for name in names], start.dtype)
             self.train(study, trial, unravel(drawn), rounds)
         return self.result()
+
+    def affordable(self) -> int:
+        """Return how many exchanges can train y in the next trial; 0 if the budget allows no trial."""
+        name, amount = self.budget
+        left = amount - self.cost(self.ledger)
+        if name == "exchanges":
+            return self.method.affordable(left)
+        measuring, phases = self.cost(self.spent(Ledger(), Ledger(), 1)), self.ledger.exchanges_by_phase
+        if trained := phases.get("train", 0):
+            training = (self.cost(self.ledger) - phases[VALIDATION] * measuring) / trained
+        else:
+            given = {"rounds": PROBE, "eval_every": PROBE, "progress": False, **self.given}
+            probed = solve(self.method, self.task.problem, self.task.clients, self.x, self.y, **given)
+            training = self.cost(probed.ledger) / PROBE
+        return self.method.affordable(left, training, measuring)
+
+    def cost(self, ledger: Ledger) -> float:
+        """Return what a ledger has in the unit of the budget."""
+        return cost(ledger.columns(), self.budget[0])
 
     def train(self, study: optuna.Study, trial: optuna.Trial, x: PyTree, rounds: int) -> None:
         """Train y at x, and judge the trial at each rung, until it ends or is pruned."""
@@ -310,7 +339,7 @@ class SearchRun:
             gradients=before.gradients + trial.gradients,
             hvps=before.hvps + trial.hvps,
             exchanges_by_phase={name: before.exchanges_by_phase.get(name, 0) + n for name, n in phases.items()},
-            ticks=before.ticks + trial.ticks + measurements * trial.ticks // trial.exchanges,
+            ticks=before.ticks + trial.ticks + measurements * trial.ticks // max(trial.exchanges, 1),
         )
 
     def measure(self) -> Row:
@@ -347,9 +376,8 @@ class SearchExperiment(Experiment):
 
     def solve(self, plan: RunPlan, *, rounds: int, callbacks: Sequence[Callback] = (), **_: Any) -> Result:
         assert isinstance(self.algorithm, OuterSearch)
-        assert plan.exchanges is not None
         given = {"cohort": cohort_of(plan), "engine": self.engine}
-        search = SearchRun(self.algorithm, self.task, plan.exchanges, plan.seed, callbacks, rounds, given)
+        search = SearchRun(self.algorithm, self.task, plan.budget, plan.seed, callbacks, rounds, given)
         with Tracking(callbacks, TrackedRun(self.algorithm.label, {"algorithm": self.algorithm})) as tracking:
             return tracking.ended(search.play())
 

@@ -33,7 +33,7 @@ from fedbilevel.experiments.export import names
 from fedbilevel.experiments.folder import Folder, default_path, path_word, require_free
 from fedbilevel.experiments.loader import algorithm_class, full_name, label
 from fedbilevel.experiments.names import RIVALS, known_rivals, spelled
-from fedbilevel.experiments.outer_search import box_of
+from fedbilevel.experiments.outer_search import SHARED, box_of
 from fedbilevel.experiments.runner import build, complete, task_of, use_cores
 from fedbilevel.experiments.spec import DEFAULT_TASK, SECTIONS, Spec, configure, fields_of, unknown_setting
 from fedbilevel.tasks import Task
@@ -94,11 +94,12 @@ def compare_algorithms(
         algorithms: different names of algorithms, also a user's own (module:NAME, file.py:NAME).
         settings: settings for all algorithms, as `configure` takes them. "algorithm.field=…" is for all algorithms that
             have the field, and "fednest.field=…" only for FedNest (a user's own has the name of its class).
-            run.exchanges=N gives all algorithms the same budget.
+            run.exchanges=N, run.bytes=N or run.evaluations=N gives all algorithms the same budget.
         data: the task's data set.
         seeds: the seeds of run and task; None makes a single run of each algorithm.
         centralised: also run the first algorithm with a single client that has every sample.
-        against: hyperparameter searches over x with the same budget of exchanges: names of `RIVALS`.
+        against: hyperparameter searches over x with the same budget of exchanges, bytes or evaluations: names of
+            `RIVALS`. All trials of a search count.
         search_box: the bounds between which the searches draw every entry of x; None takes those of the task's x.
         out: a new folder, or that of the same comparison or of a part of it; None chooses a folder in ./runs.
 
@@ -220,11 +221,11 @@ def bounded(rivals: Mapping[str, Spec], search_box: tuple[float, float] | None) 
     """Give searches the bounds of x: of `search_box`, else of run.x_bounds, else of the task's own set if it is a box.
 
     Raises:
-        ConfigurationError: there is no budget of exchanges, or none of the three gives bounds.
+        ConfigurationError: there is no budget that trials can share, or none of the three gives bounds.
     """
     first = next(iter(rivals.values()))
-    allowed = "given with --against: it is the budget of each method, and of all trials of a search together"
-    require(first.run.exchanges is not None, "--exchanges", first.run.exchanges, allowed)
+    allowed = "given with --against, or --bytes or --evaluations: the budget of each method, and of all trials together"
+    require(first.run.budget[0] in SHARED, "--exchanges", first.run.exchanges, allowed)
     box, given = search_box, first.run.x_bounds
     if box is None and given is not None and not isinstance(given, Mapping):
         box = given[0], given[1]

@@ -122,7 +122,7 @@ class PrivacyPlan:
         return None if self.clip is None else Privacy(**plain(self))
 
 
-BUDGETS = ("exchanges", "bytes", "time")
+BUDGETS = ("exchanges", "bytes", "evaluations", "time")
 
 
 def _budget(unit: str) -> Any:
@@ -143,6 +143,7 @@ class RunPlan:
         rounds: the number of rounds in total; None with a budget.
         exchanges: a budget in place of rounds. The run ends at the first row of its history with so many exchanges.
         bytes: a budget in place of rounds: the bytes of all messages, down and up, of the whole cohort.
+        evaluations: a budget in place of rounds: the batch gradients and hvps of all clients.
         time: a budget in place of rounds, in seconds of the clock.
         cohort: the number of clients per round; None takes all clients.
         replacement: draw the cohort with replacement, so that a client may take part several times in a round.
@@ -163,6 +164,7 @@ class RunPlan:
     rounds: int | None = positive_integer(default=300, optional=True)
     exchanges: int | None = positive_integer(default=None, optional=True)
     bytes: float | None = _budget("bytes")
+    evaluations: float | None = _budget("gradients and hvps")
     time: float | None = _budget("seconds")
     cohort: int | None = positive_integer(default=None, optional=True)
     replacement: bool = False
@@ -181,9 +183,10 @@ class RunPlan:
         if len(given) != 1:
             got = " and ".join(given) or "none of them"
             raise ConfigurationError(
-                f"a run ends after a number of rounds, exchanges, bytes or seconds of the clock: give one, not {got}"
+                "a run ends after a number of rounds, exchanges, bytes, evaluations or seconds of the clock: "
+                f"give one, not {got}"
             )
-        allowed = "a positive integer, unless run.exchanges, run.bytes or run.time is given"
+        allowed = f"a positive integer, unless run.{', run.'.join(BUDGETS[:-1])} or run.{BUDGETS[-1]} is given"
         require(self.rounds is None or self.eval_every is not None, "run.eval_every", None, allowed)
         drawn = not self.replacement or self.cohort is not None
         require(drawn, "run.replacement", True, "false without run.cohort, since then all clients take part")
