@@ -26,8 +26,8 @@ BOUNDS = {"low": -1.0, "high": 1.0}
 TASK = quadratic(clients=3, dim_x=2, dim_y=3, samples=(2, 3))
 
 
-def searched(method, amount, task=TASK, callbacks=(), unit="exchanges", **given):
-    return SearchRun(method, task, (unit, amount), 0, callbacks, 99, given).play()
+def searched(method, amount, task=TASK, callbacks=(), unit="exchanges", privacy=None, **given):
+    return SearchRun(method, task, (unit, amount), 0, callbacks, 99, given, privacy=privacy).play()
 
 
 def validation_loss(x, y):
@@ -92,6 +92,25 @@ def test_a_budget_of_bytes_or_of_evaluations_is_shared_by_all_trials():
         ledger = searched(method, amount, unit="evaluations").ledger
         assert ledger.exchanges_by_phase["validation"] == trials
         assert amount - each < ledger.gradients + ledger.hvps <= amount + 3 * 7  # a shortened trial has the 10, too
+
+
+def test_under_privacy_all_trials_share_one_account():
+    """Clients reply in every exchange, so that ε is that of a single run with as many exchanges; a trial that would
+    exceed the budget is shortened, or not begun. Values under tiny noise are those without, and the loss is clipped."""
+    method = Random(**BOUNDS, trial_exchanges=4, batch_size=None, lr=0.05)
+    plain = searched(method, 13)
+    quiet = fb.Privacy(clip=1e4, noise_multiplier=1e-9, delta=1e-5)
+    same = searched(method, 13, privacy=quiet)
+    np.testing.assert_allclose(same.history["outer_loss"][1:], plain.history["outer_loss"][1:], rtol=1e-3)
+    assert same.ledger.exchanges_by_phase == {"train": 10, "validation": 3}
+    clipped = searched(method, 5, privacy=fb.Privacy(clip=0.5, noise_multiplier=1e-9, delta=1e-5))
+    assert clipped.history["outer_loss"][-1] == pytest.approx(0.5, rel=1e-3)
+    noisy = fb.Privacy(clip=1.0, noise_multiplier=30.0, delta=1e-5)
+    run = searched(method, 100, privacy=replace(noisy, budget=noisy.epsilon_after(12)))
+    assert run.history["exchanges"].tolist() == [0, 5, 10, 12]
+    assert run.history["epsilon"].tolist() == [noisy.epsilon_after(n) for n in (0, 5, 10, 12)]
+    assert "privacy budget spent" in run.stopped
+    assert abs(run.history["outer_loss"][1] - plain.history["outer_loss"][1]) > 0.1
 
 
 def test_metrics_are_of_the_best_point_and_choose_nothing():
@@ -248,7 +267,11 @@ def test_wrong_commands_are_refused(arguments, words, run, tmp_path):
     [
         (
             ["privacy.clip=1.0", "privacy.noise_multiplier=1.0", "privacy.delta=1e-5"],
-            "search: TPE: TPE does not support",
+            "TPE.lr = None is not allowed: it must be a number for search: TPE under privacy",
+        ),
+        (
+            ["privacy.clip=1.0", "privacy.noise_multiplier=1.0", "privacy.delta=1e-5", "TPE.lr=0.1", "run.cohort=2"],
+            "run.cohort = 2 is not allowed: it must be none for search: TPE under",
         ),
         (["submodels.policy=random"], "TPE cannot be given Submodels: its trials"),
         (["clients.capacity=0.5", "task.units=3"], "clients.capacity"),

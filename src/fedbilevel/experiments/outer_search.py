@@ -11,6 +11,10 @@ needed for each measurement of the outer loss, which sends x and y down and a nu
 exchanges, bytes or evaluations (batch gradients and hvps), which all trials share. The run ends when a further trial
 would exceed it, and the last trial is shortened to what is left. What an exchange of training costs in bytes or
 evaluations is its mean over the trials so far, and before the first trial that of a few rounds, which are not counted.
+
+Under privacy, clients reply to every exchange of every trial with noise, also with their outer loss, which is clipped
+as a reply. ε counts all these replies, so that k trials cost what a single run with as many exchanges costs. A privacy
+budget ends the search before the trial that would exceed it.
 """
 
 from __future__ import annotations
@@ -18,9 +22,10 @@ from __future__ import annotations
 import math
 import warnings
 from abc import abstractmethod
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,14 +34,15 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from fedbilevel.algorithms.fedex import TrainingAtX
-from fedbilevel.core.algorithm import phase
+from fedbilevel.algorithms.parts.slots import server_parts
+from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive_integer
 from fedbilevel.core.errors import ConfigurationError, NumericalWarning, require
 from fedbilevel.core.facts import Allows, No
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.metrics import directions
-from fedbilevel.core.privacy import check_noise
+from fedbilevel.core.privacy import SPENT, Privacy
 from fedbilevel.core.problem import Bilevel, Project
 from fedbilevel.core.tree import XY, PyTree, move, nbytes
 from fedbilevel.engines.costs import Ledger
@@ -54,6 +60,8 @@ if TYPE_CHECKING:
 
 ENTRIES = 1_000  # the largest number of entries of x, because Optuna's samplers draw each entry separately
 SHARED = ("exchanges", "bytes", "evaluations")  # the budgets that trials can share
+MOST_REPLIES = 2**20  # the largest number of replies for which ε is looked at
+NOISE = 2**31  # is added to the number of a measurement for a key that no trial has
 VALIDATION = "validation"  # name of the outer loss as a metric per client
 
 
@@ -63,7 +71,7 @@ class OuterSearch(TrainingAtX):
     @property
     def allows(self) -> Allows:
         why = No("its trials are separate runs, and each is judged by whole models that every client measures")
-        return Allows(late=why, submodels=why, noise=why, local_x=why)
+        return Allows(late=why, submodels=why, local_x=why)
 
     @property
     @abstractmethod
@@ -160,6 +168,29 @@ class Halving(OuterSearch):
         return optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=seed), pruner=pruner)
 
 
+class Validated(NamedTuple):
+    """Hold a point and the outer loss that clients measured there."""
+
+    x: PyTree
+    y: PyTree
+    loss: Any
+
+
+class Validation(Algorithm):
+    """Measure the outer loss at (x, y) in an exchange: every client replies with its loss on all its outer samples."""
+
+    def init(self, x: PyTree, y: PyTree) -> Validated:
+        return Validated(x, y, jnp.zeros(()))
+
+    def round(self, fed: Fed, state: Validated, key: Array) -> Validated:
+        return state._replace(loss=fed.mean(self.loss_at, XY(state.x, state.y), key))
+
+    @phase(takes=XY("x", "y"), gives="number")
+    def loss_at(self, client: Client, at: XY, key: Array) -> Reply:
+        """Reply with the client's outer loss."""
+        return Reply(client.problem.outer(at.x, at.y, client.outer_batch(key, None)))
+
+
 def box_of(project: Project | None, x0: PyTree) -> tuple[float, float] | None:
     """Return the bounds of x if projecting distant points shows that its set is a box with equal sides, else None."""
     if project is None:
@@ -197,8 +228,8 @@ def refuse_search(spec: Spec, task: Task) -> None:
 
     Raises:
         ConfigurationError: Optuna is not installed; the problem is not `Bilevel`; the budget is not one of SHARED; x
-            has no bounds, too many entries, or starts outside its bounds; or the spec has privacy, capacities or
-            metrics per client.
+            has no bounds, too many entries, or starts outside its bounds; the spec has capacities or metrics per
+            client; or it has privacy, and cohorts or steps that adapt.
     """
     method: OuterSearch = spec.algorithm.value
     name = label(spec.algorithm.name)
@@ -217,7 +248,10 @@ def refuse_search(spec: Spec, task: Task) -> None:
     require(inside, "x0", ends, f"between the bounds {low:g} and {high:g} for {name}: x0 is the first trial")
     method.check(task.problem, task.clients, task.x0, task.y0)
     if spec.privacy.terms is not None:
-        check_noise(name, method)
+        allowed = f"a number for {name} under privacy, since noise hides the curvature to which steps adapt"
+        require(method.lr is not None, f"{type(method).__name__}.lr", None, allowed)
+        allowed = f"none for {name} under privacy: all clients then spend the same ε"
+        require(spec.run.cohort is None, "run.cohort", spec.run.cohort, allowed)
     whole = task.clients.capacity is None
     require(whole, "clients.capacity", "given", f"left out for {name}, whose clients train whole models")
     each = spec.run.metrics_per_client
@@ -236,6 +270,7 @@ class SearchRun:
         callbacks: called after each measurement of the outer loss, with the result so far and the row.
         rounds: the number of rounds that the result reports as requested.
         given: further arguments of `solve` for each trial.
+        privacy: the privacy of each client's replies in all trials together; None: replies are exact.
     """
 
     method: OuterSearch
@@ -245,6 +280,7 @@ class SearchRun:
     callbacks: Sequence[Callback]
     rounds: int
     given: Mapping[str, Any]
+    privacy: Privacy | None = None
 
     def play(self) -> Result:
         """Run trials until the budget is spent, and return the best point with the history of all trials."""
@@ -253,7 +289,7 @@ class SearchRun:
         low, high = self.method.low, self.method.high
         assert low is not None
         assert high is not None
-        self.history, self.ledger = History(directions=directions(task.metrics)), Ledger()
+        self.history, self.ledger = History(directions=directions(task.metrics)), Ledger(delta=self.account(0)[1])
         self.seconds = self.compiling = 0.0
         self.x, self.y, self.least, self.stopped = task.x0, task.y0, math.inf, ""
         self.values = self.measure()
@@ -266,8 +302,25 @@ class SearchRun:
             self.train(study, trial, unravel(drawn), rounds)
         return self.result()
 
+    @property
+    def noise(self) -> dict[str, Any]:
+        """Return the argument of `solve` for noise; the search itself keeps the account of all its runs."""
+        return {} if self.privacy is None else {"privacy": replace(self.privacy, budget=None)}
+
     def affordable(self) -> int:
-        """Return how many exchanges can train y in the next trial; 0 if the budget allows no trial."""
+        """Return how many exchanges can train y in the next trial; 0 if a budget allows no trial."""
+        if self.privacy is None or self.privacy.budget is None:
+            return self.within_budget()
+        replies, epsilon = range(self.ledger.exchanges, MOST_REPLIES), self.privacy.epsilon_after
+        left = bisect_right(replies, self.privacy.budget, key=epsilon) - 1
+        trained = min(self.within_budget(), self.method.affordable(left))
+        if not trained and self.within_budget():
+            spent = epsilon(self.ledger.exchanges)
+            self.stopped = f"{SPENT}: ε is {spent:.6g}, and {self.privacy.budget:g} allows no further trial"
+        return trained
+
+    def within_budget(self) -> int:
+        """Return how many exchanges can train y in the next trial without regard to privacy."""
         name, amount = self.budget
         left = amount - self.cost(self.ledger)
         if name == "exchanges":
@@ -276,7 +329,7 @@ class SearchRun:
         if trained := phases.get("train", 0):
             training = (self.cost(self.ledger) - phases[VALIDATION] * measuring) / trained
         else:
-            given = {"rounds": PROBE, "eval_every": PROBE, "progress": False, **self.given}
+            given = {"rounds": PROBE, "eval_every": PROBE, "progress": False, **self.given, **self.noise}
             probed = solve(self.method, self.task.problem, self.task.clients, self.x, self.y, **given)
             training = self.cost(probed.ledger) / PROBE
         return self.method.affordable(left, training, measuring)
@@ -295,7 +348,7 @@ class SearchRun:
         def judge(result: Result, row: Row | None) -> str | None:
             if row is None or row["round"] not in rungs:
                 return None
-            losses.append(float(row[f"{VALIDATION}.mean"]))
+            losses.append(self.validated(result) if self.privacy else float(row[f"{VALIDATION}.mean"]))
             self.ledger = self.spent(before, result.ledger, len(losses))
             self.seconds = seconds + row["seconds"]
             if losses[-1] < self.least:
@@ -315,24 +368,40 @@ class SearchRun:
                 rounds=rounds,
                 key=jax.random.fold_in(jax.random.key(self.seed), trial.number),
                 eval_every=min(self.method.rungs[0], rounds),
-                metrics_per_client={VALIDATION: self.task.problem.outer},
+                metrics_per_client=None if self.privacy else {VALIDATION: self.task.problem.outer},
                 on_divergence="stop",
                 callbacks=[judge],
                 progress=False,
                 **self.given,
+                **self.noise,
             )
         self.compiling += run.compile_seconds
         pruned = run.stopped == "pruned" and run.round < rounds
         study.tell(trial, None if pruned else losses[-1], optuna.trial.TrialState.PRUNED if pruned else None)
+
+    def validated(self, result: Result) -> float:
+        """Return the outer loss at a trial's (x, y) from clients that clip it and add noise."""
+        key = jax.random.fold_in(jax.random.key(self.seed), NOISE + len(self.history))
+        given = {"rounds": 1, "key": key, "progress": False, **self.given, **self.noise}
+        run = solve(Validation(), self.task.problem, self.task.clients, result.x, result.y, **given)
+        return float(server_parts(run.state).inside.loss)
+
+    def account(self, replies: int) -> tuple[float, float]:
+        """Return ε and δ of each client after so many replies; (0, 0) without privacy."""
+        return (0.0, 0.0) if self.privacy is None else (self.privacy.epsilon_after(replies), self.privacy.delta)
 
     def spent(self, before: Ledger, trial: Ledger, measurements: int) -> Ledger:
         """Return the totals after a trial and its measurements, in which every client takes part."""
         replies = measurements * len(self.task.clients)
         down = nbytes(jax.tree.map(jnp.asarray, (self.task.x0, self.task.y0)))
         phases = {**trial.exchanges_by_phase, VALIDATION: measurements}
+        exchanges = before.exchanges + trial.exchanges + measurements
+        epsilon, delta = self.account(exchanges)
         return Ledger(
+            epsilon=epsilon,
+            delta=delta,
             rounds=before.rounds + trial.rounds,
-            exchanges=before.exchanges + trial.exchanges + measurements,
+            exchanges=exchanges,
             bytes_down=before.bytes_down + trial.bytes_down + replies * down,
             bytes_up=before.bytes_up + trial.bytes_up + replies * jnp.zeros(()).dtype.itemsize,
             replies=before.replies + trial.replies + replies,
@@ -377,7 +446,9 @@ class SearchExperiment(Experiment):
     def solve(self, plan: RunPlan, *, rounds: int, callbacks: Sequence[Callback] = (), **_: Any) -> Result:
         assert isinstance(self.algorithm, OuterSearch)
         given = {"cohort": cohort_of(plan), "engine": self.engine}
-        search = SearchRun(self.algorithm, self.task, plan.budget, plan.seed, callbacks, rounds, given)
+        search = SearchRun(
+            self.algorithm, self.task, plan.budget, plan.seed, callbacks, rounds, given, privacy=self.privacy
+        )
         with Tracking(callbacks, TrackedRun(self.algorithm.label, {"algorithm": self.algorithm})) as tracking:
             return tracking.ended(search.play())
 
