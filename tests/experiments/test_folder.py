@@ -144,3 +144,18 @@ def test_an_environment_names_the_commit_of_the_code(tmp_path: Path, monkeypatch
     assert commit() == f"{of_code}-dirty"
     monkeypatch.setenv("PATH", str(tmp_path))
     assert commit() is None  # a machine without git
+
+
+def test_the_spec_of_an_earlier_version_is_of_the_same_run(dead) -> None:
+    """A field that it does not have is none by default, or else a difference; what is never used is none."""
+    text = dead.spec.read_text("utf-8")
+    for old, now in (('evaluations = "none"\n', ""), ("delay_penalty = 2.0", "delay_penalty = 0.0")):
+        assert old in text
+        dead.spec.write_text(text.replace(old, now), "utf-8")
+        assert dead.difference(SPEC) == ""
+    dead.spec.write_text(text.replace("rounds = 3\n", ""), "utf-8")
+    assert dead.difference(SPEC) == "run.rounds: None there, 3 now"
+    late = SPEC.replace(asynchronous={"wait_for": 2})
+    dead.spec.write_text(late.to_toml().replace("delay_penalty = 2.0", "delay_penalty = 0.0"), "utf-8")
+    assert dead.difference(late) == "asynchronous.delay_penalty: 0.0 there, 2.0 now"
+    assert dead.difference(SPEC) == "asynchronous.wait_for: 2 there, 'none' now"

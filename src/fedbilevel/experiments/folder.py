@@ -121,7 +121,8 @@ class Folder:
     def difference(self, spec: Spec) -> str:
         """Describe the first difference of a spec, or of a user's file that it names, from the run in this folder.
 
-        Returns "" if there is no difference, or no run in the folder.
+        Returns "" if there is no difference, or no run in the folder. Specs of earlier versions lack fields that are
+        none by default. Without `wait_for`, the other fields of [asynchronous] have no influence.
         """
         if not self.spec.is_file():
             return ""
@@ -130,8 +131,11 @@ class Folder:
         refuse_together(wrong)
         if (code := self._code()) is not None:
             there["code"], now["code"] = code, own_code(spec)
+        waits = all(tables.get("asynchronous", {}).get("wait_for") == "none" for tables in (there, now))
         for section in there:
-            for name in {**there[section], **now[section]}:
+            for name in {} if waits and section == "asynchronous" else {**there[section], **now[section]}:
+                if name not in there[section] and now[section][name] == "none":
+                    continue
                 one, other = (tables[section].get(name) for tables in (there, now))
                 if one != other and section == "code":
                     return f"{name} has changed since then"
