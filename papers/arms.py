@@ -20,8 +20,6 @@ WORDS = {
     "algorithm.hypergradient.paired": "paired samples",
 }
 """Of the fields of a method those that say how much it is given; all others are the method."""
-UNSAID = ("asynchronous.wait_for",)
-"""Fields that leave it to the method where they are None."""
 COUNTED = {"exchanges": "exchanges", "evaluations": "gradients and products"}
 
 
@@ -49,8 +47,9 @@ def whole(figure: Figure, panel: str, method: str, scale: Scale) -> dict[str, An
     """All fields of an arm, by their paths."""
     own = {"clients.capacity": 1.0} | dict(flat(experiments.resolve(figure.tables(panel, method, scale)).tables()))
     own |= {path: "by rule" for path, value in own.items() if path.startswith("engine.") and value is None}
-    said = {path: value for path, value in own.items() if value is not None or path not in UNSAID}
-    return {path: in_turn(value) if path.startswith("clients.") else value for path, value in said.items()}
+    if own["asynchronous.wait_for"] is None:  # nothing else of this section has an influence
+        own = {path: value for path, value in own.items() if not path.startswith("asynchronous.")}
+    return {path: in_turn(value) if path.startswith("clients.") else value for path, value in own.items()}
 
 
 def fields(figure: Figure, panel: str, method: str, scale: Scale) -> dict[str, Any]:
