@@ -39,14 +39,33 @@ def simultaneous(x, y, rows, weights, alpha, beta, tau=4):
     return tuple(np.tensordot(weights, np.array(part), 1) for part in zip(*ends, strict=True))
 
 
-@pytest.mark.parametrize("options", [{}, {"centred": False}, {"weighted": True}, HARD])
+@pytest.mark.parametrize(
+    "options", [{}, {"centred": False}, {"weighted": True}, HARD, {**HARD, "samples": 4, "noise": 3.0}]
+)
 def test_both_gradients_vanish_at_the_solution(options):
     task = saddle(**{"clients": 6, "dim": 3, **options})
     for weights in (task.clients.weights, np.arange(1, 7) / 21):
         exact = solution(task.clients, weights)
-        whole = {name: np.tensordot(weights, a, 1)[None] for name, a in task.clients.outer.values.items()}
+        size = len(task.clients.outer.row(0)["b"])
+        each = {name: a.reshape(6, size, *a.shape[1:]) for name, a in task.clients.outer.values.items()}
+        whole = {name: np.tensordot(weights, a.mean(1), 1)[None] for name, a in each.items()}
         for part in gradients(exact.x, exact.y, whole):
             np.testing.assert_allclose(part, 0, atol=1e-13)
+
+
+def test_samples_scatter_about_what_the_client_has_without_them():
+    """The same seed draws the same problem, and `squared_gradient` is that of Φ(x) = max over y of F: Danskin's theorem
+    makes ∇Φ(x) the gradient of F in x at y*(x)."""
+    plain, noisy = (saddle(**HARD, **more) for more in ({}, {"samples": 4_000, "noise": 2.0}))
+    b = noisy.clients.outer.row(3)["b"]
+    np.testing.assert_array_equal(noisy.x0, plain.x0)
+    np.testing.assert_allclose(b.mean(0), plain.clients.outer.row(3)["b"][0], atol=4 * 2.0 / 4_000**0.5)
+    np.testing.assert_allclose(b.std(0), 2.0, rtol=4 / 8_000**0.5)
+    weights, values = plain.clients.weights, plain.clients.outer.values
+    mean = {name: np.tensordot(weights, a, 1)[None] for name, a in values.items()}
+    x = np.array([0.3, -1.2, 0.7])
+    slope = gradients(x, (mean["b"][0] - mean["A"][0] @ x) / mean["C"][0], mean)[0]
+    assert float(plain.metrics["squared_gradient"](x, None)) == pytest.approx(float(slope @ slope), rel=1e-12)
 
 
 def test_it_is_the_papers_problem():
@@ -105,7 +124,9 @@ def test_equal_curvature_is_kind_to_alternation_alone():
     assert np.linalg.norm(off.x - exact.x) > 1e-3 * np.linalg.norm(exact.x)
 
 
-@pytest.mark.parametrize(("field", "value"), [("ridge", 0.0), ("spread", -1.0), ("dim", 0), ("clients", 0)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("ridge", 0.0), ("spread", -1.0), ("dim", 0), ("clients", 0), ("noise", -1.0), ("samples", 0)]
+)
 def test_wrong_options_are_named(field, value):
     with pytest.raises(fb.errors.ConfigurationError, match=f"{field} = {value}"):
         saddle(**{field: value})

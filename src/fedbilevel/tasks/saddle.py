@@ -9,7 +9,10 @@ are diagonal, and all differ between clients. Let bars denote weighted means. Th
 
     y* = C̄⁻¹(b̄ − Āx*)        (λP̄ + ĀᵀC̄⁻¹Ā) x* = ĀᵀC̄⁻¹b̄.
 
-The solution differs from 0 only if b is not centred or the weights of clients differ.
+The solution differs from 0 only if b is not centred, the weights of clients differ, or samples scatter about the b of
+their client; b_i is then the mean of the client's samples.
+
+Metrics: `squared_gradient` is ‖∇Φ(x)‖² for Φ(x) = max over y of the weighted sum, ∇Φ(x) = (λP̄ + ĀᵀC̄⁻¹Ā)(x − x*).
 """
 
 from typing import NamedTuple
@@ -51,9 +54,11 @@ def saddle(
     centred: bool = True,
     weighted: bool = False,
     general: bool = False,
+    samples: int = 1,
+    noise: float = 0.0,
     seed: int = 0,
 ) -> Task:
-    """Draw a saddle point problem with a known solution; each client has one sample, its coefficients.
+    """Draw a saddle point problem with a known solution; in the paper each client has one sample, its coefficients.
 
     Args:
         clients: the number of clients, M; 1,000 in the paper.
@@ -65,13 +70,17 @@ def saddle(
         weighted: whether the weights of clients differ; False: each weight is 1/M.
         general: whether A_i is dense with normal entries of variance 1/d, and the diagonals of P_i and C_i are uniform
             on (½, 3/2).
+        samples: the number of samples of each client.
+        noise: the standard deviation of the entries of b of a sample about those of its client.
         seed: the seed of the draw and of the starting point, which is normal.
     """
     require_count("clients", clients)
     require_count("dim", dim)
     require(0 < ridge < np.inf, "ridge", ridge, "positive and finite")
     require(0 <= spread < np.inf, "spread", spread, "at least 0 and finite")
-    require_memory(dim * (dim + 3), clients=clients)
+    require_count("samples", samples)
+    require(0 <= noise < np.inf, "noise", noise, "at least 0 and finite")
+    require_memory(samples * dim * (dim + 3), clients=clients)
     rng = np.random.default_rng(seed)
     size = (clients, dim)
     linear = spread * rng.normal(size=size)
@@ -82,27 +91,37 @@ def saddle(
     else:
         coupling = COUPLING * rng.uniform(size=(clients, 1, 1)) * np.eye(dim)
         outer_curve = inner_curve = np.ones(size)
-    samples = {"P": ridge * outer_curve, "C": inner_curve, "A": coupling, "b": linear}
-    population = Clients(
-        outer={name: array[:, None] for name, array in samples.items()},
-        weights=rng.uniform(0.5, 2.0, size=clients) if weighted else None,
-    )
-    exact = solution(population)
+    weights = rng.uniform(0.5, 2.0, size=clients) if weighted else None
+    x0, y0 = jnp.asarray(rng.normal(size=(2, dim)))
+    coefficients = {"P": ridge * outer_curve, "C": inner_curve, "A": coupling, "b": linear}
+    rows = {name: np.repeat(array[:, None], samples, axis=1) for name, array in coefficients.items()}
+    rows["b"] = rows["b"] + noise * rng.normal(size=rows["b"].shape)
+    population = Clients(outer=rows, weights=weights)
+    exact, hessian = solution(population), hessian_at_best_y(*mean_coefficients(population)[:3])
     metrics = {
         "x_distance": lambda x, y: jnp.sum((x - exact.x) ** 2),
         "y_distance": lambda x, y: jnp.sum((y - exact.y) ** 2),
+        "squared_gradient": lambda x, y: jnp.sum((hessian @ (x - exact.x)) ** 2),
     }
     norm = float(np.linalg.norm(exact.x))
-    if weighted or not centred:  # otherwise x* = 0, and a relative error does not exist
+    if weighted or not centred or noise:  # otherwise x* = 0, and a relative error does not exist
         metrics = {"relative_error": lambda x, y: jnp.linalg.norm(x - exact.x) / norm, **metrics}
-    x0, y0 = jnp.asarray(rng.normal(size=(2, dim)))
     return Task(name="saddle", problem=Minimax(loss), clients=population, x0=x0, y0=y0, metrics=metrics)
 
 
 def solution(clients: Clients, weights: np.ndarray | None = None) -> SaddlePoint:
     """Return the saddle point for the clients' weights, or for `weights`, which sum to 1."""
-    p, means = clients.weights if weights is None else weights, client_means(clients)
-    outer_curve, inner_curve, coupling, linear = (np.tensordot(p, means[name], 1) for name in "PCAb")
-    scaled = coupling.T / inner_curve  # AᵀC⁻¹
-    x = np.linalg.solve(np.diag(outer_curve) + scaled @ coupling, scaled @ linear)
+    outer_curve, inner_curve, coupling, linear = mean_coefficients(clients, weights)
+    x = np.linalg.solve(hessian_at_best_y(outer_curve, inner_curve, coupling), (coupling.T / inner_curve) @ linear)
     return SaddlePoint(x, (linear - coupling @ x) / inner_curve)
+
+
+def mean_coefficients(clients: Clients, weights: np.ndarray | None = None) -> list[Floats]:
+    """Return the weighted means over clients of λP, C, A and b."""
+    p, means = clients.weights if weights is None else weights, client_means(clients)
+    return [np.tensordot(p, means[name], 1) for name in "PCAb"]
+
+
+def hessian_at_best_y(outer_curve: Floats, inner_curve: Floats, coupling: Floats) -> Floats:
+    """Return the Hessian of Φ, λP̄ + ĀᵀC̄⁻¹Ā."""
+    return np.diag(outer_curve) + (coupling.T / inner_curve) @ coupling
