@@ -6,8 +6,8 @@ import re
 import federations
 import pytest
 from federations import memory
+from study_nodes import Nodes, alone
 from test_site import greeted, request
-from test_study_federation import Nodes, alone, files  # noqa: F401  a fixture
 
 import fedbilevel as fb
 from fedbilevel.cli import main
@@ -176,7 +176,7 @@ def test_approval_needs_a_folder():
 # Studies
 
 
-def test_a_study_is_approved_once_for_both_of_its_contracts(files, tmp_path):  # noqa: F811
+def test_a_study_is_approved_once_for_both_of_its_contracts(files, tmp_path):
     given = study("ridge")
     every = {"state-folder": str(tmp_path / "state"), "approve": "ask"}
     with pytest.raises(ExchangeError, match=f"{digest(given.text)} is not approved at this site"):

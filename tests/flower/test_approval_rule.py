@@ -9,8 +9,8 @@ from pathlib import Path
 import federations
 import pytest
 from federations import memory
+from study_nodes import Nodes, alone
 from test_site import greeted, request
-from test_study_federation import Nodes, alone, files  # noqa: F401  a fixture
 
 import fedbilevel as fb
 from fedbilevel.core.errors import ConfigurationError
@@ -291,7 +291,7 @@ def test_a_rule_may_demand_privacy(tmp_path):
         assert greeted(client, client.contract.text).code == code
 
 
-def test_a_study_runs_at_sites_whose_rule_it_fits(files, tmp_path):  # noqa: F811
+def test_a_study_runs_at_sites_whose_rule_it_fits(files, tmp_path):
     given = study("ridge")
     rule = written(tmp_path, 'allow.estimator = ["ridge"]\nleast.sites = 3')
     every = {"state-folder": str(tmp_path / "state"), "approve": str(rule)}

@@ -1,54 +1,27 @@
 """Studies over Flower, in this process: the numbers of one machine, and statistics that pass through the roster."""
 
 import json
-import re
-import tomllib
-from dataclasses import fields, replace
-from importlib import import_module
-from pathlib import Path
 
 import federations
 import numpy as np
 import pandas as pd
 import pytest
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Message
 from sklearn.exceptions import ConvergenceWarning
+from study_nodes import Nodes, alone, phases
 
-from fedbilevel.cli import main
-from fedbilevel.core.errors import CheckpointError, ConfigurationError, ExchangeError
-from fedbilevel.engines.saver import FORCE
-from fedbilevel.estimators import Study, StudyModel
-from fedbilevel.estimators.evaluation import Report
+from fedbilevel.core.errors import ConfigurationError, ExchangeError
+from fedbilevel.estimators import StudyModel
 from fedbilevel.estimators.site_table import SiteTable
-from fedbilevel.experiments import Folder, read_study
+from fedbilevel.experiments import Folder
 from fedbilevel.experiments.federation_status import Status
-from fedbilevel.experiments.study import SavedSearch, client_app, played, serve, site
-from fedbilevel.flower import Flower, InProcess, Terms
+from fedbilevel.experiments.study import client_app, serve, site
 from fedbilevel.flower.wire import QUESTION, RequestMessage, decode
 from refusals import refuses
 from representatives import slow_but
 from site_tables import SITES, TARGETS, fitted, study, tables
 
-
-class Nodes(InProcess):
-    """Nodes whose configurations say more than their number: `own`, by client, and `every` of all."""
-
-    def __init__(self, app, own, every=None, **more):
-        self.own, self.every = own, every or {}
-        super().__init__(app, clients=len(own), **more)
-
-    def join(self, client):
-        super().join(client)
-        context = max(self.contexts.items())[1]
-        context.node_config.update({**self.every, **self.own[client]})
-
-
-@pytest.fixture
-def files(tmp_path):
-    """Each site's own file, as its node configuration names it."""
-    for name, table in tables().items():
-        table.to_csv(tmp_path / f"{name}.csv", index=False)
-    return [{"table": str(tmp_path / f"{name}.csv"), "site": name} for name in SITES]
+COX = {"kind": "cox", "times": [5, 20, 60]}
 
 
 @pytest.mark.parametrize("kind", slow_but("ridge", of=TARGETS))
@@ -103,9 +76,6 @@ def test_a_site_that_is_held_out_takes_part_and_changes_no_number(kind, files, t
     assert [*there["sites"]] == ["south"]
 
 
-COX = {"kind": "cox", "times": [5, 20, 60]}
-
-
 @pytest.mark.parametrize("more", slow_but(COX, of=[{"kind": "logistic"}, COX]), ids=["logistic", "cox"])
 def test_the_report_has_the_numbers_of_one_machine(more, files, tmp_path):
     given, place = study(**more, holdout=0.4, min_count=4), tmp_path / "run"
@@ -116,10 +86,6 @@ def test_the_report_has_the_numbers_of_one_machine(more, files, tmp_path):
     assert (place / "report.txt").read_text().startswith(f"{more['kind']} regression of")
     model = StudyModel.load(place / "model.json")
     assert leaves(model.baselines) == pytest.approx(leaves(dict(here.baselines)), rel=1e-7)
-
-
-def alone(given, nodes, name=federations.NAME, **terms):
-    return played(given, Flower(grid=nodes, terms=Terms(quorum=1.0, **terms), name=name))
 
 
 def test_a_site_that_is_not_there_ends_the_study_with_its_name(files, tmp_path):
@@ -136,167 +102,6 @@ def test_a_site_that_is_not_there_ends_the_study_with_its_name(files, tmp_path):
     assert "client 1, round 0" in " ".join(said)
     assert isinstance(ended, ExchangeError)
     assert str(ended).endswith("run', the study starts from the beginning")  # nothing is saved before the search
-
-
-class Killed(BaseException):
-    """What ends a server at once."""
-
-
-def killed_after(count, nodes):
-    """Nodes whose server ends after so many messages, with nothing more written."""
-    push, left = nodes.push_messages, [count]
-
-    def some(messages):
-        messages = [*messages]
-        left[0] -= len(messages)
-        if left[0] < 0:
-            raise Killed
-        return push(messages)
-
-    nodes.push_messages = some
-    return nodes
-
-
-@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
-def test_a_model_is_saved_after_its_report(files, tmp_path, monkeypatch):
-    """A folder with a model is not taken again, so that whatever comes after the model would be lost."""
-    given, place = study("ridge", rounds=3), tmp_path / "run"
-
-    def full(report, folder):
-        raise OSError("no space left")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(Report, "save", full)
-        with pytest.raises(OSError, match="no space left"):
-            serve(given, Nodes(client_app(given), files), {"out": str(place), "poll": 0.1})
-    assert not (place / "model.json").exists()
-    serve(given, Nodes(client_app(given), files), {"out": str(place), "poll": 0.1})
-    assert (place / "report.json").exists()
-    assert (place / "model.json").exists()
-
-
-@pytest.mark.parametrize("kind", [ConfigurationError, CheckpointError, ExchangeError])
-def test_only_an_exchange_may_succeed_if_it_is_repeated(kind, files, tmp_path, monkeypatch):
-    def wrong(*_):
-        raise kind(f"something is wrong: {FORCE}")
-
-    monkeypatch.setattr("fedbilevel.experiments.study.played", wrong)
-    with pytest.raises(kind, match="choose another folder; sites: 0 north") as raised:
-        serve(study("ridge"), Nodes(client_app(study("ridge")), files), {"out": str(tmp_path / "run")})
-    assert ("the study starts from the beginning" in str(raised.value)) == (kind is ExchangeError)
-
-
-@pytest.mark.parametrize(
-    ("wide", "then"),
-    [
-        (300, "the search for penalties continues"),
-        pytest.param(5, "the study starts from the beginning", marks=pytest.mark.slow),
-    ],
-)
-def test_an_interrupted_study_says_whether_its_search_continues(wide, then, files, tmp_path, monkeypatch):
-    monkeypatch.setattr("fedbilevel.estimators.linear.WIDE", wide)
-    given = study("ridge", rounds=20)
-    asked = dict.fromkeys(range(3), 0)
-
-    def absent(client, _):
-        """Let client 1 leave after ten messages, when the search has begun."""
-        asked[client] += 1
-        return np.inf if client == 1 and asked[1] > 10 else 0
-
-    grid = Nodes(client_app(given), files, delay=absent)
-    with pytest.raises(ExchangeError, match=f"sites: 0 north.*run', {then}"):
-        serve(given, grid, {"out": str(tmp_path / "run"), "deadline": 1.0, "join": 0.5, "attempts": 1, "poll": 0.1})
-
-
-def phases(place):
-    return [json.loads(line)["phase"] for line in (place / "exchanges.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
-def test_a_study_whose_server_was_killed_goes_on_where_it_was(files, tmp_path, capsys):
-    given, place, whole = study("ridge", rounds=10), tmp_path / "run", tmp_path / "whole"
-    serve(given, Nodes(client_app(given), files), {"out": str(whole), "poll": 0.1})
-    with pytest.raises(Killed):
-        serve(given, killed_after(40, Nodes(client_app(given), files)), {"out": str(place), "poll": 0.1})
-    before = phases(place).count("derivatives")
-    assert before > 5
-    assert not (place / "model.json").exists()
-    capsys.readouterr()
-    serve(given, Nodes(client_app(given), files), {"out": str(place), "poll": 0.1})
-    assert "found a saved search at" in capsys.readouterr().out
-    assert phases(place).count("derivatives") == phases(whole).count("derivatives")
-    assert phases(place).count("a question") == 2
-    assert (place / "model.json").read_bytes() == (whole / "model.json").read_bytes()
-    assert not [*place.glob("search-*")]
-
-
-@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
-def test_a_study_of_other_tables_begins_anew(files, tmp_path, capsys):
-    given, place = study("ridge", rounds=10), tmp_path / "run"
-    with pytest.raises(Killed):
-        serve(given, killed_after(40, Nodes(client_app(given), files)), {"out": str(place), "poll": 0.1})
-    changed = tables() | {"west": tables()["west"].assign(age=lambda frame: frame.age + 1)}
-    changed["west"].to_csv(tmp_path / "west.csv", index=False)
-    serve(given, Nodes(client_app(given), files), {"out": str(place), "poll": 0.1})
-    said = capsys.readouterr().out
-    assert "found a saved search" not in said
-    assert "starts a new search: the saved one is of other tables or of another study" in said
-    model = StudyModel.load(place / "model.json")
-    np.testing.assert_allclose(model.estimator.coef_, given.fit(changed).estimator.coef_, rtol=0, atol=1e-10)
-
-
-def test_only_a_search_of_the_same_tables_is_said_to_continue(tmp_path):
-    search, agreement = SavedSearch(Folder(tmp_path)), fitted("ridge").agreement
-    assert search.then() == "the study starts from the beginning"
-    (tmp_path / "search-words.txt").touch()
-    (tmp_path / f"search-{'1' * 16}.npz").mkdir()
-    (tmp_path / "search-0000.npz").touch()
-    assert search.files() == []
-    (tmp_path / f"search-{'0' * 16}.npz").touch()
-    assert search.then() == "its saved search continues if study and tables are the same"
-    checkpoint = search.of(agreement)
-    assert search.then() == "the study starts from the beginning"
-    checkpoint.touch()
-    assert search.then() == "the search for penalties continues"
-    checkpoint.with_suffix(".json").touch()
-    assert search.then() == "the training of the last model continues"
-    assert search.of(replace(agreement, rows=agreement.rows + 1)) != checkpoint
-    assert search.then() == "the study starts from the beginning"
-    assert len(search.files()) == 3
-
-
-def killed_at(phase, count, nodes):
-    """Nodes whose server ends before its message with this number for a phase."""
-    push, left = nodes.push_messages, [count]
-
-    def some(messages):
-        messages = [*messages]
-        left[0] -= sum(decode(RequestMessage, message).phase == phase for message in messages)
-        if left[0] <= 0:
-            raise Killed
-        return push(messages)
-
-    nodes.push_messages = some
-    return nodes
-
-
-@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
-def test_with_many_features_the_last_model_goes_on_where_it_was(files, tmp_path, monkeypatch, capsys):
-    """The search is not repeated, and all bits of the model are those of a study that was not interrupted."""
-    monkeypatch.setattr("fedbilevel.estimators.linear.WIDE", 5)
-    given, place, whole = study("logistic", rounds=6, penalty="feature"), tmp_path / "run", tmp_path / "whole"
-    serve(given, Nodes(client_app(given), files), {"out": str(whole), "poll": 0.1})
-    with pytest.raises(Killed):
-        serve(given, killed_at("gradient", 7, Nodes(client_app(given), files)), {"out": str(place), "poll": 0.1})
-    assert phases(place).count("gradient") == 2
-    capsys.readouterr()
-    with pytest.warns(ConvergenceWarning, match="the validation loss still falls after 6 rounds"):
-        serve(given, Nodes(client_app(given), files), {"out": str(place), "poll": 0.1})
-    assert "found a saved search at" in capsys.readouterr().out
-    assert phases(place).count("local_updates") == 6
-    assert phases(place).count("gradient") == phases(whole).count("gradient")
-    assert (place / "model.json").read_bytes() == (whole / "model.json").read_bytes()
-    assert not [*place.glob("search-*")]
 
 
 @pytest.mark.parametrize(
@@ -440,121 +245,6 @@ def test_a_table_that_is_not_there_and_an_unknown_name_of_a_node_configuration_a
         site(study("ridge"), {}, {**given, "table": "nowhere.csv"}, "")
     with refuses("name in the node configuration", "settable", near="table"):
         site(study("ridge"), {}, {**given, "settable": "run.*"}, "")
-
-
-NEW = ["flower", "new", "app", "--estimator", "logistic", "--target", "ill", "--sites", ",".join(SITES)]
-
-
-@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
-def test_the_command_writes_an_app_whose_parties_play_the_study(files, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path / "app")
-    more = [
-        "--categorical",
-        "code",
-        "--patient",
-        "patient",
-        "--drop",
-        "days,died",
-        "--positive",
-        "no",
-        "--rounds",
-        "3",
-        "--holdout",
-        "0.25",
-    ]
-    assert main([*NEW, *more]) == 0
-    assert "app   app" in capsys.readouterr().out
-    given = read_study(tmp_path / "app" / "app" / "study.toml")
-    assert given == study("logistic", positive="no", rounds=3, cv=5, holdout=0.25)
-    config = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
-    assert not {"settings", "quorum"} & config.keys()
-    client, server = (import_module(f"app.{party}_app").app for party in ("client", "server"))
-    context = Context(1, 1, {}, RecordDict(), config | {"out": "run"})
-    server(Nodes(client, files), context)
-    assert "predicts the probability of ill = no" in capsys.readouterr().out
-    assert "Positive class: `no`" in Path("run/model-card.md").read_text()
-    model = StudyModel.load("run/model.json")
-    np.testing.assert_allclose(model.estimator.coef_, given.fit(tables()).estimator.coef_, atol=1e-10)
-    assert "partition-id=2 site='west' table=" in (tmp_path / "app" / "README.md").read_text()
-
-
-def test_the_command_holds_a_site_out(files, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert (
-        main([*NEW, "--categorical", "code", "--drop", "days,died", "--patient", "patient", "--holdout", "west"]) == 0
-    )
-    assert read_study(tmp_path / "app" / "app" / "study.toml").holdout == "west"
-    assert main(["flower", "check", "app", "--node-config", f"partition-id=2 table='{files[2]['table']}'"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "rows 0, 74 held out" in said
-    assert "sends age: nothing" in said
-
-
-def test_a_site_looks_at_what_it_will_tell(files, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main([*NEW, "--categorical", "code", "--drop", "days,died,patient"]) == 0
-    assert main(["flower", "check", "app", "--node-config", f"partition-id=0 table='{files[0]['table']}'"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "client 0, north" in said
-    assert "sends dose: nothing" in said
-    assert ", and rarer categories" in said
-    Path("latin.csv").write_bytes(b"age,ill\n60,yes\xfc\n")
-    Path("empty.csv").touch()
-    wrongs = {"latin.csv": "the file is not a text in UTF-8", "empty.csv": "is empty"}
-    for source in ("nowhere.csv", "latin.csv", "empty.csv", "nowhere.module:table", "json:nothing"):
-        assert main(["flower", "check", "app", "--node-config", f"partition-id=0 table='{source}'"]) == 2
-        printed = " ".join(capsys.readouterr().err.split())
-        wrong = wrongs.get(source, "cannot be read")
-        assert re.search(f"node configuration: table:? '?{re.escape(source)}'?(, line 2:)? {wrong}", printed)
-        assert printed.count(wrong) == 1
-
-
-def test_every_field_of_a_study_is_an_option(tmp_path, monkeypatch, capsys):
-    """No file has to be edited, and the help has the words of the class."""
-    monkeypatch.chdir(tmp_path)
-    values = {"sites": "north, south,2", "categorical": "a,b", "columns": "a,b,c", "drop": "d", "gaps": "-9,?"}
-    values |= {"estimator": "cox", "target": "days", "event": "died", "patient": "p", "penalty": "column", "cv": "3"}
-    values |= {"rounds": "50", "random-state": "4", "min-count": "5", "holdout": "2", "times": "5,20.5"}
-    several = ["--groups", "lab=a,b", "--groups", "rest=c", "--no-offsets"]
-    assert main(["flower", "new", "app", *(f"--{name}={value}" for name, value in values.items()), *several]) == 0
-    expected = Study(
-        estimator="cox", sites=("north", "south", "2"), target="days", event="died", patient="p", cv=3, rounds=50,
-        categorical=("a", "b"), columns=("a", "b", "c"), drop=("d",), gaps=("-9", "?"), offsets=False,
-        penalty="column", groups={"lab": ("a", "b"), "rest": ("c",)}, random_state=4, min_count=5, holdout="2",
-        times=(5, 20.5),
-    )  # fmt: skip
-    assert read_study(tmp_path / "app" / "app" / "study.toml") == expected
-    assert {field.name for field in fields(Study)} == {"positive"} | {
-        name.replace("-", "_") for name in ("groups", "offsets", *values)
-    }
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        main(["flower", "new", "--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "--gaps A,B,… texts that mean a gap, in addition to those that pandas treats as gaps (default: ?)" in said
-    assert "--positive VALUE for logistic regression, the class whose probability is predicted" in said
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--cv", "1"], "cv = 1 .* a whole number of folds, 2 or more"),
-        (["--cv", "some"], "cv = 'some' .* a whole number of folds"),
-        (["--min-count", "2.5"], "min_count = 2.5 .* a positive integer"),
-        (["--times", "9,5"], "times = .* rising numbers above 0"),
-        (["--groups", "age"], "--groups = 'age' .* NAME=A,B"),
-        (["--groups", "a=age", "--groups", "b=age"], "groups = .* each column once"),
-        (["--task", "quadratic"], "--estimator = 'with --task' .* a study has no task"),
-        (["--penalty", "some"], "penalty = 'some' .* one or column or feature"),
-        (["--event", "died"], "event = 'died' .* only Cox's model"),
-    ],
-)
-def test_options_that_do_not_fit_are_named(options, words, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main([*NEW, *options]) == 2
-    assert re.search(words, " ".join(capsys.readouterr().err.split()))
-    assert not (tmp_path / "app").exists()
 
 
 def test_a_table_may_come_from_a_function(monkeypatch, tmp_path):

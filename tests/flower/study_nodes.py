@@ -1,0 +1,74 @@
+"""Nodes of studies over Flower in this process, with a file for each site, and servers that are killed."""
+
+import json
+
+import federations
+import pytest
+
+from fedbilevel.experiments.study import played
+from fedbilevel.flower import Flower, InProcess, Terms
+from fedbilevel.flower.wire import RequestMessage, decode
+from site_tables import SITES, tables
+
+
+class Nodes(InProcess):
+    """Nodes whose configurations say more than their number: `own`, by client, and `every` of all."""
+
+    def __init__(self, app, own, every=None, **more):
+        self.own, self.every = own, every or {}
+        super().__init__(app, clients=len(own), **more)
+
+    def join(self, client):
+        super().join(client)
+        context = max(self.contexts.items())[1]
+        context.node_config.update({**self.every, **self.own[client]})
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Each site's own file, as its node configuration names it."""
+    for name, table in tables().items():
+        table.to_csv(tmp_path / f"{name}.csv", index=False)
+    return [{"table": str(tmp_path / f"{name}.csv"), "site": name} for name in SITES]
+
+
+def alone(given, nodes, name=federations.NAME, **terms):
+    return played(given, Flower(grid=nodes, terms=Terms(quorum=1.0, **terms), name=name))
+
+
+def phases(place):
+    return [json.loads(line)["phase"] for line in (place / "exchanges.jsonl").read_text().splitlines()]
+
+
+class Killed(BaseException):
+    """What ends a server at once."""
+
+
+def killed_after(count, nodes):
+    """Nodes whose server ends after so many messages, with nothing more written."""
+    push, left = nodes.push_messages, [count]
+
+    def some(messages):
+        messages = [*messages]
+        left[0] -= len(messages)
+        if left[0] < 0:
+            raise Killed
+        return push(messages)
+
+    nodes.push_messages = some
+    return nodes
+
+
+def killed_at(phase, count, nodes):
+    """Nodes whose server ends before its message with this number for a phase."""
+    push, left = nodes.push_messages, [count]
+
+    def some(messages):
+        messages = [*messages]
+        left[0] -= sum(decode(RequestMessage, message).phase == phase for message in messages)
+        if left[0] <= 0:
+            raise Killed
+        return push(messages)
+
+    nodes.push_messages = some
+    return nodes

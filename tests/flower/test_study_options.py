@@ -1,0 +1,131 @@
+"""The commands of a study: the app that `flower new` writes, its options, and what `flower check` says of a site."""
+
+import re
+import tomllib
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flwr.app import Context, RecordDict
+from study_nodes import Nodes
+
+from fedbilevel.cli import main
+from fedbilevel.estimators import Study, StudyModel
+from fedbilevel.experiments import read_study
+from site_tables import SITES, study, tables
+
+NEW = ["flower", "new", "app", "--estimator", "logistic", "--target", "ill", "--sites", ",".join(SITES)]
+
+
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+def test_the_command_writes_an_app_whose_parties_play_the_study(files, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "app")
+    more = [
+        "--categorical",
+        "code",
+        "--patient",
+        "patient",
+        "--drop",
+        "days,died",
+        "--positive",
+        "no",
+        "--rounds",
+        "3",
+        "--holdout",
+        "0.25",
+    ]
+    assert main([*NEW, *more]) == 0
+    assert "app   app" in capsys.readouterr().out
+    given = read_study(tmp_path / "app" / "app" / "study.toml")
+    assert given == study("logistic", positive="no", rounds=3, cv=5, holdout=0.25)
+    config = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    assert not {"settings", "quorum"} & config.keys()
+    client, server = (import_module(f"app.{party}_app").app for party in ("client", "server"))
+    context = Context(1, 1, {}, RecordDict(), config | {"out": "run"})
+    server(Nodes(client, files), context)
+    assert "predicts the probability of ill = no" in capsys.readouterr().out
+    assert "Positive class: `no`" in Path("run/model-card.md").read_text()
+    model = StudyModel.load("run/model.json")
+    np.testing.assert_allclose(model.estimator.coef_, given.fit(tables()).estimator.coef_, atol=1e-10)
+    assert "partition-id=2 site='west' table=" in (tmp_path / "app" / "README.md").read_text()
+
+
+def test_the_command_holds_a_site_out(files, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert (
+        main([*NEW, "--categorical", "code", "--drop", "days,died", "--patient", "patient", "--holdout", "west"]) == 0
+    )
+    assert read_study(tmp_path / "app" / "app" / "study.toml").holdout == "west"
+    assert main(["flower", "check", "app", "--node-config", f"partition-id=2 table='{files[2]['table']}'"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "rows 0, 74 held out" in said
+    assert "sends age: nothing" in said
+
+
+def test_a_site_looks_at_what_it_will_tell(files, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([*NEW, "--categorical", "code", "--drop", "days,died,patient"]) == 0
+    assert main(["flower", "check", "app", "--node-config", f"partition-id=0 table='{files[0]['table']}'"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "client 0, north" in said
+    assert "sends dose: nothing" in said
+    assert ", and rarer categories" in said
+    Path("latin.csv").write_bytes(b"age,ill\n60,yes\xfc\n")
+    Path("empty.csv").touch()
+    wrongs = {"latin.csv": "the file is not a text in UTF-8", "empty.csv": "is empty"}
+    for source in ("nowhere.csv", "latin.csv", "empty.csv", "nowhere.module:table", "json:nothing"):
+        assert main(["flower", "check", "app", "--node-config", f"partition-id=0 table='{source}'"]) == 2
+        printed = " ".join(capsys.readouterr().err.split())
+        wrong = wrongs.get(source, "cannot be read")
+        assert re.search(f"node configuration: table:? '?{re.escape(source)}'?(, line 2:)? {wrong}", printed)
+        assert printed.count(wrong) == 1
+
+
+def test_every_field_of_a_study_is_an_option(tmp_path, monkeypatch, capsys):
+    """No file has to be edited, and the help has the words of the class."""
+    monkeypatch.chdir(tmp_path)
+    values = {"sites": "north, south,2", "categorical": "a,b", "columns": "a,b,c", "drop": "d", "gaps": "-9,?"}
+    values |= {"estimator": "cox", "target": "days", "event": "died", "patient": "p", "penalty": "column", "cv": "3"}
+    values |= {"rounds": "50", "random-state": "4", "min-count": "5", "holdout": "2", "times": "5,20.5"}
+    several = ["--groups", "lab=a,b", "--groups", "rest=c", "--no-offsets"]
+    assert main(["flower", "new", "app", *(f"--{name}={value}" for name, value in values.items()), *several]) == 0
+    expected = Study(
+        estimator="cox", sites=("north", "south", "2"), target="days", event="died", patient="p", cv=3, rounds=50,
+        categorical=("a", "b"), columns=("a", "b", "c"), drop=("d",), gaps=("-9", "?"), offsets=False,
+        penalty="column", groups={"lab": ("a", "b"), "rest": ("c",)}, random_state=4, min_count=5, holdout="2",
+        times=(5, 20.5),
+    )  # fmt: skip
+    assert read_study(tmp_path / "app" / "app" / "study.toml") == expected
+    assert {field.name for field in fields(Study)} == {"positive"} | {
+        name.replace("-", "_") for name in ("groups", "offsets", *values)
+    }
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["flower", "new", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "--gaps A,B,… texts that mean a gap, in addition to those that pandas treats as gaps (default: ?)" in said
+    assert "--positive VALUE for logistic regression, the class whose probability is predicted" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--cv", "1"], "cv = 1 .* a whole number of folds, 2 or more"),
+        (["--cv", "some"], "cv = 'some' .* a whole number of folds"),
+        (["--min-count", "2.5"], "min_count = 2.5 .* a positive integer"),
+        (["--times", "9,5"], "times = .* rising numbers above 0"),
+        (["--groups", "age"], "--groups = 'age' .* NAME=A,B"),
+        (["--groups", "a=age", "--groups", "b=age"], "groups = .* each column once"),
+        (["--task", "quadratic"], "--estimator = 'with --task' .* a study has no task"),
+        (["--penalty", "some"], "penalty = 'some' .* one or column or feature"),
+        (["--event", "died"], "event = 'died' .* only Cox's model"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(options, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([*NEW, *options]) == 2
+    assert re.search(words, " ".join(capsys.readouterr().err.split()))
+    assert not (tmp_path / "app").exists()
