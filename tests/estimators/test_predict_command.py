@@ -85,7 +85,11 @@ WRONG = {
     ),
     "a name twice": ("twice.csv", "age,age,kind,code\n50,1,a,1\n", r"twice.csv has the column 'age' twice"),
     "no rows": ("rows.csv", "age,dose,kind,code\n", r"rows.csv has no rows"),
-    "another name": ("names.csv", "age,doses,kind,code\n50,1,a,1\n", r"column 'dose'; did you mean 'doses'"),
+    "another name": (
+        "names.csv",
+        "age,doses,kind,code\n50,1,a,1\n",
+        r"no column 'dose' of the study; it has .*; did you mean 'doses'",
+    ),
     "a new category": ("words.csv", "age,dose,kind,code\n50,1,a,3\n", r"category '3' of column 'code'"),
     "a word": ("word.csv", "age,dose,kind,code\nold,1,a,1\n", r"type of column 'age'"),
 }

@@ -161,7 +161,7 @@ def test_sites_that_differ_from_the_others_take_part():
         (lambda one: one.drop(columns="ill"), "column of north", "ill", "dose"),
         (lambda one: one.drop(columns="dose"), "column 'dose' of north", "missing", "drop = ['dose']"),
         (lambda one: one.assign(dose="high"), "column 'dose' of south", "numbers", "words, as in north"),
-        (lambda one: one.assign(ill=np.resize(["a", "b", "c"], len(one))), "classes of 'ill'", 3, "two"),
+        (lambda one: one.assign(ill=np.resize(["a", "b", "c"], len(one))), "classes of 'ill'", ["a", "b", "c"], "two"),
         (lambda one: one.assign(ill="perhaps"), "classes of 'ill'", ["no", "perhaps", "yes"], "two"),
         (lambda one: one.assign(site="x"), "column 'site' of north", "a feature", "offsets = false"),
         (lambda one: one.iloc[:7], "rows with a target of north", 7, "8 or more"),

@@ -77,6 +77,26 @@ def test_metrics_for_prometheus_are_written_whole(run, tmp_path, capsys):
     }  # fmt: skip
 
 
+def test_attempts_at_an_exchange_are_one_exchange(tmp_path, capsys):
+    """A second attempt asks only those that have not replied; replies to both count."""
+    first = {"round": 0, "exchange": 0, "phase": "y", "attempt": 0, "answered": [0, 2], "refused": {"1": LATE}}
+    again = first | {"attempt": 1, "answered": []}
+    (tmp_path / "exchanges.jsonl").write_text("\n".join(map(json.dumps, [first, again])))
+    assert main(["flower", "status", str(tmp_path)]) == 0
+    assert "exchange 0 (y), 2 replied\nclient 1, round 0: no reply" in capsys.readouterr().out
+    with (tmp_path / "exchanges.jsonl").open("a") as file:
+        file.write("\n" + json.dumps(again | {"exchange": 1, "answered": [1]}))
+    assert main(["flower", "status", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["replied"] == [1]
+
+
+def test_a_run_without_noise_has_no_privacy_loss(run, tmp_path):
+    """An ε of 0 would mean that the replies reveal nothing."""
+    (run / "exchanges.jsonl").write_text(json.dumps(LINES[0]))
+    assert main(["flower", "status", str(run), "--prometheus", str(tmp_path / "run.prom")]) == 0
+    assert "epsilon" not in (tmp_path / "run.prom").read_text()
+
+
 def test_what_is_of_a_run_is_not_of_a_connection(capsys):
     assert main(["flower", "status", "--connection", "there", "--json"]) == 2
     assert "--connection = 'with --json' is not allowed" in capsys.readouterr().err

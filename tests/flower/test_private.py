@@ -7,9 +7,11 @@ import ast
 import hashlib
 import importlib
 import inspect
+import logging
 import re
 import signal
 import sys
+import warnings
 from contextlib import contextmanager
 from multiprocessing import Pipe
 from pathlib import Path
@@ -30,6 +32,7 @@ from flwr.supernode import start_client_internal as loop
 from flwr.supernode.nodestate import NodeStateFactory
 
 import fedbilevel.flower
+from fedbilevel.errors import DataWarning
 from fedbilevel.flower import versions
 from fedbilevel.flower.launch import private
 
@@ -407,3 +410,20 @@ def test_a_site_that_is_not_connected_says_why(tried, reached, said, monkeypatch
         private.serve(SimpleNamespace(_init_connection=lambda **_: tried()), Mock(), lambda quiet: 0.0, **given)
     assert re.search(said, caplog.text)
     assert ("another SuperNode" in caplog.text) == ("another" in said)
+
+
+def test_a_warning_of_ours_is_one_line_of_the_log(monkeypatch, caplog):
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    private.log_warnings()
+    try:
+        with warnings.catch_warnings(action="always"):
+            logging.captureWarnings(False)
+            logging.captureWarnings(True)  # within the block, which restores what pytest has set
+            warnings.warn(DataWarning("the table has no column 'ward'"), stacklevel=1)
+            warnings.warn("another", stacklevel=1)
+    finally:
+        logging.captureWarnings(False)
+    first, second = (record.getMessage() for record in caplog.records if record.name == "py.warnings")
+    assert first == "the table has no column 'ward'"
+    assert second.startswith(f"{__file__}:")
+    assert "UserWarning: another" in second

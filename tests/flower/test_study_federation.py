@@ -168,6 +168,16 @@ def test_another_table_is_noticed_where_a_site_asks_for_it(files, tmp_path):
         alone(given, Nodes(client_app(given), files, every), "b0" * 8, attempts=1, join=0.2, deadline=1.0)
 
 
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+def test_another_study_of_the_same_table_is_not_another_table(files, tmp_path, caplog):
+    """Its samples differ from those of the first study, since it uses other columns."""
+    every = {"state-folder": str(tmp_path / "state"), "same-data": True}
+    for name, given in ("a0" * 8, study("ridge", rounds=1)), ("b0" * 8, study("ridge", rounds=1, min_count=3)):
+        alone(given, Nodes(client_app(given), files, every), name)
+    assert "its prepared samples differ" not in caplog.text
+    assert len([*(tmp_path / "state").glob("client-0-samples-*.json")]) == 2
+
+
 def test_a_site_with_another_study_does_not_take_part(files):
     """Nor does it tell anything: the two are compared in the greeting."""
     given, asked = study("ridge"), []
@@ -189,11 +199,11 @@ def test_a_column_that_a_site_lacks_is_named_at_the_server_and_at_this_site_alon
     table = tables()["west"].drop(columns="dose")
     table.to_csv(files[2]["table"], index=False)
     given = study("ridge")
-    words = "column 'dose' of west = 'missing' is not allowed: it must be in the table of every site, or left out"
+    words = "column 'dose' is missing in the table of west: a column must be in the table of every site, or left out"
     with pytest.raises(ConfigurationError, match=f"{words} of the study .drop = .'dose'.."):
         alone(given, Nodes(client_app(given), files))
-    refused = [text for text in caplog.messages if "refused" in text]
-    assert [words in text for text in refused] == [True]
+    assert [text.startswith(f"the study ends: {words}") for text in caplog.messages if "dose" in text][-1:] == [True]
+    assert not [text for text in caplog.messages if "refused" in text]  # the site may be right, and can mend nothing
     for wrong in ("[]", "{}", '{"columns": [1]}'):
         answer = site(given, {}, {"partition-id": 2, **files[2]}, "").answer
         with refuses("question" if wrong == "[]" else "columns of the question"):
@@ -208,7 +218,7 @@ def test_sites_that_have_gone_are_told_once_of_a_column_that_a_site_lacks(files,
         asked.append((client, decode(RequestMessage, message).phase))
         return np.inf if client == 1 and asked.count((1, QUESTION)) > 1 else 0
 
-    with pytest.raises(ConfigurationError, match="column 'dose' of west"):
+    with pytest.raises(ConfigurationError, match="column 'dose' is missing in the table of west"):
         serve(given, Nodes(client_app(given), files, delay=delay), {"out": str(place), "deadline": 2.0})
     assert [asked.count((client, QUESTION)) for client in range(3)] == [2, 2, 2]
 

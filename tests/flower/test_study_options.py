@@ -72,6 +72,7 @@ def test_a_site_looks_at_what_it_will_tell(files, tmp_path, monkeypatch, capsys)
     said = " ".join(capsys.readouterr().out.split())
     assert "client 0, north" in said
     assert "sends dose: nothing" in said
+    assert "digest" not in said  # the rows are counted, and arrays of the protocol say nothing to a site
     assert ", and rarer categories" in said
     Path("latin.csv").write_bytes(b"age,ill\n60,yes\xfc\n")
     Path("empty.csv").touch()

@@ -35,7 +35,8 @@ class DifferentColumnsError(ConfigurationError):
 
     def __init__(self, site: str, column: str, columns: Sequence[str] = ()) -> None:
         allowed = f"in the table of every site, or left out of the study (drop = [{column!r}])"
-        super().__init__(path=f"column {column!r} of {site}", got="missing", allowed=allowed)
+        message = f"column {column!r} is missing in the table of {site}: a column must be {allowed}"
+        super().__init__(path=f"column {column!r} of {site}", got="missing", allowed=allowed, message=message)
         self.site, self.column, self.columns = site, column, list(columns)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -100,7 +101,9 @@ class Agreement:
         features, target = map(_sum, parts.values())
         for name in study.drop:
             if all(name in one["absent"] for one in statistics):
-                raise unknown("column of all tables in drop", name, features)
+                error = unknown("column of all tables in drop", name, features)
+                error.message = f"no site has the column {name!r}, which the study drops: remove it from drop"
+                raise error
         made = cls(study, sum(one["rows"] for one in statistics), features, target)
         made.estimator()._check_folds(made.rows)
         require(len(made.names) > 0, "features", "none", "at least one column for which some site sends statistics")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fedbilevel.data.columns import MOST
 from fedbilevel.data.columns import moments as exact_moments
 from fedbilevel.errors import ConfigurationError, DataWarning
-from fedbilevel.extending import require, warn
+from fedbilevel.extending import require, unknown, warn
 
 ABSURD = 50  # a number this many times the median distance away from the median is far away
 SHARE = 0.9  # the share of the variance that few numbers must cause for a warning
@@ -37,6 +37,21 @@ def numbers(field: str, values: Any) -> NDArray[np.float64]:
     require(found is not None, f"type of {field}", str(array.dtype), "numbers")
     assert found is not None
     return found
+
+
+def require_columns(names: Iterable[str], frame: Any, whose: str) -> None:
+    """Refuse a data frame that lacks one of these columns.
+
+    Args:
+        names: the columns that the data frame must have.
+        frame: the data frame.
+        whose: what needs the columns, such as "study", for the message.
+    """
+    for name in names:
+        if name not in frame.columns:
+            error = unknown("column", name, frame.columns)
+            error.message = f"the table has no column {name!r} of the {whose}; it has {', '.join(error.allowed)}"
+            raise error
 
 
 def require_sizes(field: str, column: NDArray[np.float64], gaps: str) -> None:

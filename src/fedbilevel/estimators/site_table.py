@@ -12,7 +12,7 @@ from fedbilevel.data import generator_of_site
 from fedbilevel.data.columns import hidden_entries
 from fedbilevel.errors import ConfigurationError, DataWarning
 from fedbilevel.estimators.agreement import SITE, Agreement, DifferentColumnsError
-from fedbilevel.estimators.columns import labels, numbers
+from fedbilevel.estimators.columns import labels, numbers, require_columns
 from fedbilevel.estimators.evaluation import answered, held_out
 from fedbilevel.estimators.preparer import Preparer, Summaries, words_of
 from fedbilevel.estimators.survival_curves import steps
@@ -25,6 +25,8 @@ def at_site(site: str) -> Iterator[None]:
     try:
         yield
     except ConfigurationError as error:
+        if error.message:
+            error.message = f"table of {site}: {error.message}"
         if error.path:
             error.path += f" of {site}"
         else:
@@ -46,9 +48,7 @@ class SiteTable:
 
     def __init__(self, study: Any, site: str, frame: Any) -> None:
         self.study, self.site = study, site
-        for name in [*study.not_features, *study.columns]:
-            if name not in frame.columns:
-                raise unknown("column", name, frame.columns)
+        require_columns([*study.not_features, *study.columns], frame, "study")
         targets = [study.target, *([study.event] if study.event else [])]
         kept = frame[frame[targets].notna().all(axis=1)].reset_index(drop=True)
         self.left_out = len(frame) - len(kept)
@@ -127,7 +127,7 @@ class SiteTable:
         codes = [] if self.study.estimator == "ridge" else [*column.columns]
         target = Preparer(categorical=codes).fit(column).summaries(1)
         classes = target[column.columns[0]].get("categories", {})
-        require(len(classes) <= 2, f"classes of {column.columns[0]!r}", len(classes), "at most two")
+        require(len(classes) <= 2, f"classes of {column.columns[0]!r}", [*classes][:5], "at most two")
         return {"rows": len(self.target), "features": self.summaries, "target": target, "absent": self.absent}
 
     def require_columns(self, columns: object) -> None:

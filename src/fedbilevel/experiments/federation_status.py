@@ -70,6 +70,7 @@ def is_count(value: Any) -> bool:
 LINE: Mapping[str, Callable[[Any], bool]] = {
     "round": is_count,
     "exchange": is_count,
+    "attempt": is_count,
     "asked": is_count,
     "phase": lambda value: isinstance(value, str),
     "answered": lambda value: isinstance(value, list) and all(map(is_count, value)),
@@ -85,6 +86,8 @@ LINE: Mapping[str, Callable[[Any], bool]] = {
     "kind": lambda value: value in list(ENDS),
 }
 """The entries of a line of `exchanges.jsonl` that `status` reads, each with a test of its value."""
+PLACE = ("round", "exchange", "phase")
+"""The entries that all attempts at an exchange have in common."""
 
 
 @dataclass
@@ -96,7 +99,8 @@ class Status:
         finished: whether the run's result, or the model of a study, is in the folder.
         exchanges: the number of attempts at exchanges so far.
         requests: the number of requests to clients in these attempts.
-        last: the line of the last attempt.
+        last: the line of the last attempt; its "answered" also has the clients that replied to earlier attempts at this
+            exchange.
         replied: the clients of which at least one reply has counted.
         absent: client -> (round, reason) if the client did not count when it was last asked.
         totals: bytes down and up, and seconds, of all exchanges.
@@ -145,8 +149,11 @@ class Status:
         ended = ENDS[line["kind"]](line["ended"]) if "ended" in line else None
         if "exchange" in line:
             round, answered, refused = line["round"], line["answered"], line.get("refused", {})
+            place = [line.get(name) for name in PLACE]
             whys = {int(client): (round, Refusal.read(why, int(client))) for client, why in refused.items()}
             self.absent = {client: why for client, why in self.absent.items() if client not in answered} | whys
+            if line.get("attempt") and place == [self.last.get(name) for name in PLACE]:  # the same exchange again
+                line = line | {"answered": sorted({*self.last["answered"], *answered})}
             self.last, self.replied, self.exchanges = line, self.replied | set(answered), self.exchanges + 1
             self.requests += line.get("asked", 0)
             self.totals = {name: total + line.get(name, 0) for name, total in self.totals.items()}
@@ -189,7 +196,7 @@ class Status:
         `run` is the label of the run.
         """
         label = "{run=" + json.dumps(run, ensure_ascii=False) + "}"
-        last, ended = self.last, self.ended is not None
+        last, ended, spent = self.last, self.ended is not None, "The largest privacy loss that a client has reported"
         values = {
             "finished": (self.finished, "1 once the run has its result"),
             "failed": (ended, "1 if the server ended with an error"),
@@ -200,7 +207,7 @@ class Status:
             "bytes_down_total": (self.totals["bytes_down"], "Bytes sent to clients"),
             "bytes_up_total": (self.totals["bytes_up"], "Bytes of the replies that counted"),
             "exchange_seconds_total": (self.totals["seconds"], "Seconds that exchanges took"),
-            "epsilon": (last.get("epsilon", 0), "The largest privacy loss that a client has reported"),
+            **({"epsilon": (last["epsilon"], spent)} if "epsilon" in last else {}),  # without noise there is none
             "last_exchange_timestamp_seconds": (self.modified, "When the last line was written"),
         }
         lines = []

@@ -258,7 +258,8 @@ def load_run(path: str | Path) -> LoadedRun:
     """
     folder = Folder(Path(path))
     require(folder.path.is_dir(), "run folder", str(folder.path), "an existing folder")
-    require(folder.spec.is_file(), "run folder", str(folder.path), "the folder of a run (it has no spec.toml)")
+    why = "this one has a study: read its model-card.md" if folder.model.is_file() else "it has no spec.toml"
+    require(folder.spec.is_file(), "run folder", str(folder.path), f"the folder of a run ({why})")
     if not folder.finished:
         raise ConfigurationError(f"the run in {folder.path} has not finished: fedbilevel run --resume {folder.path}")
     spec = read_finished(folder.spec)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import secrets
 from collections.abc import Iterator, Mapping
@@ -29,6 +30,7 @@ from fedbilevel import __version__
 from fedbilevel.algorithms.parts.adaptive_steps import adaptive
 from fedbilevel.algorithms.parts.composed import composed
 from fedbilevel.core.algorithm import Algorithm
+from fedbilevel.core.card import counted
 from fedbilevel.core.config import static
 from fedbilevel.core.errors import ConfigurationError, ExchangeError, FedbilevelError, require, unknown
 from fedbilevel.core.fed import Fed
@@ -64,6 +66,7 @@ from fedbilevel.flower.refusal import Refusal
 from fedbilevel.reading import parse_json
 from fedbilevel.wording import in_a_line
 
+log = logging.getLogger("fedbilevel.client")
 FILE = "study.toml"
 SEARCH = "search-{}"  # the name of the files of a search, without the suffix
 SEARCHES = re.compile(r"search-[0-9a-f]{16}\.(npz|previous\.npz|json)")
@@ -152,7 +155,12 @@ def serve(study: Study, grid: Any, config: Mapping[str, Any]) -> None:
         ended = kind(f"{said}; sites: {names}{again if isinstance(error, ExchangeError) else ''}")
         note_end(place, ended)
         raise ended from error
-    print(f"model {place.model.resolve()}", flush=True)
+    print(f"model {place.model.resolve()}; beside it: {', '.join(_written(place, model))}", flush=True)
+
+
+def _written(place: Folder, model: StudyModel) -> list[str]:
+    """Name the files that a finished study has written for people."""
+    return [place.card.name, place.sheet.name, *(["report.txt"] if model.report is not None else [])]
 
 
 class SavedSearch:
@@ -225,6 +233,9 @@ def played(study: Study, engine: Any, search: SavedSearch | None = None) -> Stud
     if study.estimator == "logistic":
         print(f"the model predicts the probability of {study.target} = {agreement.estimator().classes_[1]}", flush=True)
     remote = agreement.remote([one["rows"] for one in statistics])
+    counts = f"{agreement.rows} rows of {counted(len(study.fitted_sites), 'site')}"
+    counts += f" and {counted(len(agreement.names), 'feature')}"
+    print(f"the sites agree on {counts}; the search for penalties takes a few dozen exchanges, or more", flush=True)
     checkpoint, latest = None if search is None else search.of(agreement), agreement
 
     def under_contract(agreement: Agreement) -> Questions:
@@ -259,10 +270,13 @@ def _costs(place: Folder) -> StudyCosts:
 
 
 def _first_answer(table: SiteTable, question: str) -> str:
-    """Answer a question before the agreement: return statistics as JSON, or raise an error if the table lacks a column.
+    """Answer a question before the agreement: return statistics as JSON.
+
+    If the question is a list of all sites' columns and the table lacks one of them, this is logged for the site. It is
+    not refused, since the study has ended and the site may be right.
 
     Raises:
-        ConfigurationError: the table lacks a column, or the question cannot be read.
+        ConfigurationError: the question cannot be read.
     """
     if question == STATISTICS:
         return json.dumps(table.statistics(), ensure_ascii=False)
@@ -271,16 +285,23 @@ def _first_answer(table: SiteTable, question: str) -> str:
     except ValueError as error:
         raise ConfigurationError(f"the question is not JSON: {in_a_line(error)}") from error
     require(isinstance(content, dict), "question", type(content).__name__, "an object with columns")
-    table.require_columns(content.get("columns"))
+    try:
+        table.require_columns(content.get("columns"))
+    except DifferentColumnsError as error:
+        log.warning("the study ends: %s", error)
     return ""
 
 
 def site(study: Study, run_config: Mapping[str, Any], node_config: Mapping[str, Any], agreed: str) -> Any:
     """Make the client of this node: with its statistics before sites have agreed, then with its samples."""
+    return _site(study, table_of(study, node_config), node_config, agreed)
+
+
+def _site(study: Study, table: SiteTable, node_config: Mapping[str, Any], agreed: str) -> Any:
+    """Make the client of a node whose table has been read; see `site`."""
     from fedbilevel.flower import Site
 
-    table, client = table_of(study, node_config), int(node_config["partition-id"])
-    node = fields_of_kinds(NODE, node_config)
+    client, node = int(node_config["partition-id"]), fields_of_kinds(NODE, node_config)
     own: dict[str, Any] = {"id": client, "limits": Limits.of(node_config), "approve": rule_of(node)}
     own |= {"subject": study.text}  # the same for all contracts, so that a person approves the study once
     own |= {"source": table.fingerprint()}  # the table is read anew for each contract
@@ -359,9 +380,10 @@ def check(study: Study, node_config: str, *superlink: Any) -> Iterator[tuple[str
     from fedbilevel.flower.launch.connection import read_node_config
 
     node = read_node_config(node_config)
-    runtime, table = ClientRuntime(site(study, {}, node, ""), serving=False), table_of(study, node)
+    table = table_of(study, node)
+    runtime = ClientRuntime(_site(study, table, node, ""), serving=False)
     yield "client", f"{runtime.site.id}, {table.site}"
-    yield from runtime.described().items()
+    yield from ((name, said) for name, said in runtime.described().items() if name != "samples")  # see "rows"
     try:
         runtime.check_limits()
     except Refusal as refusal:

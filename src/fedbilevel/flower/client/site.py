@@ -217,8 +217,8 @@ class ClientRuntime:
         self.store = store if site.folder is None else FolderStore(site.folder, site.id)
         self.changed = ""
         if self.store is not None and site.folder is not None:
-            hashes = of_samples(alone, current_group())
-            self.changed = self.store.other_samples(hashes, known=serving and not site.same_data)
+            hashes, of = of_samples(alone, current_group()), site.subject if site.source else ""
+            self.changed = self.store.other_samples(hashes, serving and not site.same_data, of)
         if self.changed and serving:
             log.warning("client %d: %s", site.id, self.changed)
         self.guard = None

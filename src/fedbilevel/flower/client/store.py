@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from fedbilevel.flower.client.approval_rule import Proposal
 from fedbilevel.flower.client.audit import Audit
 from fedbilevel.flower.client.limits import RequestCounts
 from fedbilevel.flower.refusal import Code, Refusal, has_line
-from fedbilevel.flower.wire import RAW, from_bytes, layout, to_bytes
+from fedbilevel.flower.wire import RAW, digest, from_bytes, layout, to_bytes
 
 Tag = tuple[int, int]
 """The (round, exchange) of a reply; (-1, -1) before the first reply."""
@@ -113,21 +113,28 @@ class FolderStore:
         """Store the states of a run, and delete those of the oldest runs if there are more than RUNS."""
         path = self.path(run)
         checkpoint.save(path, kept.states, {"tags": kept.tags})
-        others = set(self.folder.glob(path.name.replace(run, "*"))) - {path}
-        for old in sorted(others, key=lambda other: other.stat().st_mtime_ns)[: -RUNS + 1]:
+        self.keep_latest(path, self.folder.glob(path.name.replace(run, "*")))
+
+    def keep_latest(self, file: Path, files: Iterable[Path]) -> None:
+        """Delete the oldest of these files, so that RUNS are left; the new `file` is one of them."""
+        for old in sorted({*files} - {file}, key=lambda other: other.stat().st_mtime_ns)[: -RUNS + 1]:
             old.unlink(missing_ok=True)
 
-    def other_samples(self, hashes: Mapping[str, Any], known: bool) -> str:
+    def other_samples(self, hashes: Mapping[str, Any], known: bool, subject: str = "") -> str:
         """Compare the client's samples with its earlier ones; return a sentence if they differ, else "".
 
         Args:
             hashes: the hashes of the client's samples.
             known: whether to store these hashes for later comparisons.
+            subject: the text of the study whose samples these are; only samples of the same study are compared. Those
+                of the latest RUNS studies are stored. Empty: all samples of the client are compared.
         """
-        file, now = self.folder / f"client-{self.client}-samples.json", json.dumps(hashes)
+        start = f"client-{self.client}-samples"
+        file, now = self.folder / f"{start}{'-' + digest(subject) if subject else ''}.json", json.dumps(hashes)
         before = file.read_text(errors="replace") if file.exists() else ""
         if before != now and (known or not before):
             write_text(file, now)
+            self.keep_latest(file, self.folder.glob(f"{start}-*.json") if subject else ())
         other = before not in ("", now)
         return f"its prepared samples differ from its earlier ones; delete {file} to accept them" if other else ""
 

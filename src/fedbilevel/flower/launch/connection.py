@@ -97,7 +97,11 @@ def why_refused(response: httpx.Response, keyed: bool) -> str:
         return ""
     if int(code[1]) != ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED:
         return f"the SuperLink refuses the site: {printable(response.text)}"
-    return "the key is not registered; the operator registers it by flwr supernode register KEY.pub" if keyed else ""
+    return (
+        "the key is not registered; the operator registers it by flwr supernode register KEY.pub CONNECTION"
+        if keyed
+        else ""
+    )
 
 
 def why_untimely(response: httpx.Response) -> str:

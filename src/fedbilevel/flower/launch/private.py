@@ -26,6 +26,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -73,7 +74,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.supercore.telemetry import EventType
 
 from fedbilevel.errors import ConfigurationError
-from fedbilevel.extending import require
+from fedbilevel.extending import printable, require
 from fedbilevel.flower.launch.connection import why_unreached
 from fedbilevel.flower.versions import quick_pulls
 
@@ -163,6 +164,20 @@ class PipedWorker:
             self.process.kill()
             self.process.wait()
         self.process = self.pipe = None
+
+
+def log_warnings() -> None:
+    """Write warnings to the log: those of this library as one line of text, all others with their line of code."""
+    usual = warnings.formatwarning
+
+    def in_a_line(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        ours = category.__module__.startswith("fedbilevel.")
+        return printable(str(message), None) if ours else usual(message, category, filename, lineno, line)
+
+    warnings.formatwarning = in_a_line
+    logging.captureWarnings(True)
 
 
 def hush() -> None:
@@ -462,6 +477,7 @@ def main() -> None:
     """
     logging.basicConfig(level=logging.WARNING, format=FORMAT)
     logging.getLogger("fedbilevel").setLevel(logging.INFO)
+    log_warnings()
     hush()
     for ending in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ending, signal.SIG_IGN)  # the SuperNode decides when this process ends
