@@ -190,7 +190,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 @pytest.mark.parametrize(
     ("owner", "name", "error"),
-    [(os, "fsync", FULL), (os, "replace", FULL), (np, "savez", FULL), (os, "fsync", KeyboardInterrupt())],
+    [(os, "fsync", FULL), (os, "replace", FULL), (checkpoint, "bytes_of", FULL), (os, "fsync", KeyboardInterrupt())],
 )
 def test_a_full_disk_or_an_interruption_leaves_the_old_file_and_no_other(saved, monkeypatch, owner, name, error):
     before = saved.read_bytes()

@@ -116,12 +116,12 @@ def test_the_folder_holds_the_old_state_or_the_new_one(tmp_path, monkeypatch):
     store = FolderStore(tmp_path, 0)
     store.save(federations.NAME, KEPT)
 
-    def full(file, **arrays):
-        file.write(b"half")
+    def full(array):
+        yield b"half"
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.np, "savez", full)
+        patch.setattr(checkpoint, "bytes_of", full)
         with pytest.raises(CheckpointError, match="No space left"):
             store.save(federations.NAME, Versions(((5, 0),), KEPT.states[:1]))
     assert store.load(federations.NAME, LIKE).tags == KEPT.tags

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from fedbilevel.core.errors import ConfigurationError, require
-from fedbilevel.core.tree import PyTree, join
+from fedbilevel.core.tree import PyTree, is_table, join
 
 IsOwn = Callable[[str], bool]
 """The path of a leaf of y, such as "head/weight" -> whether the leaf is each client's own."""
@@ -78,10 +78,18 @@ def own_paths(own: IsOwn | None, y: PyTree) -> tuple[str, ...]:
     return found
 
 
-def gathered(y: PyTree, clients: PyTree) -> PyTree:
-    """Return y with every client's own leaves, (M, ...), taken from the clients' states; y itself if no leaf is own."""
+def own_leaves(clients: PyTree) -> PyTree:
+    """Return the own leaves of y, (M, ...), in the clients' states; None if no leaf is own."""
     nodes = jax.tree.leaves(clients, is_leaf=lambda node: isinstance(node, OwnY))
-    for node in nodes:
-        if isinstance(node, OwnY):
-            return join(y, jax.tree.map(jnp.copy, node.leaves["y"]))
-    return y
+    return next((node.leaves["y"] for node in nodes if isinstance(node, OwnY)), None)
+
+
+def gathered(y: PyTree, clients: PyTree) -> PyTree:
+    """Return y with copies of every client's own leaves, (M, ...); y itself if no leaf is own.
+
+    Tables on disk are not copied: they change with the rounds that follow.
+    """
+    own = own_leaves(clients)
+    if own is None:
+        return y
+    return join(y, jax.tree.map(lambda leaf: leaf if is_table(leaf) else jnp.copy(leaf), own))

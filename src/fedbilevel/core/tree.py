@@ -121,7 +121,8 @@ def split(tree: PyTree, varies: Callable[[Any], bool] = is_floating) -> tuple[Py
     """Split a model into its variables and all other leaves; each tree has None in place of the other's leaves.
 
     Variables are the leaves for which `varies` is true, by default floating arrays. Other leaves are, for example, the
-    activation functions of an Equinox module, and Python numbers in its fields, such as a dropout rate.
+    activation functions of an Equinox module, and Python numbers in its fields, such as a dropout rate. Variables
+    become arrays of JAX, except tables on disk.
 
     Raises:
         ConfigurationError: a leaf is of PyTorch, or JAX cannot compute in this process. Every call that computes begins
@@ -139,7 +140,9 @@ def split(tree: PyTree, varies: Callable[[Any], bool] = is_floating) -> tuple[Py
     chosen = [varies(leaf) and not (type(leaf) is float and in_a_module(tree, path)) for path, leaf in leaves]
     pairs = list(zip((leaf for _, leaf in leaves), chosen, strict=True))
     # The dtype of a Python number would be weak until the first step, and the dtypes of losses would then change.
-    variables = [jnp.asarray(leaf, dtype_of(leaf)) if varied else None for leaf, varied in pairs]
+    variables = [
+        (leaf if is_table(leaf) else jnp.asarray(leaf, dtype_of(leaf))) if varied else None for leaf, varied in pairs
+    ]
     others = [None if varied else leaf for leaf, varied in pairs]
     return jax.tree.unflatten(structure, variables), jax.tree.unflatten(structure, others)
 
@@ -166,6 +169,11 @@ def in_a_module(tree: PyTree, path: tuple[Any, ...]) -> bool:
 def is_of(library: str, value: object) -> bool:
     """Return whether the class of a value, or a base of this class, belongs to a library."""
     return any(base.__module__.partition(".")[0] == library for base in type(value).__mro__)
+
+
+def is_table(leaf: object) -> bool:
+    """Return whether a leaf is a table on disk (core/on_disk.py): memory-mapped, of a file that has no name."""
+    return isinstance(leaf, np.memmap) and leaf.filename is None
 
 
 def is_none(leaf: object) -> bool:

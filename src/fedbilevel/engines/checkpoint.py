@@ -5,6 +5,7 @@ import math
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,7 +16,8 @@ from jax import Array
 
 from fedbilevel import __version__
 from fedbilevel.core.errors import CheckpointError, FedbilevelError
-from fedbilevel.core.tree import PyTree
+from fedbilevel.core.on_disk import BLOCK, bytes_of, table
+from fedbilevel.core.tree import PyTree, is_table
 from fedbilevel.core.writing import write_atomically
 from fedbilevel.machinery.kept import is_key
 from fedbilevel.reading import newer_format, parse_json, require_regular
@@ -40,7 +42,19 @@ def save(path: Path, tree: PyTree, meta: dict[str, Any], *, keep: bool = False, 
     header = {"fedbilevel": __version__, "format": FORMAT, "meta": meta, "dtypes": dtypes}
     header["outline"] = _outline(tree) if outlined else None
     arrays[META] = np.frombuffer(json.dumps(header).encode(), np.uint8)
-    write_atomically(path, lambda file: np.savez(file, allow_pickle=False, **arrays), previous(path) if keep else None)
+    write_atomically(path, lambda file: _archive(file, arrays), previous(path) if keep else None)
+
+
+def _archive(file: IO[bytes], arrays: dict[str, np.ndarray]) -> None:
+    """Write arrays as `np.savez` does, piece by piece, so that tables on disk are never in memory as a whole."""
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                descr = np.lib.format.dtype_to_descr(array.dtype)
+                header = {"descr": descr, "fortran_order": False, "shape": array.shape}
+                np.lib.format.write_array_header_1_0(entry, header)
+                for piece in bytes_of(array):
+                    entry.write(piece)
 
 
 def previous(path: Path) -> Path:
@@ -83,7 +97,8 @@ def trouble(path: Path) -> str:
 def load(path: Path, like: PyTree, part: bool = False) -> tuple[PyTree, dict[str, Any]]:
     """Read the tree and the JSON object that `save` wrote.
 
-    `like` has the structure, shapes and dtypes of all leaves in the file, or, with `part`, of some of them.
+    `like` has the structure, shapes and dtypes of all leaves in the file, or, with `part`, of some of them. Where it
+    has a table on disk, a new table is made.
 
     Raises:
         CheckpointError: the file is not a checkpoint; it belongs to another model or algorithm, in which case the
@@ -99,7 +114,10 @@ def load(path: Path, like: PyTree, part: bool = False) -> tuple[PyTree, dict[str
         arrays = {name: _leaf(archive, path, name, dtypes[name], leaf) for name, leaf in expected.items()}
 
     def restore(place: Any, leaf: Any) -> Any:
-        restored = jnp.asarray(arrays[_name(place)])
+        array = arrays[_name(place)]
+        if is_table(array):
+            return array
+        restored = jnp.asarray(array)
         return jax.random.wrap_key_data(restored, impl=jax.random.key_impl(leaf)) if is_key(leaf) else restored
 
     return jax.tree_util.tree_map_with_path(restore, like), meta
@@ -223,10 +241,14 @@ def _leaf(archive: zipfile.ZipFile, path: Path, name: str, dtype: str, expected:
         if stored != expected.dtype and not opaque:
             raise ValueError(f"{name} is stored as {stored}, not as {dtype}")
     with archive.open(f"{name}.npy") as file:
-        array = np.lib.format.read_array(file, allow_pickle=False)
+        if is_table(expected):
+            _head(file)
+            array: np.ndarray = table(shape, stored, iter(partial(file.read, BLOCK), b""))
+        else:
+            array = np.lib.format.read_array(file, allow_pickle=False)
         if file.read(1):  # and at the end the checksum is compared
             raise ValueError(f"{name} is longer than its shape")
-    if array.dtype == bool and np.any(array.view(np.uint8) > 1):
+    if array.dtype == bool and any(np.any(np.frombuffer(piece, np.uint8) > 1) for piece in bytes_of(array)):
         raise ValueError(f"{name} has flags that are neither true nor false")
     return array.view(expected.dtype)
 

@@ -18,13 +18,22 @@ from jax import Array, lax
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.authored import checked_init
 from fedbilevel.core.client import Clients, RemoteClients
-from fedbilevel.core.errors import AbsenceWarning, ConfigurationError, is_count, require, require_count, warn
+from fedbilevel.core.errors import (
+    AbsenceWarning,
+    ConfigurationError,
+    diverged,
+    is_count,
+    require,
+    require_count,
+    warn,
+)
 from fedbilevel.core.fed import LoopBody, Means
-from fedbilevel.core.local_x import server_x
+from fedbilevel.core.local_x import gather_x, server_x
+from fedbilevel.core.on_disk import repeated
 from fedbilevel.core.own import OwnNumbers, Values, changing, numbers_of
-from fedbilevel.core.own_y import parted_y, server_y
+from fedbilevel.core.own_y import own_leaves, parted_y, server_y
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.tree import PyTree
+from fedbilevel.core.tree import PyTree, is_table, nonfinite_leaves
 from fedbilevel.engines.costs import Book, RoundCosts
 from fedbilevel.engines.evaluation import PerClient, PerClientRow
 from fedbilevel.engines.in_flight import InFlight, early_replies, nothing_in_flight
@@ -107,9 +116,14 @@ class Engine(Protocol):
 
 
 def first_carry(
-    algorithm: Algorithm, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree
+    algorithm: Algorithm,
+    problem: Problem,
+    clients: Clients | RemoteClients,
+    x: PyTree,
+    y: PyTree,
+    states_on_disk: bool = False,
 ) -> Carry:
-    """Make the carry before round 0.
+    """Make the carry before round 0; with `states_on_disk`, the clients' states are tables (core/on_disk.py).
 
     Remote clients keep their states themselves; for them, `Carry.clients` is a (population, 2) array of the round and
     exchange of each client's last reply that counted, -1 before the first reply.
@@ -122,16 +136,34 @@ def first_carry(
     def begin(algorithm: Algorithm, x: PyTree, y: PyTree) -> tuple[Any, ...]:
         state = checked_init(algorithm, server_x(problem, x), server_y(problem.own, y))
         own = None if remote else algorithm.client_state(problem, x, y)
-        states = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (population, *jnp.shape(leaf))), own)
+        many = () if states_on_disk else (population,)
+        states = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*many, *jnp.shape(leaf))), own)
         queues = None if found is None else nothing_in_flight(found, population, remote)
         return jnp.zeros((), jnp.int32), state, states, ClockState.start(), queues
 
-    key = key_of_round(algorithm, problem, x, y, population, remote)
+    key = key_of_round(algorithm, problem, x, y, population, remote, states_on_disk)
     round, state, states, now, queues = compiled(begin, algorithm, x, y, key=key)(algorithm, x, y)
+    if states_on_disk:
+        states = repeated(states, population)
     if remote:
         states = jnp.full((population, 2), -1, jnp.int32)
     own_y = parted_y(problem.own, y)[1] if remote and problem.own is not None else None
     return Carry(round, state, states, now, queues, None if problem.local is None else x, own_y)
+
+
+def check_own_parts(carry: Carry) -> None:
+    """Check the parts of x and y that simulated clients keep.
+
+    Tables on disk are left out: their rows are checked before they are written.
+
+    Raises:
+        NonFiniteError: a part is not finite.
+    """
+    x = None if carry.local_x is None else gather_x(carry.clients)
+    for name, part in (("x", x), ("y", own_leaves(carry.clients))):
+        in_memory = jax.tree.map(lambda leaf: None if is_table(leaf) else leaf, part)
+        if bad := nonfinite_leaves(in_memory):
+            raise diverged(f"round {int(carry.round)} or before, {name}: ", ", ".join(bad))
 
 
 def check_simulated(clients: Any) -> None:

@@ -21,6 +21,7 @@ from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import NonFiniteError, require
 from fedbilevel.core.inputs import explained, require_function
 from fedbilevel.core.metrics import Metric, MetricFunction, larger_is_better, require_direction
+from fedbilevel.core.on_disk import let_go
 from fedbilevel.core.own_y import IsOwn, parted_y
 from fedbilevel.core.ragged import Ragged, check_finite
 from fedbilevel.core.tree import PyTree, join
@@ -242,6 +243,7 @@ class PerClientEvaluation:
             block = _block(rows.values, index, what, whose)
             owners = np.concatenate([owner, np.repeat(owner[:1], BLOCK - len(owner))])
             own = jax.tree.map(lambda leaf, of=owners: leaf[first + of], every)
+            let_go((rows.values, every))
             if name not in self.programs:
                 self.programs[name] = _over_samples(self.metrics[name].function, *self.fixed, x, y, own, block)
             values = self.programs[name](x, y, own, block)

@@ -7,20 +7,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from fedbilevel.algorithms.parts.private import replies_at_most
 from fedbilevel.core.algorithm import Algorithm
-from fedbilevel.core.errors import NonFiniteError, NumericalError, NumericalWarning, diverged, warn
+from fedbilevel.core.client import Clients
+from fedbilevel.core.errors import NonFiniteError, NumericalError, NumericalWarning, warn
 from fedbilevel.core.hyperparameters import halved
 from fedbilevel.core.local_x import gather_x
+from fedbilevel.core.on_disk import copied
 from fedbilevel.core.own_y import gathered
 from fedbilevel.core.privacy import SPENT, Privacy
-from fedbilevel.core.tree import PyTree, nonfinite_leaves
+from fedbilevel.core.tree import PyTree
 from fedbilevel.engines import submodels
 from fedbilevel.engines.costs import ExchangeKind, empty_costs
-from fedbilevel.engines.engine import Carry, Cohort, Engine, Run, Stretch, first_carry
+from fedbilevel.engines.engine import Carry, Cohort, Engine, Run, Stretch, check_own_parts, first_carry
 from fedbilevel.engines.evaluation import PerClientRow
 from fedbilevel.engines.local.engine import Local
 from fedbilevel.engines.local.samples import local
@@ -50,7 +51,9 @@ class Execution:
     def first_carry(self, x: PyTree, y: PyTree) -> Carry:
         """Make the carry before round 0 of a run that starts at x and y; y is ignored without an inner variable."""
         y = y if jax.tree.leaves(self.posed.y) else self.posed.y
-        return first_carry(self.method, self.posed.problem, self.posed.clients, x, y)
+        problem, clients, engine = self.posed.problem, self.posed.clients, self.engine
+        on_disk = isinstance(engine, Local) and isinstance(clients, Clients) and engine.keeps_states_on_disk(clients)
+        return first_carry(self.method, problem, clients, x, y, on_disk)
 
     def reply_flops(self) -> dict[ExchangeKind, int] | None:
         """Trace a round, and return the operations that a client's reply costs, by kind of exchange; None: unknown."""
@@ -93,7 +96,7 @@ class Execution:
         if (terms := self.privacy) is None:
             return self.run.advance(carry, rounds), ""
         while True:
-            before = carry if terms.budget is None else jax.tree.map(jnp.copy, carry)
+            before = carry if terms.budget is None else jax.tree.map(copied, carry)
             try:
                 stretch = self.run.advance(carry, rounds)
             except NonFiniteError:
@@ -127,7 +130,8 @@ class Execution:
     def point(self, carry: Carry) -> tuple[PyTree, PyTree, Any]:
         """Return (x, y, server's state) of a carry.
 
-        The arrays of the server's state are never changed later; parts that clients keep are copied.
+        The arrays of the server's state are never changed later. Parts that clients keep are copied, except tables on
+        disk, which the next rounds change.
 
         Raises:
             NonFiniteError: the parts of x or y that clients keep are not all finite.
@@ -136,12 +140,9 @@ class Execution:
         x, y = carry._replace(state=state).x, state.y
         if not self.posed.simulated or (carry.local_x is None and self.posed.problem.own is None):
             return x, y, state
-        clients = local(carry.clients)
-        x, y = x if carry.local_x is None else gather_x(clients), gathered(y, clients)
-        for name, part in (("x", x), ("y", y)):
-            if bad := nonfinite_leaves(part):
-                raise diverged(f"round {int(carry.round)} or before, {name}: ", ", ".join(bad))
-        return x, y, state
+        carry = carry._replace(clients=local(carry.clients))
+        check_own_parts(carry)
+        return x if carry.local_x is None else gather_x(carry.clients), gathered(y, carry.clients), state
 
     def ending(self, state: Any) -> str:
         """Say that the method has finished, if it has; else ""."""

@@ -257,7 +257,9 @@ class Result(Shown):
         remarks: sentences about the end: that the run ended worse than it began, or which entries of x still move.
         state: the server's state of the method; None in a result that was read from a file.
         own_leaves: paths of the leaves of y that are each client's own (`Bilevel.own`). In y, these leaves are
-            (M, ...), with an entry for each client; they are None for remote clients, which never send them.
+            (M, ...), with an entry for each client; they are None for remote clients, which never send them. If samples
+            are streamed (`Local.stream`), they are memory-mapped arrays. While the run goes on, its rounds change them.
+            A callback that needs them later takes a copy.
     """
 
     x: PyTree

@@ -12,6 +12,7 @@ import numpy as np
 from fedbilevel.algorithms.parts.private import quantiles
 from fedbilevel.core.errors import NumericalWarning, require
 from fedbilevel.core.metrics import best, text
+from fedbilevel.core.on_disk import lasting
 from fedbilevel.core.tree import PyTree, join, split
 from fedbilevel.engines.costs import ExchangeKind, Ledger
 from fedbilevel.engines.ends import Ends
@@ -94,7 +95,7 @@ class RunMeasurements:
         if column in row if self.best_by is None else has(row, column):
             larger = self.history.larger_is_better(column)
             if self.best is None or best((row[column], self.best.value), larger) != self.best.value:
-                self.best = Best(result.x, result.y, result.round, column, row[column])
+                self.best = Best(lasting(result.x), lasting(result.y), result.round, column, row[column])
         result.best = self.best
 
     def forget_after(self, round: int) -> None:

@@ -64,7 +64,8 @@ class ReferenceFed(PythonFed):
         cohorts = Cohorts(run.cohort, len(run.clients), run.clients.own, keys)
         super().__init__(algorithm, run.problem, cohorts, models)
         self.run, self.round = run, int(carry.round)
-        self.states, self.now, self.queues = carry.clients, carry.now, carry.queues
+        self.before, self.now, self.queues = carry.clients, carry.now, carry.queues
+        self.kept: dict[int, PyTree] = {}  # the new states of clients that replied
 
     def sum(self, phase: Phase, message: PyTree, key: Array, *, fresh: Any = None, each: bool = False) -> Total:
         members = self.members if fresh is None else self.cohorts.fresh(fresh).members()
@@ -112,7 +113,7 @@ class ReferenceFed(PythonFed):
         """Return the function (client, its own numbers) -> (weighted sums, reply) that runs a phase."""
 
         def ask(i: int, own: OwnNumbers) -> tuple[Sums, Reply]:
-            state = None if fresh is not None else jax.tree.map(lambda leaf: leaf[i], self.states)
+            state = None if fresh is not None else self.state_of(i)
             client, round = self.client(i, own, state), jnp.asarray(self.round)
             with jax.disable_jit(self.run.stepping):
                 return self.run.program(name, self.run.algorithm, round, client, message, jax.random.fold_in(key, i))
@@ -128,8 +129,19 @@ class ReferenceFed(PythonFed):
         if self.run.on_reply is not None:
             self.run.on_reply(name, i, reply)
         if reply.state is not None and keep:
-            self.states = jax.tree.map(lambda full, new: full.at[i].set(new), self.states, reply.state)
+            self.kept[i] = reply.state
         return sums
+
+    def state_of(self, i: int) -> PyTree:
+        """Return the state of client i."""
+        return self.kept[i] if i in self.kept else jax.tree.map(lambda leaf: leaf[i], self.before)
+
+    def states(self) -> PyTree:
+        """Return the states of all clients, leaves (M, ...)."""
+        states = self.before
+        for i, state in self.kept.items():
+            states = jax.tree.map(lambda full, new, i=i: full.at[i].set(new), states, state)
+        return states
 
     def wait_for(self, ids: Array, units: Array) -> Array:
         """Advance the clock until all these clients have replied, and return the ticks that this takes."""
@@ -190,20 +202,26 @@ class ReferenceRun:
 
     def advance(self, carry: Carry, rounds: int) -> Stretch:
         costs = []
-        for round in range(int(carry.round), int(carry.round) + rounds):
-            keys = round_keys(self.key, round)
-            algorithm = at(self.algorithm, carry.round)  # an array, as compiled schedules see it
-            models = models_of_round(self.submodel_plan, algorithm, self.key, carry.round, carry.state)
-            fed = ReferenceFed(self, algorithm, keys, carry, models)
-            with jax.disable_jit():  # loops over exchanges run in Python
-                state = checked_round(algorithm, fed, carry.state, keys.algorithm)
+        for _ in range(rounds):
+            fed, state = self.one_round(carry)
+            with jax.disable_jit():
                 costs.append(fed.total_costs())
-            if bad := nonfinite_leaves(state):
-                raise diverged(f"round {round}, server update: ", ", ".join(bad))
-            carry = Carry(carry.round + 1, state, fed.states, fed.now, fed.queues, carry.local_x)
-            if algorithm.finished(state):
+            carry = Carry(carry.round + 1, state, fed.states(), fed.now, fed.queues, carry.local_x)
+            if fed.algorithm.finished(state):
                 break
         return Stretch(carry, len(costs), stack_costs(costs))
+
+    def one_round(self, carry: Carry) -> tuple[ReferenceFed, Any]:
+        """Run a round; return its exchanges, which have the clients' new states, and the server's new state."""
+        keys = round_keys(self.key, int(carry.round))
+        algorithm = at(self.algorithm, carry.round)  # an array, as compiled schedules see it
+        models = models_of_round(self.submodel_plan, algorithm, self.key, carry.round, carry.state)
+        fed = ReferenceFed(self, algorithm, keys, carry, models)
+        with jax.disable_jit():  # loops over exchanges run in Python
+            state = checked_round(algorithm, fed, carry.state, keys.algorithm)
+        if bad := nonfinite_leaves(state):
+            raise diverged(f"round {int(carry.round)}, server update: ", ", ".join(bad))
+        return fed, state
 
     def per_client(self, metrics: Mapping[str, PerClient], fixed: tuple[PyTree, PyTree]) -> PerClientRow:
         return PerClientEvaluation(metrics, self.clients, fixed, own=self.problem.own)

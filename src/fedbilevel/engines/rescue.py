@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.errors import NonFiniteError, NumericalWarning, warn
+from fedbilevel.core.on_disk import copied
 from fedbilevel.core.tree import PyTree, split
 from fedbilevel.engines.divergence import Met, far_away, grown, what_to_lower
 from fedbilevel.engines.engine import Carry
@@ -62,7 +62,7 @@ class Rescue:
         if self.halvings_at_most:
             if is_best:
                 self.safe = self.latest
-            self.latest = jax.tree.map(jnp.copy, carry)
+            self.latest = jax.tree.map(copied, carry)
             self.safe = self.safe or self.latest
 
     def may_return(self, rows: int, result: Result) -> bool:
@@ -85,7 +85,7 @@ class Rescue:
             back = f"{why}; back to round {int(self.safe.round)} with half the steps"
             warn(NumericalWarning(f"{back}, {self.halvings} of {self.halvings_at_most} times"))
         self.growth = ""
-        return jax.tree.map(jnp.copy, self.safe)
+        return jax.tree.map(copied, self.safe)
 
     def diverging(self, why: str, result: Result, method: Algorithm) -> str:
         """Return a message: how far a loss or the point has grown, or what is not finite, and what may help."""

@@ -22,6 +22,7 @@ from fedbilevel.core.errors import (
     require_count,
     warn,
 )
+from fedbilevel.core.on_disk import on_disk, read, write
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, is_floating, nbytes, on_device
 from fedbilevel.engines.costs import unpacked
@@ -32,6 +33,7 @@ from fedbilevel.engines.engine import (
     available_population,
     check_availability,
     check_drawn_again,
+    check_own_parts,
     check_simulated,
 )
 from fedbilevel.engines.evaluation import PerClient, PerClientEvaluation, PerClientRow
@@ -68,7 +70,9 @@ class Local:
             of a CPU, one for each core, if the cohort's states take more than a megabyte; else 1, as on a GPU and with
             several processes. A resumed run keeps its number.
         stream: whether to keep the samples on the host and copy each round's cohort to the device in advance, for
-            populations that do not fit into its memory. None streams if some leaf is a NumPy memory map.
+            populations that do not fit into its memory. None streams if some leaf is a NumPy memory map. In one
+            process, the clients' states are then in memory-mapped scratch files in the folder for temporary files,
+            which `TMPDIR` names. These states include leaves of y that are each client's own.
         prefetch: the number of rounds that are read in advance when streaming.
         clock: how long exchanges take, in virtual time.
     """
@@ -104,7 +108,7 @@ class Local:
         lumpy = shares is not None and cohort.some(len(clients))
         chunk = min(self.chunk or default_chunk(carry.state, clients, share, self.devices, lumpy), share)
         away = self.clock.never_available(len(clients))
-        stream = is_memory_mapped(clients) if self.stream is None else self.stream
+        stream = self.streams(clients)
         make: type[Streamed | Resident] = Streamed if stream else Resident
         layout = ProgramLayout(
             population=len(clients),
@@ -132,6 +136,14 @@ class Local:
             meet(group, mesh)
         source = make(clients, layout, key, mesh, self.prefetch)
         return LocalRun(algorithm, layout, source, mesh, key, clients, problem, group, self.clock)
+
+    def streams(self, clients: Clients) -> bool:
+        """Tell whether a run with these clients keeps the samples on the host."""
+        return is_memory_mapped(clients) if self.stream is None else self.stream
+
+    def keeps_states_on_disk(self, clients: Clients) -> bool:
+        """Tell whether a run with these clients keeps their states in scratch files."""
+        return self.streams(clients) and current_group().processes == 1
 
     forget = staticmethod(forget)
     keep_on_disk = staticmethod(keep_on_disk)
@@ -243,6 +255,10 @@ class LocalRun:
     def advance(self, carry: Carry, rounds: int) -> Stretch:
         data, table, ids = self.source.inputs(int(carry.round))
         inputs = ProgramInputs(self.algorithm, data, table, ids, self.key, self.pace, self.own, self.classes)
+        tables, members = None, np.zeros(0, np.int32)
+        if self.source.states_on_disk:
+            tables, members = on_disk(carry.clients), np.asarray(ids)[0]
+            carry = carry._replace(clients=read(tables, members))
         if self.layout.shares:
             carry = replicate(carry, self.mesh)
         if self.program is None:
@@ -250,6 +266,11 @@ class LocalRun:
         count = min(rounds, self.layout.rounds_per_call)
         with self.group.exchange():
             carry, done, rows, finite = self.program.run(carry, count, inputs)
+        if self.source.states_on_disk:
+            if done:
+                check_own_parts(carry)
+                write(tables, members, carry.clients)
+            carry = carry._replace(clients=tables)
         costs = unpacked(rows, self.program.costs)
         good = carry.queues is None  # otherwise the bad round has changed the replies in flight
         if not np.all(finite) and not (good and done):  # with both, the next call begins with the bad round
@@ -298,7 +319,7 @@ class LocalRun:
         else:
             clock, submodel_plan = self.clock, self.layout.submodel_plan
             replay = ReferenceRun(algorithm, self.problem, self.clients, self.layout.cohort, key, clock, submodel_plan)
-            replay.advance(carry, 1)  # raises an error, unless only the compiled program overflowed by its rounding
+            replay.one_round(carry)  # raises an error, unless only the compiled program overflowed by its rounding
         raise diverged(f"round {round}, ", bad)
 
     def per_client(self, metrics: Mapping[str, PerClient], fixed: tuple[PyTree, PyTree]) -> PerClientRow:

@@ -34,6 +34,7 @@ class Members(NamedTuple):
     """Hold clients as arrays: a table of the population, (M,), or a cohort taken from it, (P,)."""
 
     id: Any
+    state: Any  # the row of the client's state in the carry that the program gets
     weight: Any
     outer_start: Any
     outer_size: Any

@@ -164,7 +164,7 @@ class Rounds:
     def one_round(self, carry: Carry, inputs: ProgramInputs) -> tuple[Carry, RoundCosts, Array]:
         """Run a round; return (carry, costs, whether each floating leaf of the state and each metric is finite)."""
         keys = round_keys(inputs.key, carry.round)
-        ids, where, members = self.members(self.cohorts(keys, inputs), inputs)
+        where, members = self.members(self.cohorts(keys, inputs), inputs)
         queues = None
         if self.layout.submodel_plan:  # clients with submodels keep no state
             states = None
@@ -172,7 +172,7 @@ class Rounds:
             pad = partial(padded, extra=members[0].id.shape[0] - self.layout.population)
             states, queues = pad(carry.clients), with_tables(carry.queues, pad)
         else:
-            states = rows_at(carry.clients, members[0].id)
+            states = rows_at(carry.clients, members[0].state)
         underway = ExchangeState(states, carry.now, queues)
 
         def play(
@@ -210,7 +210,8 @@ class Rounds:
             cut = partial(jax.tree.map, lambda leaf: leaf[: self.layout.population])
             clients, queues = cut(underway.states), with_tables(underway.queues, cut)
         else:
-            clients = jax.tree.map(lambda full, new: full.at[ids].set(new[where]), carry.clients, underway.states)
+            rows = members[0].state[where]
+            clients = jax.tree.map(lambda full, new: full.at[rows].set(new[where]), carry.clients, underway.states)
         flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(state) if is_floating(leaf)]
         flags += [jnp.all(jnp.isfinite(round_costs.metrics[name][0])) for name in sorted(round_costs.metrics)]
         carry = Carry(carry.round + 1, state, clients, underway.now, queues, carry.local_x)
@@ -222,7 +223,7 @@ class Rounds:
 
     def fresh(self, inputs: ProgramInputs, cohorts: Cohorts, number: Array | int) -> tuple[Members, ...]:
         """Gather this device's share of the round's fresh cohort with that number."""
-        *_, members = self.members(cohorts.fresh(number), inputs, number + 1)
+        _, members = self.members(cohorts.fresh(number), inputs, number + 1)
         if self.mesh is None:
             return members
         devices, mine = self.mesh.size, lax.axis_index(self.layout.axis)
@@ -235,12 +236,12 @@ class Rounds:
 
     def members(
         self, cohorts: Cohorts, inputs: ProgramInputs, place: Array | int = 0
-    ) -> tuple[Array, Any, tuple[Members, ...]]:
+    ) -> tuple[Any, tuple[Members, ...]]:
         """Gather a cohort; `place` is its number among the cohorts of the round.
 
         Returns:
-            The ids, (P,); their places among the members; and the members of each class of capacity, padded and sorted
-            by work. Without capacities there is one class.
+            The places of the cohort's clients among the members; and the members of each class of capacity, padded and
+            sorted by work. Without capacities there is one class.
         """
         size = self.layout.cohort.size
         if inputs.ids is None:
@@ -266,11 +267,11 @@ class Rounds:
         if shares := self.layout.shares:
             where, member, taken = shares.place(ids, shares.places(size, self.layout.chunk))
             members = jax.tree.map(lambda column: column[member], members)
-            return ids, where, (members._replace(counts=members.counts * taken),)
+            return where, (members._replace(counts=members.counts * taken),)
         if submodel_plan := self.layout.submodel_plan:
             classes = range(len(submodel_plan.places))
-            return ids, slice(size), tuple(self.of_class(members, number) for number in classes)
-        return ids, slice(size), (self.in_chunks(members, self.layout.chunk),)
+            return slice(size), tuple(self.of_class(members, number) for number in classes)
+        return slice(size), (self.in_chunks(members, self.layout.chunk),)
 
     def of_class(self, members: Members, number: int) -> Members:
         """Return places for the most members of a capacity class in a cohort; members fill the first places."""

@@ -1,8 +1,11 @@
-"""Hold the samples: all of them on the device, or on the host, from which each round's cohort is copied in advance."""
+"""Hold the samples: all of them on the device, or on the host, from which each round's cohort is copied in advance.
+
+In the second case the clients' states are on the host, too (core/on_disk.py): the program gets those of the round's
+cohort, and the host stores them after the round.
+"""
 
 from __future__ import annotations
 
-import mmap
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -14,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.on_disk import let_go
 from fedbilevel.core.ragged import Ragged, check_finite
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.engine import Cohorts, round_keys
@@ -28,13 +32,14 @@ class Resident:
     """Keep all samples on the device; the compiled program draws the cohorts."""
 
     rounds_per_call = 1024  # the largest number of rounds in a call, whose costs are stored
+    states_on_disk = False
 
     def __init__(self, clients: Clients, layout: ProgramLayout, key: Array, mesh: Mesh | None, prefetch: int) -> None:
         outer, outer_start = self.hold("outer", clients.outer, layout, mesh)
         same = clients.inner is clients.outer
         inner, inner_start = (outer, outer_start) if same else self.hold("inner", clients.inner, layout, mesh)
         every = np.arange(len(clients), dtype=np.int32)
-        table = replicate(members(clients, every, outer_start, inner_start), mesh)
+        table = replicate(members(clients, every, every, outer_start, inner_start), mesh)
         self.round: RoundInputs = (SampleArrays(outer, inner), table, None)
 
     def hold(self, name: str, rows: Ragged, layout: ProgramLayout, mesh: Mesh | None) -> tuple[PyTree, np.ndarray]:
@@ -79,7 +84,7 @@ class Streamed:
 
     def __init__(self, clients: Clients, layout: ProgramLayout, key: Array, mesh: Mesh | None, prefetch: int) -> None:
         self.clients, self.layout, self.mesh, self.prefetch = clients, layout, mesh, prefetch
-        self.key = key
+        self.key, self.states_on_disk = key, layout.shares is None
         self.x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64  # may be set for the caller's thread only
         for name, longest in (("outer", layout.outer_longest), ("inner", layout.inner_longest)):
             if layout.cohort.size * (1 + layout.fresh) * longest >= 2**31:
@@ -106,7 +111,7 @@ class Streamed:
             same = clients.inner is clients.outer
             inner = outer if same else padded("inner", clients.inner, here, layout.inner_longest)
             starts = place * layout.outer_longest, place * layout.inner_longest
-            table = members(clients, flat, *starts)
+            table = members(clients, flat, flat if layout.shares else np.arange(flat.size), *starts)
             table = jax.tree.map(lambda column: column.reshape(ids.shape), table)
             table, device_ids = replicate((table, ids), self.mesh)
             let_go((clients.outer.values, clients.inner.values))
@@ -135,10 +140,14 @@ class Streamed:
         self.thread.shutdown(cancel_futures=True)
 
 
-def members(clients: Clients, ids: np.ndarray, outer_start: np.ndarray, inner_start: np.ndarray) -> Members:
-    """Make the table of the clients `ids`, whose samples begin at the given starts."""
+def members(
+    clients: Clients, ids: np.ndarray, states: np.ndarray, outer_start: np.ndarray, inner_start: np.ndarray
+) -> Members:
+    """Make the table of the clients `ids`, whose samples begin at the given starts, and whose states are in the rows
+    `states` of the program's table of states."""
     return Members(
         id=ids.astype(np.int32),
+        state=states.astype(np.int32),
         weight=np.asarray(clients.weights[ids], jnp.result_type(float)),
         outer_start=outer_start.astype(np.int32),
         outer_size=clients.outer.size[ids].astype(np.int32),
@@ -169,13 +178,6 @@ def padded(name: str, rows: Ragged, ids: np.ndarray, longest: int) -> PyTree:
         return f"in sample {i % longest} of client {ids[i // longest]}"
 
     return jax.tree_util.tree_map_with_path(gather, rows.values)
-
-
-def let_go(values: PyTree) -> None:
-    """Release the pages of memory maps that were read; they stay in the operating system's cache."""
-    for leaf in jax.tree.leaves(values):
-        if isinstance(leaf, np.memmap) and leaf.mode == "r" and hasattr(mmap, "MADV_DONTNEED"):
-            leaf._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
 
 
 def is_memory_mapped(clients: Clients) -> bool:

@@ -1,0 +1,68 @@
+"""Do tables on disk hold the numbers that were put there, and do copies stay as they were?"""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedbilevel.core import on_disk
+from fedbilevel.core.errors import CheckpointError
+from fedbilevel.core.tree import is_table, split
+from fedbilevel.engines import checkpoint
+
+KINDS = [np.float64, jnp.bfloat16, np.int32, bool]
+
+
+def array(kind):
+    return (np.arange(15).reshape(5, 3) % 4 - 1).astype(kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("block", [1, 2**22])
+def test_a_table_has_the_numbers_of_an_array(monkeypatch, tmp_path, kind, block):
+    """In pieces of a row, and as a whole; also when it is read back from a checkpoint, as a table."""
+    monkeypatch.setattr(on_disk, "BLOCK", block)
+    monkeypatch.setattr(checkpoint, "BLOCK", block)
+    tables = on_disk.on_disk({"a": array(kind)})
+    assert on_disk.on_disk(tables)["a"] is tables["a"]
+    checkpoint.save(tmp_path / "file.npz", tables, {})
+    read, _ = checkpoint.load(tmp_path / "file.npz", on_disk.repeated({"a": array(kind)[0]}, 5))
+    copies = on_disk.copied(tables["a"]), on_disk.lasting(tables)["a"]
+    for found in (tables["a"], read["a"], *copies, split(tables)[0]["a"]):
+        if found is not None:  # only floating leaves are variables
+            assert is_table(found)
+            assert found.dtype == kind
+            np.testing.assert_array_equal(found, array(kind))
+
+
+def test_rows_are_read_and_written_in_place_and_copies_do_not_change():
+    tables = on_disk.repeated({"a": jnp.arange(2.0), "b": jnp.asarray(3)}, 4)
+    before = on_disk.copied(tables["a"]), on_disk.lasting(tables)["b"], on_disk.read(tables, np.array([3, 1]))
+    on_disk.write(tables, np.array([3, 0]), {"a": jnp.array([[5.0, 6.0], [7.0, 8.0]]), "b": np.array([9, 10])})
+    np.testing.assert_array_equal(tables["a"], [[7, 8], [0, 1], [0, 1], [5, 6]])
+    np.testing.assert_array_equal(tables["b"], [10, 3, 3, 9])
+    np.testing.assert_array_equal(before[0], [[0, 1]] * 4)
+    np.testing.assert_array_equal(before[1], [3] * 4)
+    np.testing.assert_array_equal(before[2]["a"], [[0, 1]] * 2)
+
+
+def test_empty_rows_and_a_number_for_each_client():
+    tables = on_disk.repeated((np.zeros((0, 2)), np.float32(1.5)), 3)
+    assert [leaf.shape for leaf in tables] == [(3, 0, 2), (3,)]
+    on_disk.write(tables, np.array([1]), (np.zeros((1, 0, 2)), np.ones(1)))
+    np.testing.assert_array_equal(tables[1], [1.5, 1, 1.5])
+
+
+@pytest.mark.parametrize(("pieces", "words"), [([b"1234567"], "1 bytes too few"), ([b"1234", b"56789"], "too many")])
+def test_a_table_of_another_length_is_refused(pieces, words):
+    with pytest.raises(ValueError, match=words):
+        on_disk.table((2,), np.float32, pieces)
+
+
+def test_a_full_disk_is_an_error_that_names_the_folder(monkeypatch):
+    def full(_):
+        raise OSError(28, "No space left on device")
+        yield
+
+    monkeypatch.setattr(on_disk, "bytes_of", full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        on_disk.repeated(np.zeros(2), 3)
