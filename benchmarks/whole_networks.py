@@ -1,9 +1,9 @@
 """A whole network as y: MEHA beside methods that need an inner loss which is strongly convex in y.
 
 There are two problems, with a hidden layer, so that the inner loss is not convex in y. In hyper-cleaning of digits, x
-has a weight for each training sample. In loss tuning of a long-tailed MNIST, whose last class has a hundredth of the
-first one's training images, x has a factor and a shift for the logits of each class, and accuracies are means over
-classes. Steps adapt. Each method tries four settings on seed 100, and keeps the one with the best accuracy on held-out
+has a weight for each training sample. In loss tuning of long-tailed digits, whose last class has a tenth of the first
+one's training images, x has a factor and a shift for the logits of each class, and accuracies are means over classes.
+Steps adapt. Each method tries four settings on seed 100, and keeps the one with the best accuracy on held-out
 samples: MEHA tries penalties and proximities, the others the largest change of an entry of x in a round. Then each runs
 on other seeds, and the accuracy is that on test samples. All runs have as many exchanges. MEHA trains y on both losses.
 The accuracy "anew" is therefore of a network that is trained from y0 on the inner loss alone, on all training samples
@@ -47,7 +47,7 @@ def made(problem: str, seed: int, hidden: int, holdout: float) -> Task:
     shared: Any = {"network": "mlp", "hidden": (hidden,), "clients": 6, "holdout": holdout, "seed": seed}
     if problem == "hyper_cleaning":
         return hyper_cleaning(corruption=0.4, **shared)
-    return loss_tuning(data="mnist", ratio=0.01, **shared)
+    return loss_tuning(data="digits", ratio=0.1, **shared)
 
 
 def run(method: Any, task: Task, rounds: int, seed: int) -> tuple[fb.Result | None, float]:
