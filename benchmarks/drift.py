@@ -1,0 +1,76 @@
+"""How near clients that differ come to x* with 1, 5 and 20 local steps: CorrectedFBO, FedMSA and SimFBO.
+
+On the quadratic task with equal numbers of samples, all clients and full batches. CorrectedFBO and SimFBO need one
+exchange in a round, and FedMSA, which is written by hand (peers/fedmsa.py), needs two; all get as many exchanges. All
+three take the mean of the clients' points after a round, so that each has the same two step sizes: one on y and v, and
+one on x. Each tries the same grid of step sizes, and the row has the one with the least error at the end.
+"""
+
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import fedbilevel as fb
+from benchmarks.harness import head, row
+from benchmarks.peers import fedmsa
+from fedbilevel.engines.engine import first_carry
+from fedbilevel.tasks.quadratic import quadratic, solution
+
+warnings.simplefilter("ignore")
+Y_STEPS, X_SHARES = (1.0, 0.3, 0.1, 0.03), (0.3, 0.1)
+METHODS = "CorrectedFBO", "FedMSA", "SimFBO"
+PART, FAR = 20, 1e3  # rounds between two looks whether x is so far away that the run diverges
+QUICK = {"exchanges": 20, "local_steps": (1,)}
+
+
+def contender(name: str, task: fb.tasks.Task, local_steps: int, exchanges: int) -> Callable[[fb.XYV], np.ndarray]:
+    """Return a function of the step sizes, which runs a method and returns x at the end; NaN if the run diverges."""
+    if name == "FedMSA":
+        run = fedmsa.program(task.problem, local_steps=local_steps)
+        stacked = {part: stack(getattr(task.clients, part)) for part in ("outer", "inner")}
+        start, weights = (task.x0, task.y0, jnp.zeros_like(task.y0)), jnp.asarray(task.clients.weights)
+        return lambda steps: np.asarray(run(start, stacked, weights, tuple(steps), exchanges // 2)[0])
+
+    task = task.with_own(local_steps=local_steps)  # an argument of the program, which serves all numbers of steps
+
+    def method(steps: fb.XYV) -> Any:
+        return getattr(fb, name)(batch_size=None, client_lr=steps, server_lr=steps)
+
+    first = fb.XYV(1.0, 1.0, 1.0)
+    start = first_carry(method(first), task.problem, task.clients, task.x0, task.y0)
+    run = fb.Local().start(method(first), task.problem, task.clients, len(task.clients), jax.random.key(0), start)
+
+    def end(steps: fb.XYV) -> np.ndarray:
+        carry, run.algorithm = jax.tree.map(jnp.copy, start), method(steps)  # which is an argument of the program, too
+        for _ in range(0, exchanges, PART):  # with an exchange in each round
+            carry = run.advance(carry, PART).carry
+            if jnp.linalg.norm(carry.state.x) > FAR:
+                return np.full(len(task.x0), np.nan)
+        return np.asarray(carry.state.x)
+
+    return end
+
+
+def stack(rows: fb.Ragged) -> dict[str, jax.Array]:
+    """Return the samples of all clients, (M, samples, ...)."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *(rows.row(i) for i in range(len(rows.size))))
+
+
+def main(exchanges: int = 500, local_steps: tuple[int, ...] = (1, 5, 20)) -> None:
+    jax.config.update("jax_enable_x64", True)
+    task = quadratic(samples=(5, 5))
+    exact = solution(task.clients).x
+    head("τ", "method", "relative error of x", "step on y and v", "step on x")
+    for tau, name in itertools.product(local_steps, METHODS):
+        end, found = contender(name, task, tau, exchanges), []
+        for on_y, share in itertools.product(Y_STEPS, X_SHARES):
+            x = end(fb.XYV(x=on_y * share, y=on_y, v=on_y))
+            error = np.linalg.norm(x - exact) / np.linalg.norm(exact)
+            found.append((error if np.isfinite(error) else np.inf, on_y, on_y * share))
+        error, on_y, on_x = min(found)
+        row(tau, name, f"{error:.1e}", f"{on_y:g}", f"{on_x:g}")

@@ -1,0 +1,47 @@
+"""FedMSA by hand, with full batches: an exchange for the mean direction, one for local steps that it corrects.
+
+After Algorithm 1 of Tarzanagh, Li, Sharma, Oymak (2023), arXiv:2306.01648, and its code, github.com/ucr-optml/FedMSA.
+With full batches its momentum drops out, and the differences of its local estimates add up to the form used here.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.peers.common import dot
+
+
+def program(problem, *, local_steps):
+    """Return run((x, y, v), data, weights, steps of (x, y, v), rounds) -> (x, y, v)."""
+
+    def directions(point, client):
+        x, y, v = point
+
+        def surrogate(x, y):
+            slope = jax.grad(problem.inner, 1)(x, y, client["inner"])
+            return problem.outer(x, y, client["outer"]) - dot(slope, v), slope
+
+        (dx, minus_dv), dy = jax.grad(surrogate, (0, 1), has_aux=True)(x, y)
+        return dx, dy, -minus_dv
+
+    @jax.jit
+    def run(point, data, weights, steps, rounds):
+        def mean(of_client):
+            return [jnp.tensordot(weights, each, 1) for each in jax.vmap(of_client)(data)]
+
+        def once(_, point):
+            anchor = mean(lambda client: directions(point, client))  # the first exchange
+
+            def local(client):
+                start = directions(point, client)
+
+                def step(_, here):
+                    found = zip(here, steps, directions(here, client), start, anchor, strict=True)
+                    return tuple(z - lr * (d - before + common) for z, lr, d, before, common in found)
+
+                return jax.lax.fori_loop(0, local_steps, step, point)
+
+            return tuple(mean(local))  # the second exchange
+
+        return jax.lax.fori_loop(0, rounds, once, point)
+
+    return run
