@@ -29,28 +29,19 @@ quickly = [  # compiling is most of it, and the emitters of fused loops are more
     *["--xla_cpu_use_fusion_emitters=false"] * version("jaxlib").startswith("0.10."),  # unknown to later ones
 ]
 PROGRAMS = 500 * 10**6  # bytes of compiled programs that are kept between runs; one run compiles some 100 million
-UNCHECKED = (  # rooms and files of tests that run solve for other claims than about its checks of the losses
+UNCHECKED = (  # rooms of tests that run solve for other claims than about its checks of the losses
     "tests/algorithms/",
     "tests/core/",
-    "tests/oracles/",
-    "tests/tasks/",
+    "tests/diagnostics/",
     "tests/display/",
-    "tests/engines/test_cohort.py",
-    "tests/engines/test_fingerprint.py",
-    "tests/engines/test_finished.py",
-    "tests/engines/test_flops.py",
-    "tests/engines/test_fresh_cohorts.py",
-    "tests/engines/test_in_flight.py",
-    "tests/engines/test_per_client.py",
-    "tests/engines/test_placement.py",
-    "tests/engines/test_simulated_privacy.py",
-    "tests/engines/test_solve.py",
-    "tests/engines/test_source.py",
-    "tests/engines/test_submodels.py",
-    "tests/engines/test_virtual_time.py",
+    "tests/engines/",
+    "tests/estimators/",
     "tests/experiments/",
     "tests/flower/",
+    "tests/oracles/",
     "tests/sweeps/",
+    "tests/tasks/",
+    "tests/trackers/",
     "papers/tests/",
 )
 UNDRAWN = ("tests/experiments/", "tests/flower/", "tests/sweeps/", "tests/trackers/", "papers/tests/")
@@ -176,21 +167,42 @@ def _flags_stay_as_they_are() -> Iterator[None]:
     os.environ["XLA_FLAGS"] = before
 
 
-@pytest.fixture(autouse=True)
-def _losses_are_not_checked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the checks of the losses before and after each run, in tests of what is in between.
+@pytest.fixture(scope="module", autouse=True)
+def _losses_are_not_checked(request: pytest.FixtureRequest) -> Iterator[list[tuple[Any, str, Any]]]:
+    """Leave out the checks of the losses before and after each run, in tests of what is in between, and yield them.
 
-    Each problem has programs of its own for them, which took a fifth of the time of tests of methods. The marker
-    `checked` keeps the checks in a test of one of these rooms.
+    Each problem has programs of its own for them, which took a fifth of the time of tests of methods. Fixtures of a
+    module run without them, too. The marker `checked` keeps the checks in a test or a file of one of these rooms.
     """
+    place = request.path.relative_to(request.config.rootpath).as_posix()
+    if not place.startswith(UNCHECKED) or request.node.get_closest_marker("checked"):
+        yield []
+        return
     from fedbilevel.engines import first_look
     from fedbilevel.engines.posed import PosedProblem
 
-    place = request.path.relative_to(request.config.rootpath).as_posix()
-    if place.startswith(UNCHECKED) and not request.node.get_closest_marker("checked"):
-        monkeypatch.setattr(PosedProblem, "look", lambda posed, method: None)
-        monkeypatch.setattr(PosedProblem, "ends", lambda posed, before, end, spent: None)
-        monkeypatch.setattr(first_look, "first_look", lambda *arguments: None)  # sites and diagnoses call it there
+    left_out = [
+        (PosedProblem, "look", lambda posed, method: None),
+        (PosedProblem, "ends", lambda posed, before, end, spent: None),
+        (first_look, "first_look", lambda *arguments: None),  # sites and diagnoses call it there
+    ]
+    checks = [(owner, name, getattr(owner, name)) for owner, name, _ in left_out]
+    with pytest.MonkeyPatch.context() as patch:
+        for replacement in left_out:
+            patch.setattr(*replacement)
+        yield checks
+
+
+@pytest.fixture(autouse=True)
+def _losses_are_checked(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    _losses_are_not_checked: list[tuple[Any, str, Any]],
+) -> None:
+    """Check the losses in a test with the marker `checked`."""
+    if request.node.get_closest_marker("checked"):
+        for check in _losses_are_not_checked:
+            monkeypatch.setattr(*check)
 
 
 @pytest.fixture(scope="module", autouse=True)

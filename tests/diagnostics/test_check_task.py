@@ -11,6 +11,8 @@ import fedbilevel as fb
 from fedbilevel.diagnostics.report import outcome
 from fedbilevel.tasks import Task, hyper_cleaning, quadratic
 
+pytestmark = pytest.mark.checked  # check_task reports what they say
+
 TASK = quadratic(clients=4, samples=(3, 5), condition=4)
 OUTER, INNER = TASK.problem.outer, TASK.problem.inner
 

@@ -13,6 +13,8 @@ from fedbilevel.engines.ends import BLOCK, blocks, outer_losses, trained
 from fedbilevel.errors import NumericalWarning
 from fedbilevel.tasks import quadratic
 
+pytestmark = pytest.mark.checked  # the checks after a run are the claim
+
 TARGETS = np.random.default_rng(0).normal(scale=5, size=(20, 3))
 TARGETS -= TARGETS.mean()
 START, END = np.mean(TARGETS**2) / 2, np.mean((TARGETS - 1) ** 2) / 2

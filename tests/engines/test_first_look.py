@@ -15,6 +15,8 @@ from fedbilevel.engines.first_look import first_look
 from fedbilevel.errors import ConfigurationError, InfluenceWarning
 from fedbilevel.tasks import TASKS
 
+pytestmark = pytest.mark.checked  # the checks before a run are the claim
+
 RNG = np.random.default_rng(0)
 U, CLASSES = RNG.normal(size=(4, 20, 3)), RNG.permutation(np.arange(80) % 3).reshape(4, 20)
 SAMPLES = {"u": U, "t": U.sum(-1), "i": np.arange(80).reshape(4, 20), "other": np.tile(np.arange(20)[::-1], (4, 1))}

@@ -147,6 +147,7 @@ OTHER = {
 }
 
 
+@pytest.mark.checked
 @pytest.mark.parametrize("case", slow_but(*(SAME.keys() - {"late replies by another clock"}), of=SAME))
 def test_a_run_of_the_same_shapes_is_not_compiled_and_has_the_numbers_of_one_that_is(case):
     before, options = SAME[case]
@@ -197,6 +198,7 @@ def defined_again(calls):
     return fb.Bilevel(first, second)
 
 
+@pytest.mark.checked
 @pytest.mark.parametrize(
     "options",
     [{"count_flops": True, "metrics": {"m": lambda x, y: x @ y[:2]}}, {"algorithm": LATE}],

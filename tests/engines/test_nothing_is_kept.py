@@ -17,6 +17,8 @@ from fedbilevel.machinery.kept import _KEPT
 from fedbilevel.tasks.quadratic import quadratic
 from fixed_steps import fixed
 
+pytestmark = pytest.mark.checked  # nor do the checks of the losses keep anything
+
 
 def of_batch(x, y, batch):
     return jnp.mean(batch["t"])

@@ -16,6 +16,8 @@ from fixed_steps import fixed
 from refusals import refuses
 from representatives import slow_but
 
+pytestmark = pytest.mark.checked  # warnings of a run, and that there is no other one
+
 START = jnp.full(3, -1.0), jnp.zeros(3)
 STEPS = fb.XYV(x=0.8, y=0.2, v=0.2)
 """f prefers y = 0, so that every penalty 10^x grows, until 2·10^x is more than 2/0.2 and the steps on y diverge."""

@@ -15,6 +15,8 @@ from fedbilevel.core.tree import split
 from fedbilevel.engines.first_look import first_look
 from fedbilevel.errors import ConfigurationError
 
+pytestmark = pytest.mark.checked  # a check before a run is the claim
+
 RNG = np.random.default_rng(0)
 FEATURES, CLASSES = 6, 3
 SAMPLES = {"u": RNG.normal(size=(4, 8, FEATURES)), "c": RNG.integers(0, CLASSES, (4, 8))}

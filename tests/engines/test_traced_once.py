@@ -16,6 +16,8 @@ from fedbilevel.engines.progress import COMPILING
 from fedbilevel.engines.recorder import Recorder
 from fixed_steps import fixed
 
+pytestmark = pytest.mark.checked  # the checks of the losses call them, too
+
 SAMPLES = [np.random.default_rng(i).normal(size=(n, 3)) for i, n in enumerate((4, 6))]
 CLIENTS = fb.Clients(SAMPLES, [2 * rows for rows in SAMPLES])
 BATCHES = {"outer": 2, "inner": 2}  # two, which is the batch too, and one

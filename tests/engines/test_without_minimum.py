@@ -10,6 +10,8 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.algorithms.parts.linear_solvers import without_minimum
 
+pytestmark = pytest.mark.checked  # a check before a run is the claim
+
 RNG = np.random.default_rng(0)
 U = RNG.normal(size=(4, 20, 3))
 DATA = {"u": U, "t": U.sum(-1), "label": (U.sum(-1) > 0).astype(float)}

@@ -67,6 +67,7 @@ def breslow(time, strata):
     return w, np.sqrt(np.diag(np.linalg.inv(information)))
 
 
+@pytest.mark.checked
 @pytest.mark.parametrize("by_site", [False, True])
 @pytest.mark.parametrize("time", [TIME, TIED], ids=["distinct", "tied"])
 def test_coefficients_and_errors_maximise_breslows_partial_likelihood(time, by_site):

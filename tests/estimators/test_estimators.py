@@ -71,6 +71,7 @@ def test_a_target_in_another_unit_has_the_same_penalties(unit, table):
     np.testing.assert_array_equal(other.history_["outer_loss"], model.history_["outer_loss"] * unit**2)
 
 
+@pytest.mark.checked
 def test_fit_without_sites_warns_and_says_what_reaches_it():
     """scikit-learn hands the groups of a cross-validation to the splitter alone."""
     ridge, sites = fb.estimators.Ridge(penalties=0.01), np.repeat(["a", "b"], 4)
@@ -150,6 +151,7 @@ def classes(table):
     return table[0], np.where((table[1] > table[1].mean()) | (SITES == "a"), "ill", "healthy")
 
 
+@pytest.mark.checked
 def test_logistic_regression_is_scikit_learns_on_the_pooled_rows(classes):
     """Which has one C: on features divided by √λ_k, C = 1/2n and its coefficients times √λ_k are the same problem."""
     rows, label = classes
