@@ -243,11 +243,10 @@ def test_a_cohort_counts_by_its_weight(name):
     row = TABLE[name]
     outer, inner = (lambda x, y, b: x @ x / 2 + b["a"][0] * 0), (lambda x, y, b: (y + 1) @ (y + 1) / 2 + b["a"][0] * 0)
     rows, method = {"a": np.zeros((2, 4))}, replace(row.method, batch_size=None)
-    with jax.disable_jit():
-        like, unlike = (
-            one_round(method, outer, inner, rows, weights, cohort=1, engine=fb.Reference())
-            for weights in (None, (0.75, 0.25))
-        )
+    like, unlike = (
+        one_round(method, outer, inner, rows, weights, cohort=1, engine=fb.Reference())
+        for weights in (None, (0.75, 0.25))
+    )
 
     def step(end: Any, exchanges: int) -> float:
         """Which part of the way from 1 to −1 each of some like exchanges left behind."""
