@@ -196,9 +196,9 @@ def test_bounds_outside_of_the_set_of_x_are_refused():
     problem, clients = penalised()
     problem = problem.with_x_in(fb.projections.box(-6.0, 6.0))
     for fields, fits in (({"low": -6.0, "high": 6.0}, True), ({"low": -6.0, "high": 7.0}, False), ({}, False)):
-        given = fb.FedEx(**fields, batch_size=None), problem, clients, jnp.asarray(5.5), jnp.zeros(3)
+        given = fb.FedEx(**fields, lr=1e-3, batch_size=None), problem, clients, jnp.asarray(5.5), jnp.zeros(3)
         if fits:
-            fb.solve(*given, rounds=1)
+            fb.solve(*given, rounds=1, engine=fb.Reference())
             continue
         with pytest.raises(fb.errors.ConfigurationError, match=r"FedEx.(low|high) = .* in the set to which the"):
             fb.solve(*given, rounds=1)

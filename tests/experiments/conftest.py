@@ -14,13 +14,6 @@ from own_files import apart
 
 
 @pytest.fixture(autouse=True)
-def _children_find_compiled_python(pytestconfig, monkeypatch) -> None:
-    """Those of commands that run as processes of their own."""
-    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(pytestconfig.cache.mkdir("pyc")))
-    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # children would compile all of JAX each time
-
-
-@pytest.fixture(autouse=True)
 def _files_of_users_go_with_their_test() -> Iterator[None]:
     """Tests have files of the same names, and a process one module of a name."""
     with apart():

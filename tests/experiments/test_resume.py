@@ -15,7 +15,7 @@ from command_line import QUADRATIC, leftovers, outcome, wait_for
 from fedbilevel import cli, display, experiments
 from fedbilevel.engines import checkpoint
 
-LONG = [*QUADRATIC, "--rounds", 1200, "--eval-every", 120, "--set", "run.checkpoint_every=40", "--cohort", 4]
+LONG = [*QUADRATIC, "--rounds", 600, "--eval-every", 60, "--set", "run.checkpoint_every=40", "--cohort", 4]
 
 
 @pytest.fixture(scope="module")
