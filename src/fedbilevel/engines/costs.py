@@ -7,8 +7,8 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
-from typing import Any, ClassVar, NamedTuple
+from functools import partial, reduce
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ ExchangeKind = tuple[str, int, int]
 """(phase, bytes down per client, bytes up per client)."""
 
 
+T = TypeVar("T")
 PART = 2**14
 
 
@@ -124,10 +125,37 @@ class Book:
             metrics = {(phase, name): (value, sums.weight) for name, value in sums.metrics.items()}
             if age is not None:
                 metrics[phase, "staleness"] = age, sums.weight
-            kind = phase, nbytes(message), nbytes(sums.update) if sums.sent is None else sums.sent.bytes
+            kind = phase, *sizes(message, sums)
             # The time is added to the last part, so that XLA can fold the constants of the other parts.
             time = split_ticks(ticks if number == len(parts) - 1 else 0)
             self.add(RoundCosts({kind: count}, sums.gradients, sums.hvps, metrics, time))
+
+
+def sizes(message: PyTree, sums: Sums) -> tuple[int, int]:
+    """Return the number of bytes of a message, and of the reply of each client that got it."""
+    return nbytes(message), nbytes(sums.update) if sums.sent is None else sums.sent.bytes
+
+
+def joined(parts: Sequence[tuple[PyTree, Sums, int]]) -> list[tuple[PyTree, Sums, int]]:
+    """Make one part, for `Book.enter`, of all parts of an exchange whose messages and replies have the same sizes.
+
+    All that is counted is added in NumPy, without a program for each addition. The update is that of the first part.
+    """
+    same: dict[tuple[int, int], list[tuple[PyTree, Sums, int]]] = {}
+    for part in parts:
+        same.setdefault(sizes(*part[:2]), []).append(part)
+
+    def together(message: PyTree, first: Sums, every: list[tuple[PyTree, Sums, int]]) -> tuple[PyTree, Sums, int]:
+        added = added_up([sums._replace(update=None, held=None) for _, sums, _ in every])
+        return message, added._replace(update=first.update), sum(asked for *_, asked in every)
+
+    return [together(*every[0][:2], every) for every in same.values()]
+
+
+def added_up(trees: Sequence[T]) -> T:
+    """Add arrays that are computed, in their order and in NumPy: JAX starts a program for each addition."""
+    total: T = jax.tree.map(jnp.asarray, reduce(partial(jax.tree.map, np.add), trees))
+    return total
 
 
 def split_ticks(ticks: int | Array) -> Array:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.ragged import Ragged, check_finite
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
 from fedbilevel.engines import in_flight
-from fedbilevel.engines.costs import RoundCosts, Sums, stack_costs, weigh
+from fedbilevel.engines.costs import RoundCosts, Sums, added_up, joined, stack_costs, weigh
 from fedbilevel.engines.engine import (
     Carry,
     Cohort,
@@ -80,10 +79,10 @@ class ReferenceFed(PythonFed):
             asked.append(i)
             parts.append((part, sums, 1))
             totals.append(self.models.put_back(phase, sums, units)._replace(sent=None))
-        work = [sums.gradients + sums.hvps for _, sums, _ in parts]
-        self.book.enter(name, parts, self.wait_for(jnp.array(asked), jnp.stack(work)))
+        work = jnp.asarray(np.array([np.add(sums.gradients, sums.hvps) for _, sums, _ in parts]))
+        self.book.enter(name, joined(parts), self.wait_for(jnp.array(asked), work))
         rows = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(sums.row for _, sums, _ in parts)) if each else None
-        return reduce(partial(jax.tree.map, jnp.add), totals).total(self.run.population, rows)
+        return added_up(totals).total(self.run.population, rows)
 
     def sum_first(
         self, n: int, phase: Phase, message: PyTree, key: Array, *, max_staleness: int | None = None
