@@ -5,6 +5,8 @@ import json
 import federations
 import pytest
 
+from fedbilevel.estimators import linear
+from fedbilevel.estimators.agreement import Agreement
 from fedbilevel.experiments.study import played
 from fedbilevel.flower import Flower, InProcess, Terms
 from fedbilevel.flower.wire import RequestMessage, decode
@@ -72,3 +74,19 @@ def killed_at(phase, count, nodes):
 
     nodes.push_messages = some
     return nodes
+
+
+POSED, posed = {}, Agreement.posed
+
+
+@pytest.fixture
+def posed_once(monkeypatch):
+    """Pose the problem of an agreement once, so that all sites in this process share the compiled phases."""
+
+    def known(agreement):
+        key = agreement.study.text, agreement.text, linear.WIDE
+        if key not in POSED:
+            POSED[key] = posed(agreement)
+        return POSED[key]
+
+    monkeypatch.setattr(Agreement, "posed", known)

@@ -15,6 +15,8 @@ from fedbilevel.experiments import Folder
 from fedbilevel.experiments.study import SavedSearch, client_app, serve
 from site_tables import fitted, study, tables
 
+pytestmark = pytest.mark.usefixtures("posed_once")
+
 
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_a_model_is_saved_after_its_report(files, tmp_path, monkeypatch):

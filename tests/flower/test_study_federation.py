@@ -21,6 +21,8 @@ from refusals import refuses
 from representatives import slow_but
 from site_tables import SITES, TARGETS, fitted, study, tables
 
+pytestmark = pytest.mark.usefixtures("posed_once")
+
 COX = {"kind": "cox", "times": [5, 20, 60]}
 
 

@@ -16,6 +16,8 @@ from fedbilevel.estimators import Study, StudyModel
 from fedbilevel.experiments import read_study
 from site_tables import SITES, study, tables
 
+pytestmark = pytest.mark.usefixtures("posed_once")
+
 NEW = ["flower", "new", "app", "--estimator", "logistic", "--target", "ill", "--sites", ",".join(SITES)]
 
 
