@@ -320,6 +320,21 @@ def test_no_entry_moves_by_more_than_the_field_says(shape):
     assert float(nothing.step) == 0
 
 
+def test_one_step_for_all_entries_is_along_the_hypergradient():
+    """s² is the mean of the sums: 25/2 for h = (3, 4), and 12.5 (1 + 0.01²) after a further h/100.
+
+    r = Rη = 0.3, since ‖x_0‖ > √2. With h and with 100h the bound applies: the largest entry moves by η = 0.1, and the
+    other in proportion. With h/100 the step is r/s.
+    """
+    x, h = jnp.asarray([10.0, 20.0]), jnp.asarray([3.0, 4.0])
+    one, kept = AdaGrad.begin(x).moved(x, h, 0.1, one_step=True)
+    np.testing.assert_allclose(x - one, 0.025 * h, rtol=1e-6)
+    two, _ = kept.moved(one, 100 * h, 0.1, one_step=True)
+    np.testing.assert_allclose(one - two, 0.025 * h, rtol=1e-6)
+    three, _ = kept.moved(one, 0.01 * h, 0.1, one_step=True)
+    np.testing.assert_allclose(one - three, 0.3 / (12.5 * 1.0001) ** 0.5 * 0.01 * h, rtol=1e-6)
+
+
 def test_entries_without_a_minimum_are_named():
     """Φ = e^-x_0 + (x_1 − 2)² wants x_0 = ∞; x_1 comes to rest, and x_2 is in no loss."""
     problem = fb.Bilevel(

@@ -123,6 +123,7 @@ class Problem(Shown):
     structure: Structure | None
     local: LocalVariable | None
     project_x: Project | None
+    couples_x: bool  # whether the projection of an entry of x may depend on other entries
     own: IsOwn | None
     implicit_term: ClassVar[ImplicitTerm]
     inner_is_mean: ClassVar[bool] = True
@@ -172,7 +173,13 @@ class Problem(Shown):
             require_function(f"{type(self).__name__}.project_x", project_x, "x", " -> the nearest point of a set")
             allowed = "None with local = 'x', since the server does not have x and cannot project it"
             require(self.local is None, f"{type(self).__name__}.project_x", project_x, allowed)
-        vars(self).update(project_x=project_x, key=None)
+        vars(self).update(project_x=project_x, couples_x=project_x is not None, key=None)
+
+    def with_couples_x(self, couples_x: bool) -> Self:
+        """Return a copy that says whether the projection of an entry of x depends on other entries."""
+        changed = copy.copy(self)
+        vars(changed).update(couples_x=couples_x)
+        return changed
 
     def with_x_in(self, project_x: Project | None) -> Self:
         """Return a copy of this problem whose x stays in the set onto which `project_x` projects; None: no set."""

@@ -5,6 +5,7 @@ model, the projection applies to its floating arrays, whose types are kept.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import product
 from typing import Any
@@ -25,6 +26,7 @@ __all__ = ["ball", "box", "half_space", "intersection", "simplex"]
 
 POINTS = 20  # the number of random points around x0, and around 0, on which a projection is checked
 ENTRIES = 10_000_000  # the largest number of entries of all these points; for a large x there are fewer points
+MIXTURES = 10  # the number of random points on which a projection is tested for acting on each entry by itself
 INEXACT = 1e-6  # the relative error that a user's projection may have, for example if it is iterative
 
 
@@ -182,6 +184,27 @@ def check_projection(field: str, project: Project, x: PyTree, points: PyTree) ->
             f"{field} is not a projection onto a convex set: a projected point is not the nearest point of X"
         )
     return images
+
+
+def acts_on_entries(project: Project, x: PyTree) -> bool:
+    """Return whether a projection changes every entry of x by itself, as the projection onto a box does.
+
+    If it does, and a point takes some entries from a point u and the others from w, then the image of this point takes
+    the same entries from the images of u and w. This is tested with points around x and around 0, and random choices of
+    entries. A function that raises an error is no projection, which `check_set` reports.
+    """
+    around = [points_around(center, MIXTURES) for center in (x, jax.tree.map(np.zeros_like, x))]
+    first = jax.tree.map(lambda *leaves: np.concatenate(leaves), *around)
+    second = jax.tree.map(lambda leaf: np.roll(leaf, 1, axis=0), first)
+    rng = np.random.default_rng(0)
+    chosen = jax.tree.map(lambda leaf: rng.random(leaf.shape) < 0.5, first)
+    mixed = partial(jax.tree.map, np.where, chosen)
+    with suppress(Exception):
+        got = as_rows(of_each(project, mixed(first, second)))
+        expected = as_rows(mixed(of_each(project, first), of_each(project, second)))
+        scale = 1 + np.linalg.norm(as_rows(first), axis=1) + np.linalg.norm(as_rows(second), axis=1)
+        return bool(np.all(np.abs(got - expected) <= INEXACT * scale[:, None]))
+    return False
 
 
 def points_around(x: PyTree, count: int) -> PyTree:

@@ -14,6 +14,7 @@ from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients, RemoteClients
 from fedbilevel.core.inputs import require_start
 from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel
+from fedbilevel.core.projections import acts_on_entries
 from fedbilevel.core.tree import PyTree, split
 from fedbilevel.engines.divergence import Met, curvature_needed, what_was_met
 from fedbilevel.engines.ends import Ends, Spent, affordable, affordable_gradients, comparable, outer_losses, trained
@@ -54,6 +55,8 @@ class PosedProblem:
         examples = clients.examples()
         programs = problem.traced(x, y, examples)
         problem = problem.keyed(x, y, examples, programs)
+        if problem.project_x is not None:
+            problem = problem.with_couples_x(not acts_on_entries(problem.project_x, x))
         if isinstance(problem, SimpleBilevel):  # the y of its results is an average of x
             y0, y_fixed = x0, x_fixed
         measured = check_per_client(options.per_client, x0, y0, examples)

@@ -33,6 +33,13 @@ far get longer steps, up to Rη.
 η = 0.1 changes a penalty 10^x by at most a quarter in a round, and a weight exp(x) by at most a tenth. A quantity that
 depends on several entries of x can change by more: if an inner curvature is 10^(x_1 + … + x_d), a smaller η is needed.
 
+If x is kept in a set, the server then projects x onto it, and the fixed points must be those of projected descent:
+−h is normal to the set at x. With a step for each entry, −D h would be normal in its place, with the diagonal matrix D
+of the steps. For a box both mean the same, since its normals have the signs of the active bounds. For a ball, a simplex
+or a half-space they differ: x would end at another point of the boundary. Unless the projection acts on each entry by
+itself (`acts_on_entries`), all entries of x therefore have one step, with the mean of all sums for s², the largest
+|h_{t,j}| and the largest r_{t,j}.
+
 REACH and SHARED come from sweeps (benchmarks/results/family.txt). With a larger REACH, the worst tenth of final losses
 on random problems rises a little, since x overshoots. With REACH = 1, x is too slow on quadratics, whose solutions are
 far away. With a larger SHARED, linear representations end at a slightly higher loss. With less than a half, a network
@@ -55,8 +62,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
+from jax.flatten_util import ravel_pytree
 
-from fedbilevel.core.tree import PyTree, move, over
+from fedbilevel.core.tree import PyTree, move, over, scaled
 
 REACH = 3  # the largest numerator, in units of η
 SHARED = 0.5  # the weight of the mean over a matrix in the sums of its entries
@@ -82,23 +90,34 @@ class AdaGrad(NamedTuple):
         zeros = optax.tree.zeros_like(x)
         return cls(zeros, x, zeros, jnp.zeros(()), jnp.zeros(()), zeros, zeros)
 
-    def moved(self, x: PyTree, h: PyTree, lr: Any, slower: Any = 1) -> tuple[PyTree, AdaGrad]:
-        """Return the next x and the next record, for the hypergradient h at x, η = lr and w = slower."""
-        size = max(1, sum(leaf.size for leaf in jax.tree.leaves(x)))
-        least = REACH * lr * jnp.minimum(1, jnp.maximum(optax.tree.norm(self.start), 1) / size**0.5)
+    def moved(self, x: PyTree, h: PyTree, lr: Any, slower: Any = 1, one_step: bool = False) -> tuple[PyTree, AdaGrad]:
+        """Return the next x and the next record, for the hypergradient h at x, η = lr and w = slower.
 
+        With `one_step`, all entries of x have the same step.
+        """
+        count = max(1, sum(leaf.size for leaf in jax.tree.leaves(x)))
+        least = REACH * lr * jnp.minimum(1, jnp.maximum(optax.tree.norm(self.start), 1) / count**0.5)
         grown = jnp.minimum(1, (self.rounds + 1) / WARM_UP)
+
+        def size_of(h: Array, sums: Array, farthest: Array, warm: Any) -> Array:
+            adagrad = over(slower * warm * jnp.clip(farthest, least, REACH * lr), sums)
+            return jnp.minimum(adagrad, over(lr, jnp.abs(h)))
 
         def change(h: Array, norm: Array, farthest: Array) -> Array:
             sums = norm if norm.ndim < 2 else with_mean(norm)
             warm = 1 if norm.ndim < 2 else grown
-            adagrad = over(slower * warm * jnp.clip(farthest, least, REACH * lr), sums)
-            return (-jnp.minimum(adagrad, over(lr, jnp.abs(h))) * h).astype(h.dtype)
+            return (-size_of(h, sums, farthest, warm) * h).astype(h.dtype)
 
         norms = jax.tree.map(jnp.hypot, self.norms, h)
         distance = jax.tree.map(lambda x, start: jnp.abs(x - start), x, self.start)
         farthest = jax.tree.map(jnp.maximum, self.farthest, distance)
-        changes = jax.tree.map(change, h, norms, farthest)
+        if one_step:
+            warm = grown if any(leaf.ndim > 1 for leaf in jax.tree.leaves(x)) else 1
+            every = [ravel_pytree(tree)[0] for tree in (h, norms, farthest)]
+            size = size_of(jnp.max(jnp.abs(every[0])), root_mean_square(every[1]), jnp.max(every[2]), warm)
+            changes = scaled(-size, h)
+        else:
+            changes = jax.tree.map(change, h, norms, farthest)
         step = over(optax.tree.norm(changes), optax.tree.norm(h)).astype(self.step.dtype)
         fading = (self.rounds / (self.rounds + 1)) ** 3
         way = move(changes, fading, self.way)

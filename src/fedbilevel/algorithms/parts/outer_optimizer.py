@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from fedbilevel.algorithms.parts.layers import Kept, Layer
@@ -16,7 +17,9 @@ from fedbilevel.core.config import static
 from fedbilevel.core.errors import require
 from fedbilevel.core.facts import Allows, No
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.tree import PyTree
+from fedbilevel.core.tree import PyTree, near
+
+PARALLEL = 1e-4  # vectors count as parallel if the cosine of their angle is below 1 by at most this
 
 
 class OuterOptimizer(Layer):
@@ -29,7 +32,9 @@ class OuterOptimizer(Layer):
     `fb.OuterOptimizer(method, optimizer=…)` is short for `fb.layered(method, fb.OuterOptimizer(optimizer=…))`.
 
     Args:
-        optimizer: an optax optimizer; its learning rate is the step on x.
+        optimizer: an optax optimizer; its learning rate is the step on x. If x is in a set that is no box
+            (`project_x`), it has to step along the gradient, as `optax.sgd` does: projected steps with a size for each
+            entry, as in Adam, would end at another point of the set.
     """
 
     kind, place = "outer_optimizer", "outer"
@@ -39,6 +44,16 @@ class OuterOptimizer(Layer):
     def validate(self) -> None:
         known = isinstance(self.optimizer, optax.GradientTransformation)
         require(known, "OuterOptimizer.optimizer", self.optimizer, "an optax optimizer, such as optax.adam(0.05)")
+
+    def check(self, method: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> None:
+        if not problem.couples_x:
+            return
+        zero = optax.tree.zeros_like(x)
+        gradient = near(zero, np.random.default_rng(0))
+        update, _ = self.optimizer.update(gradient, self.optimizer.init(x), zero)
+        along = abs(optax.tree.vdot(update, gradient)), optax.tree.norm(update) * optax.tree.norm(gradient)
+        allowed = "an optimizer that steps along the gradient, such as optax.sgd, since x is in a set that is no box"
+        require(bool(along[0] >= (1 - PARALLEL) * along[1]), "OuterOptimizer.optimizer", self.optimizer, allowed)
 
     def allows(self, inside: Allows, method: Algorithm) -> Allows:
         return inside._replace(local_x=No("the optimizer of x is on the server"))
