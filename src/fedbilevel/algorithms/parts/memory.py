@@ -30,8 +30,9 @@ e^{iθ/2}, −2i sin(θ/2) = ηλ Σ_d w_d e^{−i(d + ½)θ}. Its imaginary par
 this quotient is Dirichlet's kernel, 1 + 2 cos θ + … + 2 cos dθ, at most 1 + 2d. No root can therefore leave the unit
 disc while ηλ (1 + 2D) < 2, where D = Σ_d w_d d is the mean delay: if a step is stable without delays, it is stable with
 them after division by 1 + 2D. This 2 is the default of `Asynchronous.delay_penalty`. With a smaller number, steps that
-were chosen without delays can diverge: if d = 1 for all clients, the bound is ηλ < 1. A client that never replies again
-makes D grow without end. The steps then tend to 0, since nothing new is known of this client's losses.
+were chosen without delays can diverge: if d = 1 for all clients, the bound is ηλ < 1. In a run the age of a reply is
+not constant: it grows until the next one arrives. The bound is then a guide and no guarantee. A client that never
+replies again makes D grow without end. The steps then tend to 0, since nothing new is known of this client's losses.
 
 g_i depends on earlier replies. The memory is therefore only for phases whose replies may be late (`Allows.late`).
 Replies to other phases and to fresh cohorts are sent whole. Marked parts of an update, such as public numbers, are not
