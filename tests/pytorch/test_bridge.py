@@ -80,7 +80,7 @@ REFUSED = {
     ),
     "buffer": (with_buffer(counting), r"changes calls in place: call \.eval\(\)"),
     "input in place": (module_of(in_place), r"changes \w+ in place.*\.clone\(\)"),
-    "branch": (module_of(lambda self, x: self.a(x) if x.sum() > 0 else x), "depend on data.*torch.where"),
+    "branch": (module_of(lambda self, x: self.a(x) if x.sum() > 0 else x), "depend on the data.*torch.where"),
     "item": (module_of(lambda self, x: self.a(x) * x.sum().item()), r"in forward \(Made\).*\.item\(\).*keep it"),
     "mask": (module_of(lambda self, x: self.a(x[x > 0].sum() + x)), "torch.where"),
     "no_grad": (module_of(without_gradients), r"no_grad.*\.detach\(\)"),
