@@ -143,13 +143,14 @@ def test_late_replies_do_not_make_the_steps_of_a_preset_diverge(dies):
         engine = fb.Local(clock=fb.Clock(arrivals=table))
         method_late = fb.Asynchronous(method, wait_for=1, **late)
         run = fb.solve(method_late, *given, rounds=200, eval_every=50, metrics=task.metrics, engine=engine)
-        return run.history["relative_error"]
+        return run.history["relative_error"], run.remarks
 
     with pytest.warns(fb.errors.NumericalWarning, match="diverges"):
-        assert errors(delay_penalty=0.0)[-1] > 5
-    divided = errors()
+        assert errors(delay_penalty=0.0)[0][-1] > 5
+    divided, remarks = errors()
     assert np.argmax(divided) == 0
     assert divided[-1] < 0.7
+    assert any("stopped replying" in remark for remark in remarks) == dies
 
 
 @pytest.mark.parametrize(

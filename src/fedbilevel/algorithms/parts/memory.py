@@ -78,6 +78,7 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import PyTree, join
 
+SHORTENED = 10  # the division of steps by the age of replies from which on a remark says so
 DELAY_PENALTY = 2.0  # the default of `Asynchronous.delay_penalty`, which is derived above
 ROUNDING = 1e-5  # the largest rounding error of a sum of all weights in float32
 
@@ -312,6 +313,18 @@ class Memory(Layer):
         single = len(kept) == 1
         delays = {"delay" if single else f"delay.{name}": last.delay for name, last in kept.items()}
         return found._replace(columns=found.columns | delays)
+
+    def remarks(self, method: Algorithm, kept: Kept) -> tuple[str, ...]:
+        """Say at the end of a run that old replies have shortened the steps to a tenth or less."""
+        delay = max((float(last.delay) for last in kept.values()), default=0.0)
+        slower = 1 if self.late is None else 1 + self.late.delay_penalty * delay
+        if slower < SHORTENED:
+            return ()
+        return (
+            f"replies were {delay:.0f} exchanges old in the mean, so the server's steps were divided by {slower:.0f}. "
+            "Perhaps a client has stopped replying: the mean age then grows without end. If the steps were chosen for "
+            "late replies, give delay_penalty=0",
+        )
 
 
 def warn_unless_contraction(compressor: Compressor, like: PyTree) -> None:
