@@ -1,5 +1,10 @@
 """Do tables on disk hold the numbers that were put there, and do copies stay as they were?"""
 
+import copy
+import errno
+import pickle
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,6 +13,8 @@ from fedbilevel.core import on_disk
 from fedbilevel.core.errors import CheckpointError
 from fedbilevel.core.tree import is_table, split
 from fedbilevel.engines import checkpoint
+from fedbilevel.engines.costs import Ledger
+from fedbilevel.engines.history import History, Result
 
 KINDS = [np.float64, jnp.bfloat16, np.int32, bool]
 
@@ -64,5 +71,45 @@ def test_a_full_disk_is_an_error_that_names_the_folder(monkeypatch):
         yield
 
     monkeypatch.setattr(on_disk, "bytes_of", full)
-    with pytest.raises(CheckpointError, match="No space left on device"):
+    with pytest.raises(CheckpointError, match=r"No space left on device; the array takes 48 bytes; TMPDIR names"):
         on_disk.repeated(np.zeros(2), 3)
+
+
+def test_too_many_open_files_are_an_error_that_names_their_limit(monkeypatch):
+    def refused(dir):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(on_disk.tempfile, "TemporaryFile", refused)
+    with pytest.raises(CheckpointError, match=r"Too many open files; .* 13 open files for each leaf of y; `ulimit -n`"):
+        on_disk.repeated(np.zeros(2), 3)
+
+
+COPIES = {
+    "copy": lambda mapped: mapped.copy(),
+    "astype": lambda mapped: mapped.astype(np.float64),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda mapped: pickle.loads(pickle.dumps(mapped)),  # noqa: S301
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_of_memory_maps_are_arrays_in_memory(tmp_path, name):
+    """As a start of y they are variables of JAX, in its precision, as other arrays of NumPy are."""
+    np.save(tmp_path / "y.npy", np.arange(6.0).reshape(3, 2))
+    copied = COPIES[name](np.load(tmp_path / "y.npy", mmap_mode="r"))
+    assert not is_table(copied)
+    assert not is_table(COPIES[name](on_disk.on_disk(copied)))
+    with jax.enable_x64(False):
+        start = split({"own": copied})[0]["own"]
+    assert isinstance(start, jax.Array)
+    assert start.dtype == jnp.float32
+    np.testing.assert_array_equal(start, copied)
+
+
+@pytest.mark.parametrize("rows", [np.arange(6.0).reshape(3, 2), np.arange(3.0)])
+def test_a_clients_own_y_stays_as_it_was_when_rounds_go_on(rows):
+    y = {"own": on_disk.on_disk(rows), "shared": jnp.ones(2)}
+    mine = Result(jnp.zeros(1), y, 1, 2, History(), Ledger(), own_leaves=("own",)).own(1)
+    on_disk.write(y["own"], np.array([1]), -np.ones_like(rows[:1]))
+    np.testing.assert_array_equal(mine["own"], rows[1])
+    np.testing.assert_array_equal(mine["shared"], [1, 1])

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 
+from fedbilevel.core import on_disk
 from fedbilevel.core.errors import CheckpointError
 from fedbilevel.engines import checkpoint
 
@@ -54,6 +55,39 @@ def saved(tmp_path):
     path = tmp_path / "run.npz"
     checkpoint.save(path, tree(), {"round": 3})
     return path
+
+
+def test_python_objects_are_refused_and_the_earlier_file_stays(saved):
+    """Their bytes are addresses in memory, which mean nothing in a file."""
+    before = saved.read_bytes()
+    with pytest.raises(CheckpointError, match=r"could not write .*run\.npz: \['a'\] has Python objects"):
+        checkpoint.save(saved, {"a": np.array([{}, None], object)}, {})
+    assert saved.read_bytes() == before
+
+
+def test_a_table_is_saved_without_having_it_in_memory(tmp_path, monkeypatch):
+    """It is written as the table that it is, whose pages `bytes_of` releases, and not as an ordinary array."""
+    released = []
+    monkeypatch.setattr(on_disk, "let_go", released.append)
+    given = on_disk.repeated(np.zeros(2), 3)
+    checkpoint.save(tmp_path / "run.npz", {"a": given}, {})
+    assert any(array is given for array in released)
+
+
+def test_an_error_in_reading_a_table_names_the_checkpoint(tmp_path, monkeypatch):
+    """It is not reported as an error in writing the table to the folder for temporary files."""
+    path, like = tmp_path / "run.npz", on_disk.repeated(np.zeros(2), 3)
+    checkpoint.save(path, like, {})
+    read = zipfile.ZipExtFile.read
+
+    def fails(file, n=-1):
+        if n == checkpoint.BLOCK:
+            raise OSError(errno.EIO, "Input/output error")
+        return read(file, n)
+
+    monkeypatch.setattr(zipfile.ZipExtFile, "read", fails)
+    with pytest.raises(CheckpointError, match=r"run\.npz is not a readable checkpoint: .*Input/output error"):
+        checkpoint.load(path, like)
 
 
 def test_what_was_saved_comes_back_bit_for_bit(saved):

@@ -1,16 +1,19 @@
-"""Hold tables with a row for each client in scratch files, so that a large population takes no memory.
+"""Hold tables with a row for each client in scratch files, so that memory does not limit the population.
 
-A table is a `numpy.memmap` of a file that has no name. The operating system removes the file when the table is no
-longer used, also if the process is killed. A table is the only kind of leaf that changes in place: whoever needs its
-values later takes a copy. What has to survive the process is in a checkpoint, which has a copy of each table.
+A table is a `numpy.memmap` of a file that has no name, and keeps this file open. The operating system removes the file
+when the table is no longer used, also if the process is killed. A table is the only kind of leaf that changes in place:
+whoever needs its values later takes a copy. What has to survive the process is in a checkpoint, which has a copy of
+each table.
 """
 
 from __future__ import annotations
 
+import errno
 import math
 import mmap
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedbilevel.core.errors import CheckpointError
 from fedbilevel.core.tree import PyTree, is_table
-from fedbilevel.core.writing import writing
 
 BLOCK = 2**22  # bytes that are read or written at once
 FEW = 16  # rows that are read or written at once where they are scattered: each may map a megabyte of pages around it
@@ -29,11 +32,11 @@ def table(shape: tuple[int, ...], dtype: Any, pieces: Iterable[bytes]) -> np.mem
     """Make a table from its bytes, in C order and in pieces of any size, in the folder for temporary files.
 
     Raises:
-        CheckpointError: there is no space.
+        CheckpointError: there is no space, or too many files are open.
         ValueError: there are more or fewer bytes than the shape has.
     """
     folder, missing = Path(tempfile.gettempdir()), math.prod(shape) * np.dtype(dtype).itemsize
-    with writing(folder), tempfile.TemporaryFile(dir=folder) as file:
+    with _with_remedy(folder, missing), tempfile.TemporaryFile(dir=folder) as file:
         for piece in pieces:
             file.write(piece)
             missing -= len(piece)
@@ -101,6 +104,22 @@ def let_go(tree: PyTree) -> None:
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, np.memmap) and leaf.mode in ("r", "r+") and hasattr(mmap, "MADV_DONTNEED"):
             leaf._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _with_remedy(folder: Path, size: int) -> Iterator[None]:
+    """Turn an OSError of the block into a CheckpointError that says what a table of `size` bytes needs."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            needs = "a run may need 13 open files for each leaf of y; `ulimit -n` sets how many are allowed"
+        else:
+            needs = (
+                f"the array takes {size:,} bytes; TMPDIR names the folder, which may be on any disk that has the space"
+            )
+        why = error.strerror or error
+        raise CheckpointError(f"could not write the clients' states to {folder}: {why}; {needs}") from error
 
 
 def _parts(leaf: np.memmap, rows: np.ndarray) -> Iterator[slice]:

@@ -172,8 +172,11 @@ def is_of(library: str, value: object) -> bool:
 
 
 def is_table(leaf: object) -> bool:
-    """Return whether a leaf is a table on disk (core/on_disk.py): memory-mapped, of a file that has no name."""
-    return isinstance(leaf, np.memmap) and leaf.filename is None
+    """Return whether a leaf is a table on disk (core/on_disk.py): memory-mapped, of a file that has no name.
+
+    A copy of a memory map in memory is a `numpy.memmap`, too, but it has no map.
+    """
+    return isinstance(leaf, np.memmap) and leaf.filename is None and getattr(leaf, "_mmap", None) is not None
 
 
 def is_none(leaf: object) -> bool:

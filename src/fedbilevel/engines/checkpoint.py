@@ -35,9 +35,13 @@ def save(path: Path, tree: PyTree, meta: dict[str, Any], *, keep: bool = False, 
     lists and tuples contain the leaves, which `own_shapes` needs; this works only if `tree` has no other nodes.
 
     Raises:
-        CheckpointError: there is no space or no permission. The earlier file at `path` is unchanged.
+        CheckpointError: there is no space or no permission, or a leaf has Python objects. The earlier file at `path` is
+            unchanged.
     """
-    arrays = {_name(p): np.asarray(_plain(leaf)) for p, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    arrays = {_name(place): _on_host(leaf) for place, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    for name, array in arrays.items():
+        if array.dtype.hasobject:
+            raise CheckpointError(f"could not write {path}: {name} has Python objects, but only numbers can be saved")
     dtypes = {name: str(array.dtype) for name, array in arrays.items()}  # NumPy's format does not support bfloat16
     header = {"fedbilevel": __version__, "format": FORMAT, "meta": meta, "dtypes": dtypes}
     header["outline"] = _outline(tree) if outlined else None
@@ -243,7 +247,7 @@ def _leaf(archive: zipfile.ZipFile, path: Path, name: str, dtype: str, expected:
     with archive.open(f"{name}.npy") as file:
         if is_table(expected):
             _head(file)
-            array: np.ndarray = table(shape, stored, iter(partial(file.read, BLOCK), b""))
+            array: np.ndarray = table(shape, stored, _pieces(file, path))
         else:
             array = np.lib.format.read_array(file, allow_pickle=False)
         if file.read(1):  # and at the end the checksum is compared
@@ -251,6 +255,12 @@ def _leaf(archive: zipfile.ZipFile, path: Path, name: str, dtype: str, expected:
     if array.dtype == bool and any(np.any(np.frombuffer(piece, np.uint8) > 1) for piece in bytes_of(array)):
         raise ValueError(f"{name} has flags that are neither true nor false")
     return array.view(expected.dtype)
+
+
+def _pieces(file: IO[bytes], path: Path) -> Iterator[bytes]:
+    """Read the rest of a file in a checkpoint; errors name the checkpoint, not the folder of the table."""
+    with as_checkpoint_error(path):
+        yield from iter(partial(file.read, BLOCK), b"")
 
 
 def _head(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
@@ -265,3 +275,8 @@ def _name(path: Any) -> str:
 
 def _plain(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
+def _on_host(leaf: Any) -> np.ndarray:
+    """Return a leaf as an array of NumPy; a table stays one, whose pages `bytes_of` can release."""
+    return leaf if is_table(leaf) else np.asarray(_plain(leaf))

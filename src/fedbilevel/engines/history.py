@@ -25,7 +25,7 @@ from fedbilevel.core.errors import LARGEST, CheckpointError, ConfigurationError,
 from fedbilevel.core.inputs import require_function
 from fedbilevel.core.metrics import best, larger_is_better, metric_of, require_direction, text
 from fedbilevel.core.own_y import parted_y
-from fedbilevel.core.tree import PyTree, is_none, join, split
+from fedbilevel.core.tree import PyTree, is_none, is_table, join, split
 from fedbilevel.core.writing import write_text
 from fedbilevel.display.curves import draw_history
 from fedbilevel.engines import checkpoint
@@ -304,7 +304,8 @@ class Result(Shown):
         count = len(leaves[0])
         known = isinstance(client, int | np.integer) and 0 <= client < count
         require(known, "Result.own: client", client, f"a client's number, 0 to {count - 1}")
-        mine = jax.tree.map(lambda leaf: leaf[client], own)
+        # The rounds of a run change tables in place.
+        mine = jax.tree.map(lambda leaf: np.array(leaf[client]) if is_table(leaf) else leaf[client], own)
         return jax.tree.map(lambda one, leaf: leaf if one is None else one, mine, self.y, is_leaf=is_none)
 
     def summary(self) -> Card:
