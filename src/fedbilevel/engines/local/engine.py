@@ -72,7 +72,9 @@ class Local:
         stream: whether to keep the samples on the host and copy each round's cohort to the device in advance, for
             populations that do not fit into its memory. None streams if some leaf is a NumPy memory map. In one
             process, the clients' states are then in memory-mapped scratch files in the folder for temporary files,
-            which `TMPDIR` names. These states include leaves of y that are each client's own.
+            which `TMPDIR` names. These states include leaves of y that are each client's own. The folder has to be on a
+            disk, not a tmpfs. With SimFBO it needs space for four times all own leaves; if steps adapt, for 13 times,
+            and for four times the shared leaves of y for each client.
         prefetch: the number of rounds that are read in advance when streaming.
         clock: how long exchanges take, in virtual time.
     """
