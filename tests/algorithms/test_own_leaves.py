@@ -394,6 +394,27 @@ def test_own_leaves_that_are_not_finite_are_not_written_to_disk():
     assert np.all(np.isfinite(error.value.result.y["own"]))
 
 
+def test_a_run_whose_own_leaves_are_not_finite_saves_the_state_before_the_round(tmp_path):
+    """The gradient of √0 · 0 is NaN, and this term has no derivative in the server's variables, which stay finite.
+
+    The error's result, and the checkpoint, have the numbers of a run that ends before that round.
+    """
+
+    def broken(x, y, batch):
+        far = jnp.abs(y["own"]) > 0.4
+        return inner(x, y, batch) + jnp.sum(jnp.sqrt(jnp.where(far, 0.0, 1.0) * (1 + 0 * y["own"])))
+
+    lost = fb.Bilevel(outer, broken, own=MIXED.own)
+    options = {"cohort": 2, "engine": fb.Local(stream=True), "on_divergence": "stop", "eval_every": 50}
+    with pytest.raises(fb.errors.NonFiniteError) as error:
+        run(SIMFBO, lost, rounds=50, **options, checkpoint=tmp_path / "run")
+    last = error.value.result
+    whole = run(SIMFBO, lost, rounds=last.round, **options)
+    jax.tree.map(np.testing.assert_array_equal, (last.x, last.y), (whole.x, whole.y))
+    with np.load(tmp_path / "run") as arrays:
+        assert arrays[".round"] == last.round > 0
+
+
 def test_metrics_are_of_each_clients_own_y():
     """On its inner samples too, with blocks of several clients in one."""
     measures = {"f": outer, "g": PerClient(inner, "inner")}

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
@@ -257,9 +258,11 @@ class LocalRun:
     def advance(self, carry: Carry, rounds: int) -> Stretch:
         data, table, ids = self.source.inputs(int(carry.round))
         inputs = ProgramInputs(self.algorithm, data, table, ids, self.key, self.pace, self.own, self.classes)
-        tables, members = None, np.zeros(0, np.int32)
+        before, tables, members = carry, None, np.zeros(0, np.int32)
         if self.source.states_on_disk:
             tables, members = on_disk(carry.clients), np.asarray(ids)[0]
+            round, now = jax.tree.map(jnp.copy, (carry.round, carry.now))  # the program consumes them
+            before = carry._replace(round=round, clients=tables, now=now)
             carry = carry._replace(clients=read(tables, members))
         if self.layout.shares:
             carry = replicate(carry, self.mesh)
@@ -270,7 +273,11 @@ class LocalRun:
             carry, done, rows, finite = self.program.run(carry, count, inputs)
         if self.source.states_on_disk:
             if done:
-                check_own_parts(carry)
+                try:
+                    check_own_parts(carry)
+                except NonFiniteError as error:
+                    error.carry = before
+                    raise
                 write(tables, members, carry.clients)
             carry = carry._replace(clients=tables)
         costs = unpacked(rows, self.program.costs)
