@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import federations
@@ -102,10 +103,12 @@ def test_the_rule_of_the_page_is_one(tmp_path):
     (text,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     rule, _ = ApprovalRule.read(written(tmp_path, text))
     (app,) = rule.app
-    proposal = Proposal(study("logistic", target="disease", drop=(), categorical=()).text, app, False)
+    posed = partial(study, "logistic", target="disease", drop=(), categorical=("sex", "cp"))
+    proposal = Proposal(posed(columns=("age", "sex", "cp")).text, app, False)
     assert rule.mismatch(proposal) == ""
     assert replace(rule, until=TODAY).mismatch(proposal) == ""
     assert replace(rule, until=TODAY - timedelta(days=1)).mismatch(proposal)
+    assert "columns" in rule.mismatch(Proposal(posed(columns=("age", "sex", "cp", "diagnosis")).text, app, False))
 
 
 @pytest.mark.parametrize(

@@ -443,6 +443,18 @@ def test_samples_that_have_changed_are_said_and_refused_where_the_owner_said_so(
         replace(one, folder=None, same_data=True)
 
 
+@pytest.mark.parametrize("same_data", [False, True])
+def test_a_check_before_the_site_serves_stores_no_hash_of_its_samples(same_data, tmp_path, caplog):
+    """An administrator may check, correct the table, and then start the site."""
+    one = federations.site(STEPS, 0, folder=tmp_path, same_data=same_data)
+    ClientRuntime(one, serving=False)
+    assert not (tmp_path / "client-0-samples.json").exists()
+    other = replace(one, inner=jax.tree.map(lambda leaf: leaf + 1, one.inner))
+    assert asked(ClientRuntime(other)).refused == ""
+    assert not any("differ from its earlier ones" in text for text in caplog.messages)
+    assert asked(ClientRuntime(one)).refused == ("this client has other samples than before" if same_data else "")
+
+
 def test_a_client_that_cannot_start_says_so(caplog):
     """Not the text of an error that is not ours: it could hold a path, or more."""
 

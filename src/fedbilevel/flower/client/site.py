@@ -218,7 +218,7 @@ class ClientRuntime:
         self.changed = ""
         if self.store is not None and site.folder is not None:
             hashes, of = of_samples(alone, current_group()), site.subject if site.source else ""
-            self.changed = self.store.other_samples(hashes, serving and not site.same_data, of)
+            self.changed = self.store.other_samples(hashes, serving, site.same_data, of)
         if self.changed and serving:
             log.warning("client %d: %s", site.id, self.changed)
         self.guard = None

@@ -120,19 +120,22 @@ class FolderStore:
         for old in sorted({*files} - {file}, key=lambda other: other.stat().st_mtime_ns)[: -RUNS + 1]:
             old.unlink(missing_ok=True)
 
-    def other_samples(self, hashes: Mapping[str, Any], known: bool, subject: str = "") -> str:
+    def other_samples(self, hashes: Mapping[str, Any], serving: bool, same_data: bool, subject: str = "") -> str:
         """Compare the client's samples with its earlier ones; return a sentence if they differ, else "".
 
         Args:
             hashes: the hashes of the client's samples.
-            known: whether to store these hashes for later comparisons.
+            serving: whether the client takes part from now on; otherwise nothing is stored.
+            same_data: whether samples that differ are refused, so that the hashes of the first samples stay.
             subject: the text of the study whose samples these are; only samples of the same study are compared. Those
                 of the latest RUNS studies are stored. Empty: all samples of the client are compared.
         """
         start = f"client-{self.client}-samples"
         file, now = self.folder / f"{start}{'-' + digest(subject) if subject else ''}.json", json.dumps(hashes)
         before = file.read_text(errors="replace") if file.exists() else ""
-        if before != now and (known or not before):
+        if serving and before == now:
+            file.touch()
+        elif serving and (not before or not same_data):
             write_text(file, now)
             self.keep_latest(file, self.folder.glob(f"{start}-*.json") if subject else ())
         other = before not in ("", now)
