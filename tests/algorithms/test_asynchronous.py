@@ -99,17 +99,26 @@ def test_late_replies_leave_fedlin_its_fixed_point():
 
 
 def test_the_penalty_divides_the_step_by_one_and_the_delay():
-    """Two of four clients have replied to the first exchange of SimFBO, so that the mean delay is the weight of the
-    others, 1 − p. From x = y = 0 with ∇y g_i = −c_i the server steps to γ/(1 + c(1 − p)) times the mean of c_i."""
+    """From x = y = 0 with ∇y g_i = −c_i the first step is γ times the mean of c_i over the two who have replied.
+
+    The first exchange ends at 2 s. Client 2, asked in it, replies at 2.5 s, and client 0 again at 3 s: the second mean
+    has a reply of client 0 of age 0, and replies of clients 1 and 2 of age 1. Client 3 is in no mean, and has no age.
+    """
     task = quadratic(clients=4, dim_x=2, dim_y=3, samples=(2, 4))
     steps = fixed(fb.SimFBO(batch_size=None, local_steps=1, server_lr=0.2))
-    algorithm = fb.Asynchronous(steps, wait_for=2, delay_penalty=3.0)
     given = task.problem, task.clients, task.x0, task.y0
-    engine = fb.Local(clock=fb.Clock(network=(1.0, 2.0, 3.0, 4.0)))
-    first, missing = members(task)[:2], float(sum(task.clients.weights[2:]))
+
+    def y_after(rounds, penalty):
+        engine = fb.Local(clock=fb.Clock(network=(1.0, 2.0, 2.5, 9.0)))
+        method = fb.Asynchronous(steps, wait_for=2, delay_penalty=penalty)
+        return np.asarray(fb.solve(method, *given, rounds=rounds, engine=engine).y)
+
+    first, p = members(task)[:2], np.asarray(task.clients.weights)
     mean = sum(p * g["c"] for p, _, g in first) / sum(p for p, *_ in first)
-    moved = fb.solve(algorithm, *given, rounds=1, engine=engine).y
-    np.testing.assert_allclose(moved, 0.2 / (1 + 3.0 * missing) * mean, rtol=1e-12)
+    one = y_after(1, 3.0)
+    np.testing.assert_allclose(one, 0.2 * mean, rtol=1e-12)
+    age = (p[1] + p[2]) / p[:3].sum()
+    np.testing.assert_allclose(y_after(2, 3.0) - one, (y_after(2, 0.0) - one) / (1 + 3.0 * age), rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ SOLVED = {
     ),
     "H's kink of no slope": (lambda: solved(outer=lambda x: half_square(x) + jnp.sqrt(jnp.sum(x))), "finite there"),
     "H of many values": (lambda: solved(outer=lambda x: x), "outer loss must return one real number"),
-    "X scaled": (lambda: solved(project=lambda x: x / 2), r"SimpleBilevel\.project leaves X"),
+    "X scaled": (lambda: solved(project=lambda x: x / 2), r"SimpleBilevel\.project is not a projection"),
     "X not convex": (
         lambda: solved(project=lambda x: x / jnp.linalg.norm(x + 1e-9)),
         r"SimpleBilevel\.project is not a projection onto a convex set",

@@ -64,7 +64,7 @@ FIELDS = {
 }
 LOSSES = {
     "H": (fb.SimpleBilevel(jnp.sum, FLAT, KNOWN.project), "outer is not .*strongly convex"),
-    "X": (fb.SimpleBilevel(jnp.sum, FLAT, lambda x: x / 2), "leaves X"),
+    "X": (fb.SimpleBilevel(jnp.sum, FLAT, lambda x: x / 2), "is not a projection"),
 }
 
 

@@ -76,7 +76,7 @@ from fedbilevel.core.own_y import server_y
 from fedbilevel.core.privacy import is_marked, private_part
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import NUMBER
-from fedbilevel.core.tree import PyTree, join
+from fedbilevel.core.tree import PyTree, join, over
 
 SHORTENED = 10  # the division of steps by the age of replies from which on a remark says so
 DELAY_PENALTY = 2.0  # the default of `Asynchronous.delay_penalty`, which is derived above
@@ -166,6 +166,11 @@ class LastReplies(NamedTuple):
         """Return Σ p_i g_i / Σ p_i over the clients that have replied before; 0 if there are none."""
         weight = jnp.where(self.weight > 0, self.weight, 1)
         return jax.tree.map(lambda leaf: leaf / weight.astype(leaf.dtype), self.total)
+
+    @property
+    def age_in_mean(self) -> Array:
+        """Return Σ p_i (t − t_i) / Σ p_i over the clients that have replied before: the mean age of what `mean` has."""
+        return over(self.age, self.weight)
 
     @property
     def delay(self) -> Array:
@@ -291,7 +296,7 @@ class Memory(Layer):
         """Return the mean of last replies, divided by the penalty for their mean delay."""
         if self.late is None or self.late.delay_penalty == 0:
             return last.mean
-        slower = 1 + self.late.delay_penalty * last.delay
+        slower = 1 + self.late.delay_penalty * last.age_in_mean
 
         def one(kind: str, part: PyTree) -> PyTree:
             return part if kind == NUMBER else jax.tree.map(lambda leaf: (leaf / slower).astype(leaf.dtype), part)
@@ -316,7 +321,7 @@ class Memory(Layer):
 
     def remarks(self, method: Algorithm, kept: Kept) -> tuple[str, ...]:
         """Say at the end of a run that old replies have shortened the steps to a tenth or less."""
-        delay = max((float(last.delay) for last in kept.values()), default=0.0)
+        delay = max((float(last.age_in_mean) for last in kept.values()), default=0.0)
         slower = 1 if self.late is None else 1 + self.late.delay_penalty * delay
         if slower < SHORTENED:
             return ()
