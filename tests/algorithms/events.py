@@ -25,7 +25,7 @@ class Federation:
         self.handed_in = {}  # (kind, client) -> exchange of its kind in which the client handed in last
 
     def sum_first(self, n, kind, answer, max_staleness=None):
-        """Make an exchange; Σ p_i u_i / Σ p_i over the table, and its mean delay over everyone."""
+        """Make an exchange; Σ p_i u_i / Σ p_i over the table, its mean age there, and the mean delay over everyone."""
         number = self.exchanges.get(kind, 0)
         table = self.table.setdefault(kind, {})
         needed = n - sum(k == kind for k, *_ in self.early)
@@ -83,13 +83,14 @@ class Federation:
         self.now += self.times[0]
 
     def mean(self, kind, number, table, like):
-        """Of everyone's last answers, 0 before the first; and their mean delay."""
+        """Of everyone's last answers, 0 before the first; the mean age of those that there are, and the mean delay."""
         self.exchanges[kind] = number + 1
         weight = {i: self.members[i][0] for i in range(len(self.times))}
         known = sum(weight[i] for i in table) or 1.0
         mean = [sum((weight[i] * u[k] for i, (_, u) in table.items()), 0 * of) / known for k, of in enumerate(like)]
         delay = sum(p * (number - (table[i][0] if i in table else -1)) for i, p in weight.items())
-        return mean, delay
+        age = sum(weight[i] * (number - asked) for i, (asked, _) in table.items()) / known
+        return mean, age, delay
 
 
 def mean_of_local_gradients(g, x, y, steps, lr):
@@ -124,8 +125,8 @@ def afbo(task, algorithm, rounds, n, times, work, absent=(), arrivals=None):
             def inner(i, x=x, y=y, steps=work[t, k]):
                 return [mean_of_local_gradients(fed.members[i][2], x, y, steps[i], algorithm.inner.client_lr)]
 
-            (g,), inner_delay = fed.sum_first(n, "inner", inner, wait)
-            y = y - beta(t, k) / (1 + c * inner_delay) * g
+            (g,), inner_age, inner_delay = fed.sum_first(n, "inner", inner, wait)
+            y = y - beta(t, k) / (1 + c * inner_age) * g
 
         def outer(i, x=x, y=y, v=v):
             _, f, g = fed.members[i]
@@ -134,10 +135,10 @@ def afbo(task, algorithm, rounds, n, times, work, absent=(), arrivals=None):
                 return [hypergradient(f, g, x, y, series(g["A"], b, i))]
             return [hypergradient(f, g, x, y, v), g["A"] @ v - b]
 
-        (h, *r), outer_delay = fed.sum_first(n, "outer", outer, wait)
-        x = x - algorithm.outer_lr / (1 + c * outer_delay) * h
+        (h, *r), outer_age, outer_delay = fed.sum_first(n, "outer", outer, wait)
+        x = x - algorithm.outer_lr / (1 + c * outer_age) * h
         if r:
-            v = v - algorithm.hypergradient.lr / (1 + c * outer_delay) * r[0]
+            v = v - algorithm.hypergradient.lr / (1 + c * outer_age) * r[0]
         told.append((inner_delay, outer_delay, fed.now * TICK))
     return (x, y, v), np.array(told)
 
@@ -159,7 +160,7 @@ def simfbo(task, algorithm, rounds, n, times, work, robust=False):
                 x, y, v = x - eta.x * dx, y - eta.y * dy, v - eta.v * dv
             return [*(t / work[i] for t in total), work[i]] if robust else [*total, 1.0]
 
-        (qx, qy, qv, ease), delay = fed.sum_first(n, "q", q)
+        (qx, qy, qv, ease), _, delay = fed.sum_first(n, "q", q)
         rho = ease if robust else 1.0
         x, y, v = x - gamma.x * rho * qx, y - gamma.y * rho * qy, v - gamma.v * rho * qv
         told.append((delay, fed.now * TICK))
