@@ -176,9 +176,9 @@ class Problem(Shown):
         vars(self).update(project_x=project_x, couples_x=project_x is not None, key=None)
 
     def with_couples_x(self, couples_x: bool) -> Self:
-        """Return a copy that says whether the projection of an entry of x depends on other entries."""
+        """Return a copy that says, also in its key, whether the projection of an entry of x depends on others."""
         changed = copy.copy(self)
-        vars(changed).update(couples_x=couples_x)
+        vars(changed).update(couples_x=couples_x, key=self.key and (self.key, couples_x))
         return changed
 
     def with_x_in(self, project_x: Project | None) -> Self:

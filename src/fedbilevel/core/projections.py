@@ -26,7 +26,6 @@ __all__ = ["ball", "box", "half_space", "intersection", "simplex"]
 
 POINTS = 20  # the number of random points around x0, and around 0, on which a projection is checked
 ENTRIES = 10_000_000  # the largest number of entries of all these points; for a large x there are fewer points
-MIXTURES = 10  # the number of random points on which a projection is tested for acting on each entry by itself
 INEXACT = 1e-6  # the relative error that a user's projection may have, for example if it is iterative
 
 
@@ -140,10 +139,7 @@ def check_set(field: str, project: Project, x: PyTree, anywhere: bool = False) -
     Returns:
         Points of the set, with leaves (count, ...).
     """
-    size = sum(leaf.size for leaf in jax.tree.leaves(x))
-    count = max(2, min(POINTS, ENTRIES // (2 * size)))
-    around = [points_around(center, count) for center in (x, jax.tree.map(np.zeros_like, x))]
-    points = jax.tree.map(lambda *leaves: np.concatenate(leaves), *around)
+    points = points_for(x)
     images = check_projection(field, project, x, points)
     start = as_rows(points)[0]  # x
     away = float(np.linalg.norm(as_rows(images)[0] - start))
@@ -190,21 +186,29 @@ def acts_on_entries(project: Project, x: PyTree) -> bool:
     """Return whether a projection changes every entry of x by itself, as the projection onto a box does.
 
     If it does, and a point takes some entries from a point u and the others from w, then the image of this point takes
-    the same entries from the images of u and w. This is tested with points around x and around 0, and random choices of
-    entries. A function that raises an error is no projection, which `check_set` reports.
+    the same entries from the images of u and w. This is tested with points around x and around 0, each mixed with its
+    neighbour by a random choice of entries. A function that raises an error is no projection, as `check_set` reports.
     """
-    around = [points_around(center, MIXTURES) for center in (x, jax.tree.map(np.zeros_like, x))]
-    first = jax.tree.map(lambda *leaves: np.concatenate(leaves), *around)
-    second = jax.tree.map(lambda leaf: np.roll(leaf, 1, axis=0), first)
-    rng = np.random.default_rng(0)
-    chosen = jax.tree.map(lambda leaf: rng.random(leaf.shape) < 0.5, first)
-    mixed = partial(jax.tree.map, np.where, chosen)
+    points, rng = points_for(x), np.random.default_rng(0)
+    chosen = jax.tree.map(lambda leaf: rng.random(leaf.shape) < 0.5, points)
+
+    def mixed(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda some, leaf: np.where(some, leaf, np.roll(leaf, 1, axis=0)), chosen, tree)
+
     with suppress(Exception):
-        got = as_rows(of_each(project, mixed(first, second)))
-        expected = as_rows(mixed(of_each(project, first), of_each(project, second)))
-        scale = 1 + np.linalg.norm(as_rows(first), axis=1) + np.linalg.norm(as_rows(second), axis=1)
+        got, expected = as_rows(of_each(project, mixed(points))), as_rows(mixed(of_each(project, points)))
+        lengths = np.linalg.norm(as_rows(points), axis=1)
+        scale = 1 + lengths + np.roll(lengths, 1)
         return bool(np.all(np.abs(got - expected) <= INEXACT * scale[:, None]))
     return False
+
+
+def points_for(x: PyTree) -> PyTree:
+    """Return the points on which a projection is tested, around x, which is the first, and around 0."""
+    size = sum(leaf.size for leaf in jax.tree.leaves(x))
+    count = max(2, min(POINTS, ENTRIES // (2 * size)))
+    around = [points_around(center, count) for center in (x, jax.tree.map(np.zeros_like, x))]
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *around)
 
 
 def points_around(x: PyTree, count: int) -> PyTree:

@@ -39,18 +39,12 @@ def numbers(field: str, values: Any) -> NDArray[np.float64]:
     return found
 
 
-def require_columns(names: Iterable[str], frame: Any, whose: str) -> None:
-    """Refuse a data frame that lacks one of these columns.
-
-    Args:
-        names: the columns that the data frame must have.
-        frame: the data frame.
-        whose: what needs the columns, such as "study", for the message.
-    """
+def require_in_frame(names: Iterable[str], frame: Any) -> None:
+    """Refuse a site's data frame that lacks one of these columns of the study."""
     for name in names:
         if name not in frame.columns:
             error = unknown("column", name, frame.columns)
-            error.message = f"the table has no column {name!r} of the {whose}; it has {', '.join(error.allowed)}"
+            error.message = f"the table has no column {name!r} of the study; it has {', '.join(error.allowed)}"
             raise error
 
 

@@ -12,7 +12,7 @@ from fedbilevel.data import generator_of_site
 from fedbilevel.data.columns import hidden_entries
 from fedbilevel.errors import ConfigurationError, DataWarning
 from fedbilevel.estimators.agreement import SITE, Agreement, DifferentColumnsError
-from fedbilevel.estimators.columns import labels, numbers, require_columns
+from fedbilevel.estimators.columns import labels, numbers, require_in_frame
 from fedbilevel.estimators.evaluation import answered, held_out
 from fedbilevel.estimators.preparer import Preparer, Summaries, words_of
 from fedbilevel.estimators.survival_curves import steps
@@ -48,7 +48,7 @@ class SiteTable:
 
     def __init__(self, study: Any, site: str, frame: Any) -> None:
         self.study, self.site = study, site
-        require_columns([*study.not_features, *study.columns], frame, "study")
+        require_in_frame([*study.not_features, *study.columns], frame)
         targets = [study.target, *([study.event] if study.event else [])]
         kept = frame[frame[targets].notna().all(axis=1)].reset_index(drop=True)
         self.left_out = len(frame) - len(kept)

@@ -26,7 +26,7 @@ import numpy as np
 
 import fedbilevel as fb
 from fedbilevel.estimators.agreement import KINDS, SITE, Agreement
-from fedbilevel.estimators.columns import require_columns
+from fedbilevel.estimators.columns import require_in_frame
 from fedbilevel.estimators.evaluation import Report, evaluated
 from fedbilevel.estimators.measures import CELLS
 from fedbilevel.estimators.model_card import StudyCosts, card
@@ -293,7 +293,7 @@ class StudyModel:
             raise unknown("site", site, study.sites)
         if study.offsets:
             frame = frame.assign(**{SITE: site if site in study.fitted_sites else None})
-        require_columns(columns, frame, "study")
+        require_in_frame(columns, frame)
         return self.agreement.preparer.transform(frame[columns])
 
     def predict(self, frame: Any, site: str = "") -> Any:

@@ -300,14 +300,8 @@ def reached(
         authority = None if root_certificates is None else read_bytes(root_certificates)
         if why := why_unreached(superlink, authority, None if key is None else private_key(key)):
             raise ConfigurationError(f"--superlink: {why}")
-        yield (
-            "superlink",
-            f"{superlink} answers, and knows the key"
-            if key is not None
-            else (
-                f"{superlink} answers; whether it knows the site's key is only tried with --auth-supernode-private-key"
-            ),
-        )
+        untried = "; whether it knows the site's key is only tried with --auth-supernode-private-key"
+        yield "superlink", f"{superlink} answers" + (untried if key is None else ", and knows the key")
 
 
 def configured(spec: Spec, config: Mapping[str, Any]) -> Spec:

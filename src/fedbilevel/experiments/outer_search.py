@@ -309,12 +309,13 @@ class SearchRun:
 
     def affordable(self) -> int:
         """Return how many exchanges can train y in the next trial; 0 if a budget allows no trial."""
+        within = self.within_budget()
         if self.privacy is None or self.privacy.budget is None:
-            return self.within_budget()
+            return within
         replies, epsilon = range(self.ledger.exchanges, MOST_REPLIES), self.privacy.epsilon_after
         left = bisect_right(replies, self.privacy.budget, key=epsilon) - 1
-        trained = min(self.within_budget(), self.method.affordable(left))
-        if not trained and self.within_budget():
+        trained = min(within, self.method.affordable(left))
+        if within and not trained:
             spent = epsilon(self.ledger.exchanges)
             self.stopped = f"{SPENT}: ε is {spent:.6g}, and {self.privacy.budget:g} allows no further trial"
         return trained

@@ -292,11 +292,15 @@ class Memory(Layer):
         last = last.after(delta)
         return Total.of_mean(self._shortened(asked, last)), {**kept, asked.phase: last}
 
+    def _slower(self, last: LastReplies) -> Any:
+        """Return the number by which old replies divide the server's step."""
+        return 1 if self.late is None else 1 + self.late.delay_penalty * last.age_in_mean
+
     def _shortened(self, asked: Asked, last: LastReplies) -> PyTree:
         """Return the mean of last replies, divided by the penalty for their mean delay."""
         if self.late is None or self.late.delay_penalty == 0:
             return last.mean
-        slower = 1 + self.late.delay_penalty * last.age_in_mean
+        slower = self._slower(last)
 
         def one(kind: str, part: PyTree) -> PyTree:
             return part if kind == NUMBER else jax.tree.map(lambda leaf: (leaf / slower).astype(leaf.dtype), part)
@@ -321,12 +325,12 @@ class Memory(Layer):
 
     def remarks(self, method: Algorithm, kept: Kept) -> tuple[str, ...]:
         """Say at the end of a run that old replies have shortened the steps to a tenth or less."""
-        delay = max((float(last.age_in_mean) for last in kept.values()), default=0.0)
-        slower = 1 if self.late is None else 1 + self.late.delay_penalty * delay
+        divided = [(float(last.age_in_mean), float(self._slower(last))) for last in kept.values()]
+        age, slower = max(divided, default=(0.0, 1.0))
         if slower < SHORTENED:
             return ()
         return (
-            f"replies were {delay:.0f} exchanges old in the mean, so the server's steps were divided by {slower:.0f}. "
+            f"replies were {age:.0f} exchanges old in the mean, so the server's steps were divided by {slower:.0f}. "
             "Perhaps a client has stopped replying: the mean age then grows without end. If the steps were chosen for "
             "late replies, give delay_penalty=0",
         )
