@@ -35,7 +35,7 @@ from papers.numbers import rounded, value_in
 
 POLL = 1.0  # seconds between two looks at a run that another process plays
 CURVE = 60  # points of a curve that are kept
-CHANCE = 1e-3  # the relative distance within which a loss is that of constant predictions
+CHANCE = 1e-3  # the relative distance from the loss of constant predictions below which a network counts as dead
 Say = Callable[[str], None]
 
 
