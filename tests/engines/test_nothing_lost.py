@@ -193,6 +193,20 @@ def test_what_has_grown():
     assert grown(History([*rows, {"round": 3, "outer_loss": 5500.0}, {"round": 4, "outer_loss": 5600.0}])) == ""
 
 
+@pytest.mark.parametrize(
+    ("losses", "diverges"),
+    [
+        ((0.5, -30.0, 25.0, -28.0, 12.0, 30.0), False),  # noise about 0: its median is near 0, its median size is 28
+        ((-50.0, -20.0, 12.0, 15.0), False),  # 15 is less than the size of the start
+        ((0.5, -3.0, 2.5, -2.8, 12.0, 40.0), True),
+    ],
+)
+def test_a_loss_of_either_sign_is_measured_by_its_size(losses, diverges):
+    """The loss of the player who maximises is the negative of the other's, and both may be below 0."""
+    rows = [{"round": n, "inner_loss": loss} for n, loss in enumerate(losses)]
+    assert bool(grown(History(rows), began={"inner_loss": losses[0]})) == diverges
+
+
 def test_a_method_that_measures_no_loss_is_warned_of_by_the_norm_of_its_point():
     """x ← −2x from 8: 2²⁰ and more of 8 after 20 rounds, over a million times."""
     assert warned_of(19, 3.0) == []

@@ -24,9 +24,9 @@ SAMPLES = 2_000  # the number of samples of the inner loss on which curvature is
 PRODUCTS = 20  # the number of products with its Hessian
 ENTRIES = 1_000_000  # the most entries of y, since twice as many vectors as products are kept
 ROUNDING = 1e-3  # the relative rounding error of a curvature that is 0
-FAR = 1000  # factor of max(first loss, 1): only steps that are too large raise a loss so far
+FAR = 1000  # factor of max(|first loss|, 1): only steps that are too large raise a loss so far
 HIGH = 10  # the same, for two consecutive rows of a run that can return to a better row with smaller steps
-STILL = 10  # a loss still grows if it is above this factor times the median of the rows before; below may be noise
+STILL = 10  # a loss still grows above this factor times the median size of the rows before; below may be noise
 
 
 def grown(
@@ -50,7 +50,7 @@ def grown(
         if not before or history.larger_is_better(name):
             continue
         first = (began or {}).get(name, before[0])
-        start, grows = max(first, 1), last > STILL * float(np.median(before))
+        start, grows = max(abs(first), 1), last > STILL * float(np.median(np.abs(before)))
         far, high = last > FAR * start, last > before[-1] > HIGH * start
         if (far and grows) if began is None else (far and name in began) or (high and grows):
             span = f"from {text(name, first)} to {text(name, last)}"
