@@ -95,6 +95,7 @@ def two_rounds(case: str, engine: Any) -> tuple[Any, Any]:
     rows, weights = (cut(task.clients.outer, LENGTHS), cut(task.clients.inner, LENGTHS[::-1])), task.clients.weights
     clients = fb.Clients(*rows, weights=weights, local_steps=work, own=own)
     problem = problem or task.problem
+    problem = problem.over_batches() if problem.draws else problem  # as in `solve`; the others see no padded batch
     y0 = None if isinstance(problem, fb.SingleLevel | fb.SimpleBilevel) else task.y0
     carry = first_carry(algorithm, problem, clients, task.x0, y0)
     cohort = COHORT if algorithm.asks.cohorts else len(clients)

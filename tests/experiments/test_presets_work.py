@@ -104,7 +104,7 @@ def test_presets_come_near_the_solution_of_the_quadratic(algorithm) -> None:
 @pytest.mark.parametrize("algorithm", ["fednest", "fednest-sgd", "fedmbo", "lfednest", "afbo", "rabo", "rafbo"])
 def test_a_series_of_the_default_length_knows_the_smaller_eigenvalues(algorithm) -> None:
     """Of eigenvalues from 0.1 to 1 twenty terms of step 0.1 see 1 − (1 − 0.1·0.1)^20 = 18 % to 88 % of 1/λ; five, which
-    see 5 % to 41 %, leave x off by 0.6 or more. Where every client inverts its own Hessian, exact inverses leave 0.457."""
+    see 5 % to 41 %, leave x off by 0.6 or more. Where clients invert their own Hessians, exact inverses leave 0.457."""
     task = task_with_presets("quadratic", None)
     start = (task.problem, task.clients, task.x0, task.y0)
     result = fb.solve(ALGORITHMS[algorithm](), *start, rounds=200, metrics=task.metrics)
