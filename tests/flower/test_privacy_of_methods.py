@@ -68,7 +68,7 @@ REFUSED = {
 }
 TESTED = {type(unwrapped(algorithm)) for algorithm, _ in (CASES | REFUSED).values()}
 CASES |= {
-    name: (case.algorithm, case.problem)
+    name: (fixed(case.algorithm), case.problem)
     for name, case in cases().items()
     if type(unwrapped(case.algorithm)) not in TESTED
 }
@@ -152,7 +152,9 @@ def kept_in(folder, number):
 def played(case, folder=None, privacy=None):
     """The run of a case; the second client is the slowest, where that matters."""
     algorithm, problem = CASES[case]
-    task = quadratic(clients=CLIENTS, dim_x=2, dim_y=3, samples=(4, 4)).with_own(local_steps=[1, 2, 3])
+    task = quadratic(clients=CLIENTS, dim_x=2, dim_y=3, samples=(4, 4))
+    if not isinstance(algorithm, fb.BiFISTA | fb.IRG | fb.SDBO):  # which refuse local steps
+        task = task.with_own(local_steps=[1, 2, 3])
     if isinstance(problem, fb.SimpleBilevel | fb.SingleLevel):
         task = replace(task, x0=0.1 * jnp.ones(2), y0=None)
     if problem is SPLIT:
