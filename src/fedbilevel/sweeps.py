@@ -41,6 +41,7 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.tables import with_values
 from fedbilevel.core.tree import PyTree
 from fedbilevel.display import Display
+from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.history import LOSSES, History, Result, Row
 from fedbilevel.engines.progress import Guarded, showing
 from fedbilevel.engines.saver import FORCE
@@ -298,7 +299,7 @@ def played(
                 time.sleep(POLL)
                 continue
             except (ConfigurationError, NumericalError) as error:
-                row = {"seed": seed, "error": str(error)}
+                row = row_of_failed(error, seed)
                 wrong += [error] if isinstance(error, ConfigurationError) else []
             run_rows[number, seed] = row
             said({**points[number], **row})
@@ -333,6 +334,13 @@ def row_of(history: History, seed: int, select: str) -> dict[str, Any]:
     return {"seed": seed, "error": "" if math.isfinite(last[select]) else f"{select} is {last[select]}", **last}
 
 
+def row_of_failed(error: Exception, seed: int) -> dict[str, Any]:
+    """Return the row of a run that failed, for the table of a sweep: its seed, its error, and its costs if known."""
+    ledger: Ledger | None = getattr(error, "ledger", None)
+    costs = {} if ledger is None else {"round": ledger.rounds, **ledger.columns()}
+    return {"seed": seed, "error": str(error), **costs}
+
+
 def in_table(row: Row) -> dict[str, Any]:
     """Return a row of a history without the seconds of this machine, for the table of a sweep."""
     return {name: value for name, value in row.items() if name != "seconds"}
@@ -351,7 +359,7 @@ class Sweep(Shown):
         rows: a row for each point, the best first and failed points last: the values of the fields, the mean of the
             metric, its sample standard deviation "sd", the means "rounds" and "exchanges", and "error", which is empty
             unless a run failed.
-        spent: the total "rounds" and "exchanges" of all runs that did not fail, including pruned runs.
+        spent: the total "rounds" and "exchanges" of all runs, including runs that diverged or were pruned.
         algorithm: the algorithm, or on the command line the spec, with the values of the best point; None if every
             point failed.
         others: the number of other runs in the folder, of earlier points or seeds; only on the command line.

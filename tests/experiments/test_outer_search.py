@@ -13,9 +13,9 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel import experiments
-from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.errors import ConfigurationError, NumericalError
 from fedbilevel.experiments import outer_search
-from fedbilevel.experiments.compare import legend, load_groups
+from fedbilevel.experiments.compare import comparison, legend, load_groups
 from fedbilevel.experiments.outer_search import TPE, Halving, Random, SearchRun, box_of
 from fedbilevel.experiments.runner import build
 from fedbilevel.experiments.series import comparison_specs
@@ -111,6 +111,116 @@ def test_under_privacy_all_trials_share_one_account():
     assert run.history["epsilon"].tolist() == [noisy.epsilon_after(n) for n in (0, 5, 10, 12)]
     assert "privacy budget spent" in run.stopped
     assert abs(run.history["outer_loss"][1] - plain.history["outer_loss"][1]) > 0.1
+
+
+def explosive(far=0.5):
+    """The task with losses that are infinite if an entry of x, other than that of x0, is above `far`."""
+    problem = TASK.problem
+
+    def inner(x, y, rows):
+        return problem.inner(x, y, rows) * jnp.where(jnp.max(x) > far, jnp.inf, 1.0)
+
+    return replace(TASK, problem=fb.Bilevel(problem.outer, inner), metrics={})
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_a_trial_that_diverges_is_charged_and_the_search_goes_on(private, monkeypatch):
+    """An infinite inner loss makes y infinite in the first exchange of a trial, which is all that this trial spends."""
+    told, real, drawn = [], optuna.Study.tell, []
+
+    def noting(method, problem, clients, x, y, **given):
+        if isinstance(method, Random):
+            drawn.append((x, given["rounds"]))
+        return fb.solve(method, problem, clients, x, y, **given)
+
+    monkeypatch.setattr(outer_search, "solve", noting)
+    monkeypatch.setattr(optuna.Study, "tell", lambda *given, **named: told.append(real(*given, **named)) or told[-1])
+    privacy = fb.Privacy(clip=1e4, noise_multiplier=1e-9, delta=1e-5) if private else None
+    method = Random(**BOUNDS, trial_exchanges=4, batch_size=None, lr=0.05)
+    result = searched(method, 40, explosive(), privacy=privacy)
+    far = [bool(np.max(x) > 0.5) for x, _ in drawn]
+    assert 0 < sum(far) < len(far)
+    spent = np.cumsum([0, *(1 if f else rounds + 1 for f, (_, rounds) in zip(far, drawn, strict=True))])
+    assert result.history["exchanges"].tolist() == spent.tolist()
+    assert spent[-1] == 39  # the last exchange cannot train and measure
+    assert result.history.rows[-1]["diverged"] == sum(far)
+    assert [trial.state.name for trial in told] == ["PRUNED" if f else "COMPLETE" for f in far]
+    assert result.ledger.exchanges_by_phase["train"] + result.ledger.exchanges_by_phase["validation"] == 39
+    alone = searched(method, 5, TASK, privacy=privacy).ledger
+    assert result.ledger.gradients == alone.gradients // 4 * result.ledger.exchanges_by_phase["train"]
+    if private:
+        assert result.ledger.epsilon == privacy.epsilon_after(39)
+
+
+def test_a_search_that_is_begun_anew_charges_its_diverged_trials_again():
+    """The search is interrupted after a trial that diverged; the second search has all costs of a whole one."""
+    method = Random(**BOUNDS, trial_exchanges=4, batch_size=None, lr=0.05)
+
+    def stop(result, row):
+        if row.get("diverged"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        searched(method, 30, explosive(), callbacks=[stop])
+    whole, again = (searched(method, 30, explosive()) for _ in range(2))
+    assert whole.history["diverged"][-1] > 0
+    assert again.ledger == whole.ledger
+    np.testing.assert_array_equal(again.history["exchanges"], whole.history["exchanges"])
+
+
+EXPLOSIVE = """
+from dataclasses import replace
+import fedbilevel as fb
+import jax.numpy as jnp
+from fedbilevel.tasks.quadratic import quadratic
+
+TASK = quadratic(clients=3, dim_x=2, dim_y=3, samples=(2, 3))
+
+def inner(x, y, rows):
+    return TASK.problem.inner(x, y, rows) * jnp.where(jnp.max(x) > 0.5, jnp.inf, 1.0)
+
+def task():
+    return replace(TASK, problem=fb.Bilevel(TASK.problem.outer, inner))
+"""
+
+
+def test_the_table_says_how_many_trials_diverged(tmp_path, run):
+    (tmp_path / "own.py").write_text(EXPLOSIVE)
+    given = ["compare", f"{tmp_path / 'own.py'}:task", "--algorithms", "simfbo", "--against", "random"]
+    given += ["--exchanges", "30", "--search-box=-1:1", "--set", "Random.lr=0.05", "--set", "Random.trial_exchanges=4"]
+    code, _, error = run(*given, "--quiet", "--out", tmp_path / "both")
+    assert code == 0, error
+    groups = load_groups([tmp_path / "both"])
+    column = next(column for column in comparison(groups).columns if column.heading == "diverged")
+    last = groups[1].runs[0].summary["last_row"]
+    assert last["diverged"] > 0
+    assert [list(cell.values) for cell in column.cells] == [[0.0], [last["diverged"]]]
+
+
+def test_an_outer_loss_that_is_not_finite_is_a_trial_that_diverges(trials):
+    """It costs the exchanges that trained y, none here as the loss is infinite at the start, and a measurement."""
+    far = replace(
+        TASK,
+        problem=fb.Bilevel(
+            lambda x, y, rows: TASK.problem.outer(x, y, rows) * jnp.where(jnp.max(x) > 0.5, jnp.inf, 1.0),
+            TASK.problem.inner,
+        ),
+        metrics={},
+    )
+    result = searched(Random(**BOUNDS, trial_exchanges=4, batch_size=None, lr=0.05), 30, far)
+    assert result.history.rows[-1]["diverged"] == sum(float(np.max(x)) > 0.5 for x, *_ in trials) > 0
+    assert result.ledger.exchanges == sum(result.ledger.exchanges_by_phase.values()) == 29
+    assert result.ledger.exchanges_by_phase["train"] == result.ledger.rounds == 20
+    assert np.max(result.x) <= 0.5
+
+
+def test_a_search_whose_trials_all_diverge_names_the_field_to_change():
+    method = Random(**BOUNDS, trial_exchanges=4, batch_size=None, lr=1e200)
+    with pytest.raises(
+        NumericalError, match=r"all 4 trials of .* diverged: lower Random\.lr = 1e\+200, or draw x"
+    ) as error:
+        searched(method, 5)
+    assert error.value.ledger.exchanges == 4
 
 
 def test_metrics_are_of_the_best_point_and_choose_nothing():

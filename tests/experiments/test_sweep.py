@@ -167,7 +167,12 @@ def test_a_diverged_run_is_a_row_and_not_played_again(tmp_path, monkeypatch) -> 
     given = [*SMALL, "--grid", "server_lr.y=0.05,1e200", "--out", tmp_path]
     assert swept(*given) == 0
     before = contents(tmp_path)
-    assert "not finite" in lines(tmp_path)[1]["error"]
+    good, bad = lines(tmp_path)
+    assert "not finite" in bad["error"]
+    assert (good["round"], good["exchanges"]) == ("4", "4")
+    assert (bad["round"], bad["exchanges"]) == ("2", "2")  # the second round fails, and its exchange is counted
+    assert int(bad["bytes_down"]) == int(good["bytes_down"]) // 2
+    assert "in all 6 rounds, 6 exchanges" in before["chosen.toml"]
     monkeypatch.setattr(experiment, "solve", None)
     assert swept(*given) == 0
     assert contents(tmp_path) == before
@@ -175,7 +180,10 @@ def test_a_diverged_run_is_a_row_and_not_played_again(tmp_path, monkeypatch) -> 
 
 def test_where_every_run_diverges_nothing_is_chosen(tmp_path, run) -> None:
     code, printed, error = run("sweep", *SMALL, "--grid", "server_lr.y=1e190,1e200", "--out", tmp_path)
-    assert (code, error.strip()) == (3, "fedbilevel: every point failed: nothing is chosen")
+    assert (code, error.strip()) == (
+        3,
+        "fedbilevel: every point failed: nothing is chosen; give other values of server_lr.y",
+    )
     assert printed.count("not finite") >= 2
     assert not (tmp_path / "chosen.toml").exists()
 

@@ -251,6 +251,34 @@ def test_a_failed_point_is_a_row_that_says_why_and_stands_last() -> None:
     assert "every point failed" in repr(found)
 
 
+def test_a_run_that_diverges_is_charged_once_in_a_first_and_in_a_second_call(tmp_path) -> None:
+    """Its second round is not finite. A second call repeats this round from the checkpoint, which has the first."""
+    method = fb.SimFBO(client_lr=0.05, server_lr=fb.XYV(x=0.01, y=0.05, v=0.05))
+    grid = {"server_lr.y": [0.05, 1e200]}
+    given = {"grid": grid, "rounds": 4, "folder": tmp_path, "metrics": {}, "select": "outer_loss"}
+    first, second = swept(method, **given), swept(method, **given)
+    assert first.trials[1]["exchanges"] == first.trials[1]["round"] == 2
+    assert first.spent == {"rounds": 6, "exchanges": 6}
+    assert second.trials == first.trials
+    assert second.spent == first.spent
+
+
+@pytest.mark.parametrize("engine", [fb.Local(), fb.Reference()])
+@pytest.mark.parametrize("budget", [None, 100.0])
+def test_a_run_that_diverges_says_what_it_has_cost(engine, budget) -> None:
+    """Two rounds have two exchanges: ε is that of two replies. `Reference` stops at the first bad reply."""
+    privacy = fb.Privacy(clip=1.0, noise_multiplier=5.0, delta=1e-5, budget=budget)
+    steps = fb.XYV(x=0.05, y=1e200, v=0.05)
+    with pytest.raises(NumericalError) as failed:
+        fb.solve(
+            fb.SimFBO(server_lr=steps, client_lr=0.05), TASK.problem, TASK.clients, TASK.x0, TASK.y0, rounds=6,
+            privacy=privacy, engine=engine,
+        )  # fmt: skip
+    ledger = failed.value.ledger
+    assert (ledger.rounds, ledger.exchanges, ledger.replies) == (2, 2, 4 if isinstance(engine, fb.Local) else 3)
+    assert (ledger.epsilon, ledger.delta) == (privacy.epsilon_after(2), 1e-5)
+
+
 def test_an_unlucky_combination_is_a_row_and_a_value_that_never_fits_is_refused() -> None:
     def make(point):
         if point["a"] * point["b"] > limit:

@@ -332,7 +332,10 @@ def _sweep(options: argparse.Namespace) -> int:
         return shared.fail(interrupts.exit_code(), f"interrupted; continue with the same command and --out {folder}")
     terminal.print(sweep_table(found, terminal.width))
     shared.say_paths(terminal, {"runs": folder, **written})
-    return shared.OK if found.best else shared.fail(shared.NUMBERS_FAIL, "every point failed: nothing is chosen")
+    if found.best:
+        return shared.OK
+    fields = ", ".join(found.fields)
+    return shared.fail(shared.NUMBERS_FAIL, f"every point failed: nothing is chosen; give other values of {fields}")
 
 
 def _swept(options: argparse.Namespace, folder: Path, trackers: Sequence[Tracker]) -> Sweep:

@@ -98,7 +98,16 @@ class ConfigurationError(FedbilevelError, ValueError):
 
 
 class NumericalError(FedbilevelError, ArithmeticError):
-    """Report numbers from which a run cannot continue; the message names the round and the problem."""
+    """Report numbers from which a run cannot continue; the message names the round and the problem.
+
+    Attributes:
+        costs: the costs of rounds that the run's ledger does not have, the failed round included; None if the engine
+            does not know them.
+        ledger: the `Ledger` of all that the run has cost, the failed round included; None if it is not known.
+    """
+
+    costs: Any = None
+    ledger: Any = None
 
 
 class NonFiniteError(NumericalError):

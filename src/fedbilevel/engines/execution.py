@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 from jax import Array
 
 from fedbilevel.algorithms.parts.private import replies_at_most
@@ -88,7 +89,11 @@ class Execution:
         further round, else "")."""
         began, compiling = time.perf_counter(), self.run.compile_seconds
         stretch, spent = self.within_budget(carry, rounds)
-        self.check_state(local(stretch.carry.state), int(stretch.carry.round) - stretch.rounds)
+        try:
+            self.check_state(local(stretch.carry.state), int(stretch.carry.round) - stretch.rounds)
+        except NumericalError as error:
+            error.costs = stretch.costs
+            raise
         return stretch, time.perf_counter() - began - (self.run.compile_seconds - compiling), spent
 
     def within_budget(self, carry: Carry, rounds: int) -> tuple[Stretch, str]:
@@ -97,10 +102,14 @@ class Execution:
             return self.run.advance(carry, rounds), ""
         while True:
             before = carry if terms.budget is None else jax.tree.map(copied, carry)
+            replies = replies_at_most(local(carry.state), local(carry.clients))
             try:
                 stretch = self.run.advance(carry, rounds)
-            except NonFiniteError:
+            except NonFiniteError as error:
                 if terms.budget is None or rounds == 1:
+                    if error.costs is not None:
+                        replies += sum(int(np.sum(calls.exchanges)) for calls in error.costs.calls.values())
+                        error.costs = error.costs._replace(privacy=(terms.epsilon_after(replies), terms.delta))
                     raise
                 carry, rounds = before, rounds // 2  # the budget may end the run before the failing round
                 continue

@@ -36,6 +36,7 @@ from fedbilevel.wording import missing, require_object
 Row = dict[str, float | int]
 """The values of one row of the history, by column."""
 LOSSES = ("outer_loss", "inner_loss")
+DIVERGED = "diverged"  # the column with the number of trials of a search that diverged
 LONGEST = 2**28  # bytes of a history in a file
 
 
@@ -96,6 +97,7 @@ class History(RowTable):
     - round, exchanges, bytes_down, bytes_up, gradients, hvps, time: totals so far, as in a `Ledger`.
     - seconds: the time that this machine spent in rounds, without compilation and evaluation.
     - flops, if operations were counted.
+    - diverged: in a search, how many of its trials have diverged, if some have.
     - coverage_x, uncovered_x, mask_noise_x, and the same for y, if clients hold submodels.
     - metrics of the algorithm's phases, such as outer_loss and inner_loss: means over the rounds since the row before.
     - the user's metrics, by their names.
@@ -110,7 +112,8 @@ class History(RowTable):
     @property
     def measured(self) -> list[str]:
         """Return the columns that are not costs: first those of `judged`, then the others, such as coverage."""
-        found = [name for name in self.columns if name not in ("round", "seconds", "halvings", *Ledger.COLUMNS)]
+        others = "round", "seconds", "halvings", DIVERGED, *Ledger.COLUMNS
+        found = [name for name in self.columns if name not in others]
         return list(dict.fromkeys([*self.judged, *found]))
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 from fedbilevel.algorithms.parts.layers import layers_at
 from fedbilevel.algorithms.parts.private import Private
 from fedbilevel.core import interrupts
-from fedbilevel.core.errors import ExchangeError, NonFiniteError
+from fedbilevel.core.errors import ExchangeError, NonFiniteError, NumericalError
 from fedbilevel.core.own_y import own_paths
 from fedbilevel.core.tree import PyTree, join, split
 from fedbilevel.display import Display, Silent
@@ -70,6 +70,9 @@ class Loop:
         try:
             self.carry, self.result = carry, self.snapshot(carry)
             return self.play_on()
+        except NumericalError as error:
+            error.ledger = self.measurements.total(error.costs)
+            raise
         finally:
             self.execution.close()
 

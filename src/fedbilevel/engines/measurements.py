@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from fedbilevel.core.errors import NumericalWarning, require
 from fedbilevel.core.metrics import best, text
 from fedbilevel.core.on_disk import lasting
 from fedbilevel.core.tree import PyTree, join, split
-from fedbilevel.engines.costs import ExchangeKind, Ledger
+from fedbilevel.engines.costs import ExchangeKind, Ledger, RoundCosts
 from fedbilevel.engines.ends import Ends
 from fedbilevel.engines.engine import Stretch
 from fedbilevel.engines.evaluation import Evaluation, PerClientRow
@@ -51,6 +51,13 @@ class RunMeasurements:
                 self.losses.setdefault(name, []).extend(means.tolist())
                 if means.ndim == 1:
                     self.began.setdefault(name, float(means[0]))
+
+    def total(self, more: RoundCosts | None) -> Ledger:
+        """Return the costs so far with those of some more rounds, which the ledger itself does not get."""
+        total = replace(self.ledger, exchanges_by_phase=dict(self.ledger.exchanges_by_phase))
+        if more is not None:
+            total.add(more, np.size(more.gradients), self.flops)
+        return total
 
     def add_row(self, result: Result, findings: Mapping[str, Any], per_client: PerClientRow | None) -> Row:
         """Evaluate the metrics, and append a row to the history.

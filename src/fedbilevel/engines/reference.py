@@ -14,7 +14,7 @@ from jax import Array
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.authored import checked_round
 from fedbilevel.core.client import Client, Clients, Samples
-from fedbilevel.core.errors import diverged
+from fedbilevel.core.errors import NonFiniteError, diverged
 from fedbilevel.core.fed import Phase, Reply, Total
 from fedbilevel.core.hyperparameters import at
 from fedbilevel.core.own import OwnNumbers
@@ -69,18 +69,22 @@ class ReferenceFed(PythonFed):
     def sum(self, phase: Phase, message: PyTree, key: Array, *, fresh: Any = None, each: bool = False) -> Total:
         members = self.members if fresh is None else self.cohorts.fresh(fresh).members()
         name, asked, parts, totals = self.algorithm.phase_name(phase), [], [], []
-        for place, (i, own) in enumerate(members):
-            if not self.run.pace.ever_available(i):
-                continue
-            units = self.models.units_of(i)
-            part = self.models.cut(phase, message, units)
-            again = jax.random.fold_in(key, place) if self.run.cohort.replacement else key
-            sums = self.reply(self.question(name, part, again, fresh), name, i, own, fresh is None)
-            asked.append(i)
-            parts.append((part, sums, 1))
-            totals.append(self.models.put_back(phase, sums, units)._replace(sent=None))
-        work = jnp.asarray(np.array([np.add(sums.gradients, sums.hvps) for _, sums, _ in parts]))
-        self.book.enter(name, joined(parts), self.wait_for(jnp.array(asked), work))
+        try:
+            for place, (i, own) in enumerate(members):
+                if not self.run.pace.ever_available(i):
+                    continue
+                units = self.models.units_of(i)
+                part = self.models.cut(phase, message, units)
+                again = jax.random.fold_in(key, place) if self.run.cohort.replacement else key
+                sums, reply = self.question(name, part, again, fresh)(i, own)
+                asked.append(i)
+                parts.append((part, sums, 1))
+                self.check(name, i, reply, fresh is None)
+                totals.append(self.models.put_back(phase, sums, units)._replace(sent=None))
+        finally:  # the costs of replies include those of a reply that is not finite
+            if parts:
+                work = jnp.asarray(np.array([np.add(sums.gradients, sums.hvps) for _, sums, _ in parts]))
+                self.book.enter(name, joined(parts), self.wait_for(jnp.array(asked), work))
         rows = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(sums.row for _, sums, _ in parts)) if each else None
         return added_up(totals).total(self.run.population, rows)
 
@@ -100,7 +104,8 @@ class ReferenceFed(PythonFed):
             units = jnp.array([spent[i].gradients + spent[i].hvps if i in spent else 0 for i in range(count)])
         plan = in_flight.first(queues, self.run.pace, self.now, name, n, units, max_staleness)
         for i in np.flatnonzero(plan.asked).tolist():
-            sums = self.reply(ask, name, i, own[i], True)
+            sums, reply = ask(i, own[i])
+            self.check(name, i, reply, True)
             table = jax.tree.map(lambda rows, new, i=i: rows.at[i].set(new), table, sums)
         queues = in_flight.handed_in(in_flight.written(queues, name, table), plan, total_of)
         self.queues, total, age = in_flight.counted(queues, plan, name, total_of)
@@ -119,9 +124,8 @@ class ReferenceFed(PythonFed):
 
         return ask
 
-    def reply(self, ask: AskClient, name: str, i: int, own: OwnNumbers, keep: bool) -> Sums:
-        """Return the weighted and checked reply of client i; with `keep`, store the client's new state."""
-        sums, reply = ask(i, own)
+    def check(self, name: str, i: int, reply: Reply, keep: bool) -> None:
+        """Raise an error if the reply of client i is not finite; with `keep`, store the client's new state."""
         losses = [metric for metric, value in (reply.metrics or {}).items() if not np.all(np.isfinite(value))]
         if bad := nonfinite_leaves(reply.update) + losses:
             raise diverged(f"round {self.round}, phase {name}, client {i}: ", ", ".join(bad))
@@ -129,7 +133,6 @@ class ReferenceFed(PythonFed):
             self.run.on_reply(name, i, reply)
         if reply.state is not None and keep:
             self.kept[i] = reply.state
-        return sums
 
     def state_of(self, i: int) -> PyTree:
         """Return the state of client i."""
@@ -200,9 +203,13 @@ class ReferenceRun:
         return weigh(reply, client.weight, jnp.ones(())), reply
 
     def advance(self, carry: Carry, rounds: int) -> Stretch:
-        costs = []
+        costs: list[RoundCosts] = []
         for _ in range(rounds):
-            fed, state = self.one_round(carry)
+            try:
+                fed, state = self.one_round(carry)
+            except NonFiniteError as error:
+                error.costs = stack_costs([*costs, error.costs])
+                raise
             with jax.disable_jit():
                 costs.append(fed.total_costs())
             carry = Carry(carry.round + 1, state, fed.states(), fed.now, fed.queues, carry.local_x)
@@ -217,9 +224,13 @@ class ReferenceRun:
         models = models_of_round(self.submodel_plan, algorithm, self.key, carry.round, carry.state)
         fed = ReferenceFed(self, algorithm, keys, carry, models)
         with jax.disable_jit():  # loops over exchanges run in Python
-            state = checked_round(algorithm, fed, carry.state, keys.algorithm)
-        if bad := nonfinite_leaves(state):
-            raise diverged(f"round {int(carry.round)}, server update: ", ", ".join(bad))
+            try:
+                state = checked_round(algorithm, fed, carry.state, keys.algorithm)
+                if bad := nonfinite_leaves(state):
+                    raise diverged(f"round {int(carry.round)}, server update: ", ", ".join(bad))
+            except NonFiniteError as error:
+                error.costs = fed.book.costs
+                raise
         return fed, state
 
     def per_client(self, metrics: Mapping[str, PerClient], fixed: tuple[PyTree, PyTree]) -> PerClientRow:

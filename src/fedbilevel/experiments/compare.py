@@ -20,7 +20,7 @@ from fedbilevel.core.metrics import in_percent, larger_is_better, text
 from fedbilevel.core.writing import write_bytes
 from fedbilevel.display import curves
 from fedbilevel.display.curves import COSTS, SUFFIXES, ClientPanel, curve, time_of, words
-from fedbilevel.engines.history import History
+from fedbilevel.engines.history import DIVERGED, History
 from fedbilevel.experiments.folder import Folder, LoadedRun, as_damage, load_run, path_word
 from fedbilevel.experiments.loader import label
 from fedbilevel.experiments.names import RIVALS
@@ -356,13 +356,18 @@ def comparison(groups: Sequence[RunGroup]) -> Table:
 
 
 def _costs(groups: Sequence[RunGroup]) -> list[Column]:
-    """Return the columns of costs: means over the seeds, the largest ε, and operations if all runs counted them."""
+    """Return the columns of costs: means over the seeds, the largest ε, and operations if all runs counted them.
+
+    If trials of searches have diverged, their number is a column, too.
+    """
 
     def cells(kind: str, *names: str, of: float = 1.0) -> list[Cell]:
         return [Cell(values=[group.costs(*names) / of], kind=kind) for group in groups]
 
     spent = [[run.summary["last_row"].get("epsilon", math.inf) for run in group.runs] for group in groups]
     private = [Cell("–") if math.inf in each else Cell(values=[max(each)], kind="epsilon") for each in spent]
+    trials = [[run.summary["last_row"].get(DIVERGED, 0) for run in group.runs] for group in groups]
+    diverged = [Cell(values=[statistics.fmean(each)], kind="tenths") for each in trials]
     counted = all(group.counted for group in groups)  # otherwise an empty cell would look like no cost
     return [
         Column("exchanges", cells("count", "exchanges"), 4, "exchanges"),
@@ -370,6 +375,7 @@ def _costs(groups: Sequence[RunGroup]) -> list[Column]:
         Column("gradients", cells("count", "gradients"), 1, "" if counted else "gradients"),
         Column("hvps", cells("count", "hvps"), 0, "" if counted else "hvps"),
         *([Column("GFLOP", cells("gflop", "flops"), 3, "GFLOP")] if counted else []),
+        *([Column(DIVERGED, diverged, 9, "diverged trials")] if any(map(sum, trials)) else []),
         *([Column("ε", private, 8, r"$\varepsilon$")] if any(cell.values for cell in private) else []),
     ]
 

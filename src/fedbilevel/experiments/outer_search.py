@@ -15,6 +15,11 @@ evaluations is its mean over the trials so far, and before the first trial that 
 Under privacy, clients reply to every exchange of every trial with noise, also with their outer loss, which is clipped
 as a reply. ε counts all these replies, so that k trials cost what a single run with as many exchanges costs. A privacy
 budget ends the search before the trial that would exceed it.
+
+A trial diverges if its numbers, or its outer loss, are not finite. It is charged what it has spent, and the search goes
+on. Optuna is told that it was pruned: TPE then ranks it below all trials that have a value, so that it avoids the
+place. A trial whose state is FAIL would be left out, and the place would be drawn again. The column `diverged` of the
+history counts these trials. A search whose trials have all diverged ends with an error.
 """
 
 from __future__ import annotations
@@ -38,7 +43,14 @@ from fedbilevel.algorithms.parts.slots import server_parts
 from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive_integer
-from fedbilevel.core.errors import ConfigurationError, NumericalWarning, require
+from fedbilevel.core.errors import (
+    ConfigurationError,
+    NonFiniteError,
+    NumericalError,
+    NumericalWarning,
+    is_number,
+    require,
+)
 from fedbilevel.core.facts import Allows, No
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.metrics import directions
@@ -46,7 +58,7 @@ from fedbilevel.core.privacy import SPENT, Privacy
 from fedbilevel.core.problem import Bilevel, Project
 from fedbilevel.core.tree import XY, PyTree, move, nbytes
 from fedbilevel.engines.costs import Ledger
-from fedbilevel.engines.history import Budget, Callback, History, Result, Row, cost
+from fedbilevel.engines.history import DIVERGED, Budget, Callback, History, Result, Row, cost
 from fedbilevel.engines.solve import solve
 from fedbilevel.engines.tracking import TrackedRun, Tracking
 from fedbilevel.experiments.experiment import PROBE, Experiment, cohort_of, experiment_with
@@ -292,6 +304,7 @@ class SearchRun:
         self.history, self.ledger = History(directions=directions(task.metrics)), Ledger(delta=self.account(0)[1])
         self.seconds = self.compiling = 0.0
         self.x, self.y, self.least, self.stopped = task.x0, task.y0, math.inf, ""
+        self.diverged, self.why = 0, ""  # the number of trials that diverged, and the error of the last of them
         self.values = self.measure()
         self.record({})
         study = self.method.study(self.seed)
@@ -300,6 +313,8 @@ class SearchRun:
             trial = study.ask()
             drawn = jnp.asarray([trial.suggest_float(name, low, high) for name in names], start.dtype)
             self.train(study, trial, unravel(drawn), rounds)
+        if self.diverged and self.least == math.inf:
+            raise self.nothing_found()
         return self.result()
 
     @property
@@ -330,17 +345,26 @@ class SearchRun:
         if trained := phases.get("train", 0):
             training = (self.cost(self.ledger) - phases[VALIDATION] * measuring) / trained
         else:
-            given = {"rounds": PROBE, "eval_every": PROBE, "progress": False, **self.given, **self.noise}
-            probed = solve(self.method, self.task.problem, self.task.clients, self.x, self.y, **given)
-            training = self.cost(probed.ledger) / PROBE
+            training = self.probed()
         return self.method.affordable(left, training, measuring)
+
+    def probed(self) -> float:
+        """Return the mean cost of an exchange that trains y, from a few rounds that are not counted."""
+        given = {"rounds": PROBE, "eval_every": PROBE, "progress": False, **self.given, **self.noise}
+        try:
+            ledger = solve(self.method, self.task.problem, self.task.clients, self.x, self.y, **given).ledger
+        except NumericalError as error:
+            if error.ledger is None or not error.ledger.exchanges:
+                raise
+            ledger = error.ledger
+        return self.cost(ledger) / ledger.exchanges
 
     def cost(self, ledger: Ledger) -> float:
         """Return what a ledger has in the unit of the budget."""
         return cost(ledger.columns(), self.budget[0])
 
     def train(self, study: optuna.Study, trial: optuna.Trial, x: PyTree, rounds: int) -> None:
-        """Train y at x, and judge the trial at each rung, until it ends or is pruned."""
+        """Train y at x, and judge the trial at each rung, until it ends, is pruned, or diverges."""
         import optuna
 
         before, seconds, losses = replace(self.ledger), self.seconds, list[float]()
@@ -359,23 +383,32 @@ class SearchRun:
             trial.report(losses[-1], int(row["round"]))
             return "pruned" if trial.should_prune() else self.stopped or None
 
-        with warnings.catch_warnings(action="ignore", category=NumericalWarning):  # training may raise the outer loss
-            run = solve(
-                self.method,
-                self.task.problem,
-                self.task.clients,
-                x,
-                self.y,
-                rounds=rounds,
-                key=jax.random.fold_in(jax.random.key(self.seed), trial.number),
-                eval_every=min(self.method.rungs[0], rounds),
-                metrics_per_client=None if self.privacy else {VALIDATION: self.task.problem.outer},
-                on_divergence="stop",
-                callbacks=[judge],
-                progress=False,
-                **self.given,
-                **self.noise,
-            )
+        try:
+            # training may raise the outer loss
+            with warnings.catch_warnings(action="ignore", category=NumericalWarning):
+                run = solve(
+                    self.method,
+                    self.task.problem,
+                    self.task.clients,
+                    x,
+                    self.y,
+                    rounds=rounds,
+                    key=jax.random.fold_in(jax.random.key(self.seed), trial.number),
+                    eval_every=min(self.method.rungs[0], rounds),
+                    metrics_per_client=None if self.privacy else {VALIDATION: self.task.problem.outer},
+                    on_divergence="stop",
+                    callbacks=[judge],
+                    progress=False,
+                    **self.given,
+                    **self.noise,
+                )
+        except NumericalError as error:
+            measured = len(losses) + (isinstance(error, NonFiniteError) and not error.of_iterate)
+            self.ledger = self.spent(before, error.ledger or Ledger(), measured)
+            self.diverged, self.why = self.diverged + 1, str(error)
+            study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+            self.record({})
+            return
         self.compiling += run.compile_seconds
         pruned = run.stopped == "pruned" and run.round < rounds
         study.tell(trial, None if pruned else losses[-1], optuna.trial.TrialState.PRUNED if pruned else None)
@@ -384,8 +417,22 @@ class SearchRun:
         """Return the outer loss at a trial's (x, y) from clients that clip it and add noise."""
         key = jax.random.fold_in(jax.random.key(self.seed), NOISE + len(self.history))
         given = {"rounds": 1, "key": key, "progress": False, **self.given, **self.noise}
-        run = solve(Validation(), self.task.problem, self.task.clients, result.x, result.y, **given)
+        try:
+            run = solve(Validation(), self.task.problem, self.task.clients, result.x, result.y, **given)
+        except NonFiniteError as error:  # the new error has no costs: the caller counts the measurement
+            raise NonFiniteError(f"{VALIDATION}: {error}") from error
         return float(server_parts(run.state).inside.loss)
+
+    def nothing_found(self) -> NumericalError:
+        """Return the error for a search whose trials have all diverged."""
+        name, method = type(self.method).__name__, self.method
+        step = f"lower {name}.lr = {method.lr:g}" if is_number(method.lr) else f"give {name}.lr a small number"
+        error = NumericalError(
+            f"all {self.diverged} trials of {method.label} diverged: {step}, or draw x between bounds closer to x0 "
+            f"than {name}.low = {method.low:g} and {name}.high = {method.high:g} (--search-box); the last: {self.why}"
+        )
+        error.ledger = self.ledger
+        return error
 
     def account(self, replies: int) -> tuple[float, float]:
         """Return ε and δ of each client after so many replies; (0, 0) without privacy."""
@@ -395,7 +442,7 @@ class SearchRun:
         """Return the totals after a trial and its measurements, in which every client takes part."""
         replies = measurements * len(self.task.clients)
         down = nbytes(jax.tree.map(jnp.asarray, (self.task.x0, self.task.y0)))
-        phases = {**trial.exchanges_by_phase, VALIDATION: measurements}
+        ended, phases = before.exchanges_by_phase, {**trial.exchanges_by_phase, VALIDATION: measurements}
         exchanges = before.exchanges + trial.exchanges + measurements
         epsilon, delta = self.account(exchanges)
         return Ledger(
@@ -408,7 +455,7 @@ class SearchRun:
             replies=before.replies + trial.replies + replies,
             gradients=before.gradients + trial.gradients,
             hvps=before.hvps + trial.hvps,
-            exchanges_by_phase={name: before.exchanges_by_phase.get(name, 0) + n for name, n in phases.items()},
+            exchanges_by_phase={name: ended.get(name, 0) + phases.get(name, 0) for name in {**ended, **phases}},
             ticks=before.ticks + trial.ticks + measurements * trial.ticks // max(trial.exchanges, 1),
         )
 
@@ -419,7 +466,8 @@ class SearchRun:
     def record(self, measured: Row) -> None:
         """Add a row to the history, and call the callbacks."""
         costs = {**self.ledger.columns(), "seconds": self.seconds}
-        row: Row = {"round": len(self.history), **costs, **measured, **self.values}
+        diverged = {DIVERGED: self.diverged} if self.diverged else {}
+        row: Row = {"round": len(self.history), **costs, **diverged, **measured, **self.values}
         self.history.rows.append(row)
         result = self.result()
         reasons = [callback(result, row) for callback in self.callbacks]

@@ -51,6 +51,7 @@ from fedbilevel.data import DataError
 from fedbilevel.display import Display
 from fedbilevel.display.curves import encoded, require_matplotlib, run_figure
 from fedbilevel.engines import checkpoint, lock
+from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.engine import check_cohort, check_everyone
 from fedbilevel.engines.history import (
     Callback,
@@ -71,9 +72,10 @@ from fedbilevel.engines.process_group import current_group
 from fedbilevel.engines.progress import WRITING, report_stage, showing
 from fedbilevel.engines.tracking import TrackedRun, Tracking
 from fedbilevel.experiments.experiment import Experiment, cohort_of, experiment_with
-from fedbilevel.experiments.folder import Folder, load_run, own_code
+from fedbilevel.experiments.folder import Folder, as_damage, load_run, own_code
 from fedbilevel.experiments.loader import label, task_maker
 from fedbilevel.experiments.spec import Spec, read_spec, resolve
+from fedbilevel.reading import read_json
 from fedbilevel.tasks import MEASURED_PER_CLIENT, Task
 
 
@@ -316,7 +318,7 @@ def run_of(
     if changed := place.difference(spec):
         raise CheckpointError(f"{place.path} holds another run ({changed}): choose another folder")
     if place.failed.is_file():
-        raise NumericalError(place.failed.read_text(encoding="utf-8"))
+        raise failure_in(place)
     if not place.finished:
         lock.require_unheld(place.lock, place.path)  # before samples are loaded
         try:
@@ -325,9 +327,20 @@ def run_of(
         except NumericalError as error:
             write_text(place.spec, spec.to_toml())
             write_json(place.environment, environment_of(spec))
+            if error.ledger is not None:
+                write_json(place.ledger, asdict(error.ledger))
             write_text(place.failed, str(error))
             raise
     return load_run(place.path).history
+
+
+def failure_in(place: Folder) -> NumericalError:
+    """Return the error with which the run in a folder ended, with the costs of the run."""
+    error = NumericalError(place.failed.read_text(encoding="utf-8"))
+    if place.ledger.is_file():
+        with as_damage(place.ledger):
+            error.ledger = Ledger.of(read_json(place.ledger))
+    return error
 
 
 def resumable(place: Folder, rounds: int | None) -> Spec:

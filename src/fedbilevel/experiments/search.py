@@ -47,7 +47,7 @@ from fedbilevel.experiments.sweep import (
     require_sweepable,
 )
 from fedbilevel.reading import require_regular
-from fedbilevel.sweeps import PRUNED, PointValues, Sweep, in_table, row_of
+from fedbilevel.sweeps import PRUNED, PointValues, Sweep, in_table, row_of, row_of_failed
 from fedbilevel.wording import in_a_line as quoted
 from fedbilevel.wording import without_secrets
 
@@ -192,8 +192,10 @@ def search_specs(
                 history = player.run(trial.number, point, seed, display, [] if rows else [report])
                 rows.append(row_of(history, seed, select))
         except (ConfigurationError, NumericalError, optuna.TrialPruned) as error:
-            begun, *others = ({"seed": seed, "error": str(error)} for seed in player.seeds)
-            return [{**begun, **pruned}, *others]
+            ended = [{**row, "error": str(error)} for row in rows]
+            now, *others = player.seeds[len(rows) :]
+            later = [{"seed": seed, "error": str(error)} for seed in others]
+            return [*ended, {**row_of_failed(error, now), **pruned}, *later]
         return rows
 
     ends = optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED

@@ -276,17 +276,17 @@ class LocalRun:
                 try:
                     check_own_parts(carry)
                 except NonFiniteError as error:
-                    error.carry = before
+                    error.carry, error.costs = before, unpacked(rows, self.program.costs)
                     raise
                 write(tables, members, carry.clients)
             carry = carry._replace(clients=tables)
-        costs = unpacked(rows, self.program.costs)
+        costs = unpacked({kind: row[:done] for kind, row in rows.items()}, self.program.costs)
         good = carry.queues is None  # otherwise the bad round has changed the replies in flight
         if not np.all(finite) and not (good and done):  # with both, the next call begins with the bad round
             try:
                 self.explain(carry, finite, sorted(costs.metrics))
             except NonFiniteError as error:
-                error.carry = carry if good else None
+                error.carry, error.costs = carry if good else None, unpacked(rows, self.program.costs)
                 raise
         return Stretch(carry, done, costs)
 

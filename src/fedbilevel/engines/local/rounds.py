@@ -64,15 +64,15 @@ class Program:
         and the x at the start.
 
         Returns:
-            The next carry, the number of rounds done, a row of packed costs for each round, and which quantities were
-            finite in the last round.
+            The next carry, the number of rounds done, a row of packed costs for each of these and for the round that
+            was not finite, if any, and which quantities were finite in the last round.
         """
         held, own = map(jax.tree.leaves, parted(carry))
         leaves, done, rows, finite = self.compiled(held, own, np.int32(count), jax.tree.leaves(inputs))
-        done = int(done)
-        packed_rows = {kind: np.asarray(row)[:done] for kind, row in rows.items()}
+        done, finite = int(done), np.asarray(finite)
+        packed_rows = {kind: np.asarray(row)[: done + (not finite.all())] for kind, row in rows.items()}
         new: Carry = jax.tree.unflatten(jax.tree.structure(carry._replace(local_x=None)), leaves)
-        return new._replace(local_x=carry.local_x), done, packed_rows, np.asarray(finite)
+        return new._replace(local_x=carry.local_x), done, packed_rows, finite
 
 
 @dataclass(frozen=True)
