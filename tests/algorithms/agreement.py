@@ -105,7 +105,7 @@ def two_rounds(case: str, engine: Any) -> tuple[Any, Any]:
     run = engine.start(algorithm, problem, clients, cohort, jax.random.key(1), carry)
     costs = []
     while int(carry.round) < 2:
-        carry, _, round_costs = run.advance(carry, 2 - int(carry.round))
+        carry, _, round_costs, _ = run.advance(carry, 2 - int(carry.round))
         costs.append(round_costs)
     run.close()
     return carry, jax.tree.map(lambda *leaves: np.concatenate(leaves), *costs)

@@ -60,7 +60,7 @@ class Played:
         self.more()
 
     def more(self):
-        self.carry, _, self.costs = self.run.advance(self.carry, self.rounds)
+        self.carry, _, self.costs, _ = self.run.advance(self.carry, self.rounds)
         return self.carry
 
 

@@ -15,7 +15,9 @@ import fedbilevel as fb
 from fedbilevel import authoring
 from fedbilevel.algorithms.parts.layers import Asked
 from fedbilevel.algorithms.parts.private import Private
+from fedbilevel.core import on_disk
 from fedbilevel.engines.engine import round_keys
+from fedbilevel.engines.local.engine import LocalRun
 from fedbilevel.errors import CheckpointError, CheckpointWarning, ConfigurationError, NonFiniteError
 from fedbilevel.tasks.quadratic import quadratic
 from fixed_steps import fixed
@@ -263,6 +265,43 @@ def test_with_cohorts_it_ends_where_a_client_is_drawn_once_too_often():
     result = solve(SIMFBO, rounds=20, cohort=2, privacy=terms)
     assert result.round == expected
     assert result.stopped
+
+
+@pytest.mark.parametrize("eval_every", [1, 100])
+def test_a_budget_copies_no_tables_of_clients_states_on_disk(eval_every, monkeypatch):
+    """The clients' states are tables, which rounds change in place. The refused round leaves their rows as they were,
+    also those of its own cohort; and no table is made between the first round and the last."""
+    terms = fb.Privacy(0.5, 5.0, 1e-5)
+    each = solve(TwoPhase(), rounds=1).ledger.exchanges
+    limited = fb.Privacy(0.5, 5.0, 1e-5, budget=terms.epsilon_after(3 * each))
+    allowed = next(n for n in range(20) if drawn(n + 1, 4).max() > 3)
+    made = []
+
+    class Watched(fb.Local):
+        def start(self, *given):
+            run = super().start(*given)
+            made.clear()  # before the first round
+            return run
+
+    carries, real, table = [], LocalRun.advance, on_disk.table
+
+    def advance(self, carry, rounds):
+        stretch = real(self, carry, rounds)
+        carries.append((stretch.carry.clients, stretch.rounds))
+        return stretch
+
+    monkeypatch.setattr(on_disk, "table", lambda shape, *given: made.append(shape) or table(shape, *given))
+    monkeypatch.setattr(LocalRun, "advance", advance)
+    given = {"cohort": 4, "engine": Watched(stream=True), "eval_every": eval_every}
+    result = solve(TwoPhase(), rounds=20, privacy=limited, **given)
+    assert (result.round, made) == (allowed, [])
+    assert len(carries) == allowed + 1  # the last was refused
+    tables = jax.tree.map(np.array, carries[-1][0])
+    carries.clear()
+    whole = solve(TwoPhase(), rounds=allowed, privacy=terms, **given)
+    close(whole.state, result.state, 0)
+    close(jax.tree.map(np.array, carries[-1][0]), tables, 0)
+    assert whole.ledger == result.ledger
 
 
 def test_a_budget_below_one_round_allows_none():

@@ -2,8 +2,8 @@
 
 A table is a `numpy.memmap` of a file that has no name, and keeps this file open. The operating system removes the file
 when the table is no longer used, also if the process is killed. A table is the only kind of leaf that changes in place:
-whoever needs its values later takes a copy. What has to survive the process is in a checkpoint, which has a copy of
-each table.
+whoever needs its values later takes a copy, or restores the rows that have changed, as `Stretch.undo` does. What has to
+survive the process is in a checkpoint, which has a copy of each table.
 """
 
 from __future__ import annotations

@@ -70,6 +70,7 @@ class Stretch(NamedTuple):
     carry: Carry
     rounds: int  # rounds that were done
     costs: RoundCosts  # leaves (rounds,)
+    undo: Callable[[], None] | None = None  # restores the rows of tables that the rounds changed in place, if any
 
 
 class Run(Protocol):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -16,10 +17,9 @@ from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import NonFiniteError, NumericalError, NumericalWarning, warn
 from fedbilevel.core.hyperparameters import halved
 from fedbilevel.core.local_x import gather_x
-from fedbilevel.core.on_disk import copied
 from fedbilevel.core.own_y import gathered
 from fedbilevel.core.privacy import SPENT, Privacy
-from fedbilevel.core.tree import PyTree
+from fedbilevel.core.tree import PyTree, is_table
 from fedbilevel.engines import submodels
 from fedbilevel.engines.costs import ExchangeKind, empty_costs
 from fedbilevel.engines.engine import Carry, Cohort, Engine, Run, Stretch, check_own_parts, first_carry
@@ -101,7 +101,7 @@ class Execution:
         if (terms := self.privacy) is None:
             return self.run.advance(carry, rounds), ""
         while True:
-            before = carry if terms.budget is None else jax.tree.map(copied, carry)
+            before = carry if terms.budget is None else jax.tree.map(_kept, carry)
             replies = replies_at_most(local(carry.state), local(carry.clients))
             try:
                 stretch = self.run.advance(carry, rounds)
@@ -116,7 +116,9 @@ class Execution:
             cost = self.epsilon(terms, stretch.carry)
             if terms.budget is None or cost <= terms.budget:
                 return stretch._replace(costs=stretch.costs._replace(privacy=(cost, terms.delta))), ""
-            carry, rounds = before, rounds // 2
+            if stretch.undo is not None:
+                stretch.undo()
+            carry, rounds = before, stretch.rounds // 2
             if rounds == 0:
                 now = f"ε = {self.epsilon(terms, carry):.6g} at δ = {terms.delta:g}"
                 why = f"{now}, and {cost:.6g} after one more, over {terms.budget:g}"
@@ -160,3 +162,8 @@ class Execution:
     def close(self) -> None:
         """Release the engine's threads and buffers."""
         self.run.close()
+
+
+def _kept(leaf: Any) -> Any:
+    """Copy an array, which a round may consume, and return a table itself, whose rows `Stretch.undo` restores."""
+    return leaf if is_table(leaf) else jnp.copy(leaf)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -258,12 +259,13 @@ class LocalRun:
     def advance(self, carry: Carry, rounds: int) -> Stretch:
         data, table, ids = self.source.inputs(int(carry.round))
         inputs = ProgramInputs(self.algorithm, data, table, ids, self.key, self.pace, self.own, self.classes)
-        before, tables, members = carry, None, np.zeros(0, np.int32)
+        before, tables, members, rows_before, undo = carry, None, np.zeros(0, np.int32), None, None
         if self.source.states_on_disk:
             tables, members = on_disk(carry.clients), np.asarray(ids)[0]
             round, now = jax.tree.map(jnp.copy, (carry.round, carry.now))  # the program consumes them
             before = carry._replace(round=round, clients=tables, now=now)
-            carry = carry._replace(clients=read(tables, members))
+            rows_before = read(tables, members)
+            carry = carry._replace(clients=rows_before)
         if self.layout.shares:
             carry = replicate(carry, self.mesh)
         if self.program is None:
@@ -279,6 +281,7 @@ class LocalRun:
                     error.carry, error.costs = before, unpacked(rows, self.program.costs)
                     raise
                 write(tables, members, carry.clients)
+                undo = partial(write, tables, members, rows_before)
             carry = carry._replace(clients=tables)
         costs = unpacked({kind: row[:done] for kind, row in rows.items()}, self.program.costs)
         good = carry.queues is None  # otherwise the bad round has changed the replies in flight
@@ -288,7 +291,7 @@ class LocalRun:
             except NonFiniteError as error:
                 error.carry, error.costs = carry if good else None, unpacked(rows, self.program.costs)
                 raise
-        return Stretch(carry, done, costs)
+        return Stretch(carry, done, costs, undo)
 
     def program_key(self, carry: Carry, inputs: ProgramInputs) -> Hashable | None:
         """Return a key of everything that the program depends on; None if it has to be traced to know this."""
