@@ -184,3 +184,49 @@ def test_an_optimizer_with_a_step_for_each_entry_needs_a_box():
     method = fb.OuterOptimizer(fixed(fb.SimFBO(batch_size=None)), optimizer=optax.adam(0.01))
     with refuses("OuterOptimizer.optimizer", fact="optax.sgd"):
         fb.solve(method, problem(SETS["ball"][0]), population(), jnp.zeros(3), jnp.zeros(3), rounds=1)
+
+
+CURVATURES, CENTRE, RADIUS = np.array([1.0, 0.25, 0.05]), np.array([1.0, 1.0, 1.0]), 0.5
+
+
+def nearest_by_curvature():
+    """The minimum of Φ(x) = ½ Σ h_l (x_l − c_l)² in the ball ‖x‖ ≤ r, with ‖c‖ > r.
+
+    The gradient of Φ + ½μ(‖x‖² − r²) is 0: h_l (x_l − c_l) + μ x_l = 0, so that x_l = h_l c_l/(h_l + μ). Its norm falls
+    in μ > 0, from ‖c‖ to 0, and bisection finds the μ at which it is r."""
+    low, high = 0.0, 1e3
+    for _ in range(200):
+        middle = (low + high) / 2
+        point = CURVATURES * CENTRE / (CURVATURES + middle)
+        low, high = (middle, high) if np.linalg.norm(point) > RADIUS else (low, middle)
+    return point
+
+
+def curved(project):
+    """The inner loss ½‖y − x‖² has y* = x, so that Φ(x) is the outer loss ½ Σ h_l (y_l − c_l)² at y = x."""
+    problem = fb.Bilevel(
+        lambda x, y, batch: jnp.mean(batch["one"]) * jnp.sum(CURVATURES * (y - CENTRE) ** 2) / 2,
+        lambda x, y, batch: jnp.mean(batch["one"]) * jnp.sum((y - x) ** 2) / 2,
+        project_x=project,
+    )
+    one = [{"one": np.ones(1)}]
+    return problem, fb.Clients(one, one), jnp.zeros(3), jnp.zeros(3)
+
+
+@pytest.mark.parametrize("optimizer", [optax.sgd(1.0), optax.sgd(1.0, momentum=0.5)], ids=["sgd", "momentum"])
+def test_a_server_optimizer_along_the_gradient_ends_at_the_minimum_in_a_ball(optimizer):
+    given = {"batch_size": None, "local_steps": 1, "client_lr": 1.0, "server_lr": 0.3}  # one step: no drift
+    method = fb.SimFBO(**given, server_optimizer=optimizer)
+    result = fb.solve(method, *curved(fb.projections.ball(RADIUS)), rounds=1000)
+    np.testing.assert_allclose(result.x, nearest_by_curvature(), atol=1e-6)
+
+
+@pytest.mark.parametrize("method", [fb.SimFBO, fb.ShroFBO, fb.F2SA, fb.MEHA, fb.CorrectedFBO])
+def test_a_server_optimizer_with_a_step_for_each_entry_needs_a_box(method):
+    """Adam's steps have nearly the same size in all entries, and all entries of x are below those of c. They would end
+    where (1, 1, 1) is normal to the ball, at r/√3 (1, 1, 1) = (.29, .29, .29); the minimum is (.47, .18, .04)."""
+    np.testing.assert_allclose(nearest_by_curvature(), [0.465, 0.179, 0.042], atol=1e-3)
+    made = method(server_optimizer=optax.adam(1.0))
+    with refuses(f"{method.__name__}.server_optimizer", fact="optax.sgd"):
+        fb.solve(made, *curved(fb.projections.ball(RADIUS)), rounds=1)
+    fb.solve(made, *curved(SETS["box"][0]), rounds=1)

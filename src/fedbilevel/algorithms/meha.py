@@ -53,11 +53,12 @@ from jax import Array
 from fedbilevel.algorithms.parts.curvature import Added
 from fedbilevel.algorithms.parts.local_steps import FirstDerivatives
 from fedbilevel.algorithms.simfbo import JointExchange, State
-from fedbilevel.core.client import Client
+from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.config import is_concrete, positive
 from fedbilevel.core.errors import require
 from fedbilevel.core.facts import Allows, Facts, OwnParts
 from fedbilevel.core.field_types import Number
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.core.tree import XYV, PyTree, scaled
 from fedbilevel.oracles.products import Directions
@@ -112,6 +113,9 @@ class MEHA(JointExchange, FirstDerivatives):
     def curvature_needed(self) -> Array | float:
         """Return −1/(2σ), which all curvatures of G in y must exceed; engines warn and explain by it."""
         return -1 / (2 * self.proximity)
+
+    def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
+        self.check_optimizer(problem, x, y)
 
     def init(self, x: PyTree, y: PyTree) -> State:
         iterate = XYV(x, y, y)

@@ -73,6 +73,7 @@ from fedbilevel.algorithms.parts.local_steps import (
     Proximal,
     descend,
 )
+from fedbilevel.algorithms.parts.outer_optimizer import require_direction
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.config import positive, static, step_sizes
@@ -112,12 +113,19 @@ class SingleLoop(JointSteps):
             ones for each client (`Mixed`), or plain steps with local variance reduction (`Anchored`). It also
             determines the weight a_k of the k-th direction in a client's sum.
         server_optimizer: an optax optimizer with learning rate 1. It gets the mean of the clients' sums of directions
-            in place of a gradient, and its updates are scaled by γ.
+            in place of a gradient, and its updates are scaled by γ. If x is in a set that is no box (`project_x`), the
+            optimizer has to step along the gradient in x, as `optax.sgd` does: projected steps with a size for each
+            entry, as in Adam, would end at another point of the set.
     """
 
     server_lr: StepSizes = step_sizes(default=None, adaptive="shared")
     local_optimizer: Plain | Momentum | Proximal | Mixed | Anchored | LocalOptimizer = Plain()
     server_optimizer: optax.GradientTransformation = static(default=optimizer("sgd"))
+
+    def check_optimizer(self, problem: Problem, x: PyTree, y: PyTree) -> None:
+        """Refuse a server optimizer with a step for each entry of x, if x is in a set that is no box."""
+        field = f"{self.label}.server_optimizer"
+        require_direction(field, self.server_optimizer, problem, XYV(x, y, y), lambda iterate: iterate.x)
 
     def own_updates(self, client: Client, start: XYV, key: Array, mean: XYV | None = None) -> Reply:
         """Return a reply with q_i, the weighted sum of a client's directions along its τ_i local steps from `start`.
@@ -153,6 +161,7 @@ class Projected(SingleLoop):
         whole = problem.own is None or self.radius == float("inf")
         allowed = "inf if leaves of y are each client's own, since no machine has all of v"
         require(whole, f"{self.label}.radius", self.radius, allowed)
+        self.check_optimizer(problem, x, y)
 
     def start(self, x: PyTree, y: PyTree) -> tuple[XYV, optax.OptState]:
         """Return the iterate before round 0, with v = 0, and the state of the server's optimizer."""

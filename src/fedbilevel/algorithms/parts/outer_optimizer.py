@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,38 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, near
 
 PARALLEL = 1e-4  # vectors count as parallel if the cosine of their angle is below 1 by at most this
+
+
+def require_direction(
+    field: str,
+    optimizer: optax.GradientTransformation,
+    problem: Problem,
+    like: PyTree,
+    x_of: Callable[[PyTree], PyTree],
+) -> None:
+    """Refuse an optimizer that does not step along the gradient in x, if x is in a set that is no box.
+
+    If a step with a size h_l for each entry l and a Euclidean projection leave x unchanged, the vector of h_l ∂Φ/∂x_l,
+    and not ∇Φ, is normal to the set. Unless the h_l are equal, x is then not the minimum of Φ in the set.
+
+    Args:
+        field: the field that has the optimizer, for the message.
+        optimizer: the optimizer.
+        problem: the problem, which knows whether its set of x couples entries.
+        like: a tree like the iterate that the optimizer moves.
+        x_of: iterate -> its x.
+
+    Raises:
+        ConfigurationError: the first update and the gradient in x are not parallel.
+    """
+    if not problem.couples_x:
+        return
+    zero = optax.tree.zeros_like(like)
+    gradient = near(zero, np.random.default_rng(0))
+    update, x = x_of(optimizer.update(gradient, optimizer.init(like), zero)[0]), x_of(gradient)
+    along = abs(optax.tree.vdot(update, x)), optax.tree.norm(update) * optax.tree.norm(x)
+    allowed = "an optimizer that steps along the gradient, such as optax.sgd, since x is in a set that is no box"
+    require(bool(along[0] >= (1 - PARALLEL) * along[1]), field, optimizer, allowed)
 
 
 class OuterOptimizer(Layer):
@@ -46,14 +79,7 @@ class OuterOptimizer(Layer):
         require(known, "OuterOptimizer.optimizer", self.optimizer, "an optax optimizer, such as optax.adam(0.05)")
 
     def check(self, method: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> None:
-        if not problem.couples_x:
-            return
-        zero = optax.tree.zeros_like(x)
-        gradient = near(zero, np.random.default_rng(0))
-        update, _ = self.optimizer.update(gradient, self.optimizer.init(x), zero)
-        along = abs(optax.tree.vdot(update, gradient)), optax.tree.norm(update) * optax.tree.norm(gradient)
-        allowed = "an optimizer that steps along the gradient, such as optax.sgd, since x is in a set that is no box"
-        require(bool(along[0] >= (1 - PARALLEL) * along[1]), "OuterOptimizer.optimizer", self.optimizer, allowed)
+        require_direction("OuterOptimizer.optimizer", self.optimizer, problem, x, lambda tree: tree)
 
     def allows(self, inside: Allows, method: Algorithm) -> Allows:
         return inside._replace(local_x=No("the optimizer of x is on the server"))
