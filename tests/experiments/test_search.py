@@ -12,6 +12,7 @@ from command_line import survived
 
 from fedbilevel import cli, experiments
 from fedbilevel.core.errors import ConfigurationError, NumericalError
+from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.history import History
 from fedbilevel.experiments import configure, search, sweep
 from fedbilevel.experiments.search import Range, search_specs
@@ -283,3 +284,20 @@ def test_two_processes_end_a_search_though_one_is_killed(tmp_path, start) -> Non
         rows = list(csv.DictReader(file))
     assert len({row["server_lr.x"] for row in rows}) == len(rows) / 2 >= 8
     assert not any(row["error"] for row in rows)
+
+
+def test_a_trial_whose_second_seed_diverges_has_the_costs_of_both_runs(monkeypatch, tmp_path) -> None:
+    """The first seed's run has 20 exchanges, and that of the second has 7 until it diverges."""
+
+    def run(spec, folder, task, callbacks=(), progress=False) -> History:
+        if spec.run.seed == 1:
+            error = NumericalError("it diverged")
+            error.ledger = Ledger(rounds=7, exchanges=7)
+            raise error
+        return History([{"round": 20, "exchanges": 20.0, "relative_error": 0.1}])
+
+    monkeypatch.setattr(sweep, "run_of", run)
+    found = searched(tmp_path, 2, seeds=[0, 1, 2])
+    assert found.spent == {"rounds": 54, "exchanges": 54}
+    assert [row.get("exchanges") for row in found.trials] == 2 * [20.0, 7, None]
+    assert {row["error"] for row in found.trials} == {"it diverged"}
