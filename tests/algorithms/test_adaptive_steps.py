@@ -311,6 +311,21 @@ def test_entries_without_a_minimum_are_named():
     assert "still moving" in str(run)
 
 
+def test_entries_at_their_bounds_do_not_move():
+    """Φ = (x_0 − 2)²/2 + (x_1 + 2)²/2 presses x against the corner (1, −1) of the box, where it is after 50 rounds."""
+    wanted = jnp.array([2.0, -2.0])
+    problem = fb.Bilevel(
+        lambda x, y, batch: jnp.sum((x - wanted) ** 2) / 2 + 0 * jnp.mean(batch),
+        lambda x, y, batch: jnp.vdot(y, y) / 2,
+        project_x=fb.projections.box(-1.0, 1.0),
+    )
+    given = problem, fb.Clients([np.ones((1, 1))]), np.zeros(2), np.zeros(1)
+    runs = {rounds: fb.solve(fb.SimFBO(batch_size=None), *given, rounds=rounds) for rounds in (5, 200)}
+    np.testing.assert_array_equal(runs[200].x, [1, -1])
+    assert runs[200].remarks == ()
+    assert "still moving" in str(runs[5].remarks)
+
+
 @pytest.mark.parametrize(
     "method", slow_but(fb.SimFBO, of=[fb.SimFBO, fb.FedBiO, fb.FedNest, fb.AFBO, fb.RABO, fb.AggITD])
 )

@@ -14,7 +14,7 @@ from fedbilevel.core.own_y import own_paths
 from fedbilevel.core.tree import PyTree, join, split
 from fedbilevel.display import Display, Silent
 from fedbilevel.engines.divergence import what_to_lower
-from fedbilevel.engines.ends import Ends, Spent
+from fedbilevel.engines.ends import Ends, Spent, comparable
 from fedbilevel.engines.engine import Carry
 from fedbilevel.engines.execution import Execution
 from fedbilevel.engines.history import Callback, Result, Row
@@ -256,7 +256,9 @@ class Loop:
         remarks: tuple[str, ...] = ()
         if not self.rescue.gave_up:
             advice = what_to_lower(method, self.rescue.halvings)
-            remarks = self.measurements.remark(result, advice, self.ends), *method.remarks(result.state)
+            tells = self.measurements.judged_by != "outer_loss" or comparable(self.execution.posed.problem)
+            of_ends = self.measurements.remark(result, advice, self.ends) if tells else ""
+            remarks = of_ends, *method.remarks(result.state)
         return replace(result, stopped=reason, remarks=tuple(filter(None, remarks)))
 
     def ends(self, before: tuple[PyTree, PyTree] | None) -> Ends | None:

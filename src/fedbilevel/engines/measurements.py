@@ -98,12 +98,17 @@ class RunMeasurements:
     def close_row(self, result: Result, row: Row) -> None:
         """Compare a new row with the best row, and begin to collect the losses of the next row."""
         self.losses.clear()
-        column = self.best_by or "outer_loss"
+        column = self.judged_by
         if column in row if self.best_by is None else has(row, column):
             larger = self.history.larger_is_better(column)
             if self.best is None or best((row[column], self.best.value), larger) != self.best.value:
                 self.best = Best(lasting(result.x), lasting(result.y), result.round, column, row[column])
         result.best = self.best
+
+    @property
+    def judged_by(self) -> str:
+        """Return the column by which the best row is chosen."""
+        return self.best_by or "outer_loss"
 
     def forget_after(self, round: int) -> None:
         """Remove what was measured after a round to which the run returns; the costs remain counted."""

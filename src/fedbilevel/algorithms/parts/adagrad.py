@@ -64,6 +64,7 @@ import optax
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
+from fedbilevel.core.problem import Project
 from fedbilevel.core.tree import PyTree, move, over, scaled
 
 REACH = 3  # the largest numerator, in units of η
@@ -90,10 +91,25 @@ class AdaGrad(NamedTuple):
         zeros = optax.tree.zeros_like(x)
         return cls(zeros, x, zeros, jnp.zeros(()), jnp.zeros(()), zeros, zeros)
 
-    def moved(self, x: PyTree, h: PyTree, lr: Any, slower: Any = 1, one_step: bool = False) -> tuple[PyTree, AdaGrad]:
-        """Return the next x and the next record, for the hypergradient h at x, η = lr and w = slower.
+    def moved(
+        self,
+        x: PyTree,
+        h: PyTree,
+        lr: Any,
+        slower: Any = 1,
+        one_step: bool = False,
+        project: Project | None = None,
+    ) -> tuple[PyTree, AdaGrad]:
+        """Return the next x before its projection, and the next record.
 
-        With `one_step`, all entries of x have the same step.
+        Args:
+            x: x.
+            h: the hypergradient at x.
+            lr: η.
+            slower: w, the factor that makes x wait for y.
+            one_step: whether all entries of x have the same step.
+            project: the projection by which the server then keeps x in a set, if any. The record has the moves that
+                remain after it: an entry that is pressed against a bound does not move.
         """
         count = max(1, sum(leaf.size for leaf in jax.tree.leaves(x)))
         least = REACH * lr * jnp.minimum(1, jnp.maximum(optax.tree.norm(self.start), 1) / count**0.5)
@@ -119,11 +135,13 @@ class AdaGrad(NamedTuple):
         else:
             changes = jax.tree.map(change, h, norms, farthest)
         step = over(optax.tree.norm(changes), optax.tree.norm(h)).astype(self.step.dtype)
+        after = optax.tree.add(x, changes)
+        made = changes if project is None else optax.tree.sub(project(after), x)
         fading = (self.rounds / (self.rounds + 1)) ** 3
-        way = move(changes, fading, self.way)
-        path = move(jax.tree.map(jnp.abs, changes), fading, self.path)
+        way = move(made, fading, self.way)
+        path = move(jax.tree.map(jnp.abs, made), fading, self.path)
         memory = AdaGrad(norms, self.start, farthest, step, self.rounds + 1, way, path)
-        return optax.tree.add(x, changes), memory
+        return after, memory
 
     def idle(self) -> str:
         """Return a sentence that names the entries of vectors whose hypergradient was 0 in all rounds; "" for none.

@@ -285,7 +285,8 @@ class AdaptiveSteps(Layer):
         if "x" not in adapted(method):
             return after, kept
         h = scaled(1 / LONG, optax.tree.sub(before.x, after.x))
-        x, outer = kept.outer.moved(before.x, h, self.x_lr, kept.curvature.slower, problem.couples_x)
+        slower, couples, project = kept.curvature.slower, problem.couples_x, problem.project_x
+        x, outer = kept.outer.moved(before.x, h, self.x_lr, slower, couples, project)
         return with_x(method, after, x, "where its step adapts"), kept._replace(outer=outer)
 
     def findings(self, method: Algorithm, kept: Known, found: Findings) -> Findings:
