@@ -114,7 +114,7 @@ def test_a_command_goes_on_without_a_place_for_programs(variable, tmp_path, monk
     assert main(command) == 0
     said = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
     assert [line.partition(" in ")[0] for line in said] == [
-        "fedbilevel: warning: every process compiles anew: programs cannot be kept"
+        "fedbilevel: warning: every process compiles its programs anew: programs cannot be kept"
     ]
     assert jax.config.jax_compilation_cache_dir is None
 

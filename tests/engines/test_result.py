@@ -76,7 +76,7 @@ def test_a_file_without_an_outline_asks_for_x0_and_y0(x, tmp_path):
     """Fixed leaves and nodes of other classes are in no file."""
     saved = result(x=x)
     saved.save(tmp_path / "result.npz")
-    with pytest.raises(CheckpointError, match=r"result\.npz does not describe .* Pass x0 and y0 of the run, too"):
+    with pytest.raises(CheckpointError, match=r"result\.npz does not describe .* Also pass x0 and y0 of the run"):
         fb.Result.load(tmp_path / "result.npz")
     assert jax.tree.structure(fb.Result.load(tmp_path / "result.npz", x, saved.y).x) == jax.tree.structure(x)
 

@@ -80,7 +80,7 @@ def test_factors_are_log_normal_with_mean_one():
         ({"arrivals": [[1, 0]]}, "arrivals", "booleans"),
         ({"arrivals": [[True], [True, False]]}, "arrivals", "booleans"),
         ({"arrivals": [[True, False]]}, "arrivals", "rows of 3"),
-        ({"arrivals": lambda exchange, client, key: 1.0}, "arrivals", "(exchange, client, key) that gives a boolean"),
+        ({"arrivals": lambda exchange, client, key: 1.0}, "arrivals", "(exchange, client, key) that returns a boolean"),
         ({"arrivals": [[True] * 3], "stragglers": 1}, "stragglers", "0 with arrivals"),
         ({"arrivals": [[True] * 3], "network": [1, 1, 2]}, "network", "one number with arrivals"),
     ],

@@ -60,12 +60,12 @@ def phase(
     measures: bool | Measures = False,
     multiplies: bool = False,
 ) -> Any:
-    """Mark a method as a phase: what a client runs when the server names it.
+    """Mark a method as a phase, which a client runs when the server asks for it by name.
 
-    A phase can read only its arguments, and the fields of the method. Clients of limited capacity, problems whose
-    clients keep x, and `Asynchronous` need `takes` and `gives`. Both are prefixes of the trees that they describe. Each
-    of their leaves is "x" or "y", for a part that is shaped like this variable; "number", for a single number; or
-    "whole", for any other part, which is never cut to a submodel.
+    A phase can read only its arguments and the fields of `self`. `takes` and `gives` are needed by `Asynchronous`, by
+    clients of limited capacity, and by problems whose clients keep x. Each of them is a pytree with one word for each
+    part of the message or of the update: "x" or "y" for a part that is shaped like this variable; "number" for a single
+    number; and "whole" for any other part, which is never cut to a submodel.
 
     Args:
         function: the method.
@@ -133,7 +133,7 @@ class Part(ABC):
     def validate(self) -> None:
         """Refuse a part whose class the annotation of its field does not allow.
 
-        It runs when an instance is made. If several classes define `validate`, those of base classes run first.
+        This method runs when an instance is made. If several classes define `validate`, the base classes' run first.
         """
         made: Any = type(self)
         for field in fields(self):
@@ -165,7 +165,7 @@ def _own_phases(cls: type[Part]) -> tuple[str, ...]:
 
 
 class Listed(Part):
-    """Serve as the base class of `Algorithm`: list methods by name, and find the names of their phases.
+    """Base class of `Algorithm` that lists methods by name and finds the names of their phases.
 
     A subclass that sets `name` is listed in `ALGORITHMS`. The text of `facts` is appended to the docstring of a
     subclass that sets them.
@@ -181,7 +181,7 @@ class Listed(Part):
     """The costs, needs and uses of the method; the text is appended to the docstring of the class."""
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """Values of fields that work on a task, by its name. Runs on the command line start from them."""
+    """For each task, by its name: values of fields that work there. Runs from the command line start with them."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -214,7 +214,7 @@ class Listed(Part):
         """
         phases = self.phases
         for name, known in phases.items():
-            if known == function:  # bound to the same object: equal fields do not do
+            if known == function:  # bound to this object; a method of another object with equal fields differs
                 return name
         got = getattr(function, "__name__", repr(function))
         holder = getattr(function, "__self__", None)
@@ -226,7 +226,7 @@ class Listed(Part):
 
 
 class Algorithm(Listed):
-    """Base class of every federated method.
+    """Base class of all federated methods.
 
     A subclass is a frozen dataclass with keyword-only fields, and a pytree whose leaves are its step sizes and other
     real numbers. Counts, and fields made by `static`, are constants of the compiled program. A subclass has to define
@@ -246,15 +246,21 @@ class Algorithm(Listed):
 
     @abstractmethod
     def round(self, fed: Fed, state: Any, key: Array) -> Any:
-        """Make a round, with exchanges by `fed`, and return the new state, whose leaves have the shapes of `state`."""
+        """Run one round, which reaches clients by exchanges of `fed`, and return the server's new state.
+
+        The new state has the same structure, shapes and dtypes as `state`. `key` is the round's random key.
+        """
 
     def init_client(self, x: PyTree, y: PyTree) -> PyTree:
-        """Return a client's state before round 0, which it keeps between rounds and never sends; None: no state."""
+        """Return a client's state before round 0; None: no state. A client keeps its state and never sends it."""
         return None
 
     @property
     def batch_size(self) -> int | None:
-        """Return the number of samples in a batch, drawn with replacement; None: all. Most methods have this field."""
+        """Return the number of samples in a batch, drawn with replacement; None: all samples of the client.
+
+        Most methods define it as a field.
+        """
         return None
 
     def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
@@ -296,7 +302,7 @@ class Algorithm(Listed):
         return Findings()
 
     def remarks(self, state: Any) -> tuple[str, ...]:
-        """Return sentences with what a user should know of the server's state at the end of a run."""
+        """Return remarks for the user about the server's state at the end of a run, a sentence each."""
         return ()
 
     def run_phase(self, name: str, client: Client, message: PyTree, key: Array) -> Reply:
@@ -352,7 +358,7 @@ def check_solves(algorithm: Algorithm, problem: Problem) -> None:
 
 
 def check_fields(algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree, rounds: int) -> None:
-    """Let the algorithm refuse a problem, or clients, that its fields do not fit."""
+    """Raise ConfigurationError if the fields of the algorithm do not fit the problem, its clients or their numbers."""
     check_own(algorithm, clients.own, len(clients), rounds)
     if problem.whole:
         why = f"None: the {' and the '.join(problem.whole)} loss takes all of a client's samples (WholeLoss)"
@@ -366,5 +372,6 @@ def check_algorithm(candidate: object) -> None:
     """Refuse an object that is not an instance of a subclass of `Algorithm`."""
     allowed = "an instance of a subclass of Algorithm, e.g. SimFBO()"
     if isinstance(candidate, Part):
-        allowed += f"; a {type(candidate).__name__} goes around a method: fb.layered(SimFBO(), …), or is a field of one"
+        kind = type(candidate).__name__
+        allowed += f"; a {kind} goes around a method: fb.layered(SimFBO(), …), or is a field of a method"
     require(isinstance(candidate, Algorithm), "algorithm", candidate, allowed)

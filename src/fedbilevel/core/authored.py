@@ -1,4 +1,7 @@
-"""Check what the hooks of a method return while JAX traces them; errors name the class and the hook."""
+"""Check the values that `init`, `round` and phases of a method return while JAX traces these functions.
+
+Errors name the class and the function.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ SEVERAL = ". If the update has several parts, pass them as one tuple: Reply((dx,
 
 
 class Server(Protocol):
-    """Describe the hooks that every `Algorithm` defines for the server."""
+    """Describe what every `Algorithm` defines for the server: a label, `init` and `round`."""
 
     @property
     def label(self) -> str: ...
@@ -116,11 +119,11 @@ def check_numbers(where: str, reply: Reply, known: Collection[str] = ()) -> None
 
 
 def check_state(where: str, new: PyTree, kept: PyTree) -> None:
-    """Refuse a client's new state that differs in structure, shapes or dtypes from the state that it has, `kept`."""
+    """Refuse a client's new state that differs from its present state, `kept`, in structure, shapes or dtypes."""
     if new is None:
         return
     if kept is None:
-        nothing = "a client that keeps none: init_client makes the state, and clients of a fresh cohort have no state"
+        nothing = "a client that has none: init_client makes the state, and clients of a fresh cohort have no state"
         raise ConfigurationError(f"{where}: Reply.state is {described(new)}, from {nothing}{SEVERAL}")
     if wrong := difference(new, kept):
         raise ConfigurationError(f"{where}: Reply.state must be like client.state, as init_client made it: {wrong}")
@@ -128,7 +131,10 @@ def check_state(where: str, new: PyTree, kept: PyTree) -> None:
 
 @contextmanager
 def explained(where: str) -> Iterator[None]:
-    """Turn the errors of JAX for traced values that are used as Python numbers into one that says what to write."""
+    """Turn JAX's error for a traced value that is used as a Python number into an error that says what to write.
+
+    `where` names the function, such as "SimFBO.round".
+    """
     try:
         yield
     except NOT_YET_A_NUMBER as error:

@@ -48,14 +48,16 @@ class Clients(Shown):
     - A list of data frames or of datasets of Hugging Face, which become dicts of columns; or of datasets of PyTorch,
       which become the pytree of their items, each read once. If the items are pairs, a batch has `batch[0]` and
       `batch[1]`.
-    - The groups of a pandas frame, in their order, or a partitioner of flwr-datasets.
+    - A grouped pandas frame, whose groups are the clients in their order, or a partitioner of flwr-datasets.
 
     The numbers of local steps, and other own numbers of clients, can have one of these forms:
 
     - A number for all clients.
-    - (M,) numbers for the clients, (T, M) for rounds and clients, or (T, K, M) for rounds, inner rounds and clients.
+    - An array: (M,) with a number for each client, (T, M) for each round and client, or (T, K, M) for each round, inner
+      round and client.
     - (low, high), or {"low": …, "high": …}: drawn uniformly for each client and round, both ends included.
-    - A function of (round, client, key), or of (round, client, key, k) with the inner round k, in JAX's operations.
+    - A function of (round, client, key), or of (round, client, key, k) with the inner round k, written with operations
+      of JAX.
 
     Args:
         outer: the samples of the outer loss.
@@ -131,8 +133,8 @@ class Clients(Shown):
 
         Args:
             samples: the samples of all clients, in a form that `Clients` takes as `outer`.
-            fraction: the share for the inner loss, strictly between 0 and 1. Their number is rounded, and each loss
-                gets at least one sample of each client.
+            fraction: the share of each client's samples that the inner loss gets, strictly between 0 and 1. The number
+                of these samples is rounded; both losses get at least one sample of each client.
             seed: the seed of the draw, a whole number from 0 on.
             sizes: (M,) the true numbers of samples, if `samples` has stacked arrays that are padded at the end.
             weights, local_steps, own, capacity: as in `Clients`.
@@ -254,7 +256,10 @@ def with_own(
     own: Mapping[str, Any] | None = None,
     capacity: Any = None,
 ) -> Any:
-    """Return the clients with these numbers in place of their present ones; the forms are those of `Clients`."""
+    """Return a copy of the clients with other own numbers or capacities, given in the forms that `Clients` takes.
+
+    Numbers that are left out stay as they are.
+    """
     changed, where = copy.copy(clients), type(clients).__name__
     object.__setattr__(changed, "own", {**clients.own, **_own(where, len(clients), local_steps, own)})
     if capacity is not None:
@@ -442,7 +447,8 @@ class Samples:
         of_losses = jax.random.fold_in(key, epochs)
 
         def batch(k: Array | int) -> Places:
-            epoch = jnp.minimum(k // count, epochs - 1)  # k exceeds the count if a client vectorised with this has more
+            # in a vectorised call, k also counts the batches of clients that have more batches than this client
+            epoch = jnp.minimum(k // count, epochs - 1)
             turn = k % count * batch_size + jnp.arange(width)
             places = orders[epoch, jnp.minimum(turn, self.size - 1)]
             return Places(places, None if full else turn < self.size, jax.random.fold_in(of_losses, k))
@@ -473,7 +479,7 @@ class Samples:
         count = self.size if steps is None else jnp.minimum(steps, self.size)
         order = jnp.arange(bound) if key is None else self.shuffled(key)[:bound]
         places = self.start + jnp.minimum(order, self.size - 1)
-        if self.unbatched:  # copying the samples in this order would cost as much as small steps
+        if self.unbatched:  # copying all samples into this order would take as long as the steps, if these are small
             return lambda j: rows_at(self.values, places[j][None]), bound, count
         # vectorised clients would each read their sample one by one: a copy of all samples is faster
         copy = self.everything().samples if key is None else rows_at(self.values, places)

@@ -44,7 +44,8 @@ StepKind = Literal["x", "local x", "shared", "total", "local", "drift", "short"]
 - "shared": a step on y or v that the server and all clients share.
 - "total": the total of a client's local steps on y.
 - "local": one local step on x, y or v; the server moves along the sum of these steps.
-- "drift": one local step that only determines how far clients drift apart, as far as they agree; on x it is 0.
+- "drift": one local step that only determines how far clients drift apart. It is longer if clients' directions agree;
+  on x it is 0.
 - "short": as "drift", but equal to the server's step times TIED (core/hyperparameters.py).
 """
 T = TypeVar("T", bound=type)
@@ -54,7 +55,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Hold a hyperparameter that depends on the round; what runs at a client gets its value in this round only.
+    """Hold a hyperparameter that depends on the round; a phase at a client gets only its value in the present round.
 
     The function takes the round, or, if the field allows this, the round and the inner round k. A schedule is a pytree
     without leaves.
@@ -92,7 +93,10 @@ def static(*, default: Any = dataclasses.MISSING) -> Any:
 
 
 def wrapped(kw_only: bool) -> Any:
-    """Make the required field with the configuration that a wrapper changes; `kw_only`: it must be passed by name."""
+    """Make the required field in which a wrapper holds the method that it changes.
+
+    With `kw_only` the field must be passed by name.
+    """
     return dataclasses.field(kw_only=kw_only, metadata={"wrapped": True})
 
 
@@ -110,7 +114,8 @@ def positive_integer(
 
     def prepare(name: str, value: Any) -> Any:
         if scheduled and (callable(value) or isinstance(value, Schedule)):
-            return _scheduled(name, value, np.integer, "a positive integer, or a function of the round that gives one")
+            allowed = "a positive integer, or a function of the round that returns a positive integer"
+            return _scheduled(name, value, np.integer, allowed)
         require_count(name, value, optional)
         return value
 
@@ -130,9 +135,9 @@ def step_sizes(
     Args:
         default: the default; without one the field is required.
         own: whether clients may have own values (`Clients.own`), which phases then find in the field.
-        adaptive: the use of the steps. Each may then be None, and `AdaptiveSteps` chooses it.
-        tied: the name of another field. Each step may then be None, and is a twentieth of the step of that field; it
-            only determines how far clients drift apart.
+        adaptive: the use of the steps. A step may then be None, and `AdaptiveSteps` chooses it.
+        tied: the name of another field with step sizes. A step may then be None, which means a twentieth of the step in
+            that field for the same variable. Such a step only determines how far clients drift apart.
     """
     prepare = functools.partial(_prepare_step_sizes, bool(adaptive or tied))
     metadata = {"prepare": prepare, "own": own, "adaptive": adaptive, "tied": tied}
@@ -159,7 +164,8 @@ def positive(
         several: whether it may be a list of numbers and schedules, stored as a tuple.
         by_k: whether it may be a function of the round and the inner round.
         adaptive: the use of the step. It may then be None, and `AdaptiveSteps` chooses it.
-        tied: the name of another field. The step may then be None, and is a twentieth of the step of that field.
+        tied: the name of another field with a step size. The step may then be None, which means a twentieth of the step
+            in that field.
     """
     optional = bool(optional or adaptive or tied)
 

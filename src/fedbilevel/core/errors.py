@@ -38,12 +38,12 @@ __all__ = [
 
 T = TypeVar("T", bound=type)
 F = TypeVar("F", bound=Callable)
-LARGEST = 10**9  # the largest count: compiled programs count in 32 bits, also up to twice a count
+LARGEST = 10**9  # the largest allowed count: compiled programs count in 32 bits, sometimes up to twice this number
 HERE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 class FedbilevelError(Exception):
-    """Serve as the base class of every error that this library raises on purpose."""
+    """Base class of all errors that this library raises on purpose."""
 
 
 class ConfigurationError(FedbilevelError, ValueError):
@@ -54,7 +54,8 @@ class ConfigurationError(FedbilevelError, ValueError):
         got: the value, or the unknown name.
         allowed: the allowed values in words, or the valid names.
         near: the valid name nearest to `got`; "" if none is near.
-        message: the words of the message, if those that the fields make would not be clear; "" for these.
+        message: a text to show in place of the message that is made from `path`, `got` and `allowed`; "" to show that
+            message.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class NonFiniteError(NumericalError):
     carry: object = None  # the carry before the round, if the engine still has it; `solve` saves it
     result: Any = None
     """The result of the run before that round, with finite x and y; None if it is not known any more."""
-    of_iterate: bool = False  # whether the run itself, and not only a metric, is not finite: `solve` adds remedies
+    of_iterate: bool = False  # whether a state, and not only a metric, is not finite; `solve` then adds remedies
 
 
 class NumericalWarning(UserWarning):
@@ -154,7 +155,7 @@ class ExchangeError(FedbilevelError):
 
 
 class FloorError(FedbilevelError):
-    """Report that a client refuses to draw fewer samples than it allows; the message has its rule and no data."""
+    """Report that a client refuses to draw fewer samples than its rule allows; the message names the rule, no data."""
 
 
 class CheckError(FedbilevelError, AssertionError):
@@ -227,7 +228,10 @@ def refuse_together(wrong: Iterable[ConfigurationError]) -> None:
 
 
 def diverged(where: str, what: str) -> NonFiniteError:
-    """Return the error for a quantity that is no longer finite in the course of a run."""
+    """Return the error for a quantity that is no longer finite in the course of a run.
+
+    `where` begins the message, such as "round 3: ", and `what` names the quantity.
+    """
     error = NonFiniteError(f"{where}{what} is not finite")
     error.of_iterate = True
     return error

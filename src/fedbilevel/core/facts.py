@@ -101,8 +101,9 @@ class Allows(NamedTuple):
         submodels: for clients of limited capacity: the default policy by which they hold units; `UnitPolicy()` means
             the units of largest weights. Every phase must declare its message and its reply.
         noise: whether replies may be clipped and noised.
-        local_x: for problems whose clients keep x: the size of the server's step on x along the x of a reply, which
-            the clients make themselves. Every phase must declare its message and its reply.
+        local_x: for problems whose clients keep x: the size of the server's step on x along the part of a reply that is
+            shaped like x. Each client makes this step on its own block. Every phase must declare its message and its
+            reply.
         project_x: whether x may be projected onto a set at the end of a round.
         own_y: for problems with leaves of y that are each client's own (`Bilevel.own`): an `OwnParts` for each phase
             for which a round asks, by the name of the phase. Every phase must declare its message and its reply.
@@ -123,7 +124,7 @@ class Asks(NamedTuple):
         first: the number of replies for which an asynchronous exchange waits (`Fed.sum_first`); None: exchanges wait
             for all replies.
         everyone: whether all clients must take part in every round; in asynchronous methods they always must.
-        fresh_cohorts: the largest number of fresh cohorts that a round asks, which bounds `fresh` in `Fed.mean`.
+        fresh_cohorts: the largest number of fresh cohorts in a round; `fresh` in `Fed.mean` must be less than this.
     """
 
     first: int | None = None
@@ -137,12 +138,12 @@ class Asks(NamedTuple):
 
     @property
     def cohorts(self) -> bool:
-        """Return whether a round may ask a cohort that has not all clients."""
+        """Return whether a round may ask a cohort that does not contain all clients."""
         return not (self.everyone or self.asynchronous)
 
 
 class Findings(NamedTuple):
-    """Report the findings of a method in its state.
+    """Report what a method finds in the server's state during a run.
 
     Args:
         error: the reason why the run must end with an error; "" if it may continue.

@@ -1,8 +1,9 @@
 """Define how an algorithm reaches its clients: exchanges, replies, and marks on the parts of a reply's update.
 
-An algorithm has no other way to reach its clients. The marks matter if clients clip their replies and add noise
-(docs/explanation/privacy.md); without privacy they have no effect. Server and clients read them from the algorithm's
-own code, and the contract of a federation shows them in the paths of parts. No message decides what a client noises.
+An algorithm has no other way to reach its clients. The marks `Public` and `Withheld` matter if clients clip their
+replies and add noise (docs/explanation/privacy.md); without privacy they have no effect. Server and clients read the
+marks from the algorithm's own code, and the contract of a federation shows them in the paths of parts. No message of
+the server can change which parts a client clips and adds noise to.
 """
 
 from collections.abc import Callable
@@ -52,11 +53,11 @@ class Total(NamedTuple):
     0. The unbiased mean is then (M/P) Σ p_i times the mean over the clients that hold the entry.
 
     Args:
-        update: Σ p_i u_i.
-        weight: Σ p_i.
-        responders: P.
-        population: M. If some clients are never available, it is M'/Σ p_i instead, where M' is the number of the
-            available clients, and the sum is over these clients.
+        update: Σ p_i u_i, where p_i is the weight of client i and u_i its update.
+        weight: Σ p_i, the sum of the weights of the clients that replied.
+        responders: P, the number of clients that replied.
+        population: M, the number of all clients. If some clients are never available, it is M'/Σ p_i instead, where M'
+            is the number of the available clients, and the sum is over these clients.
         held: for submodels, Σ p_i over the clients that hold an entry, for each entry of the update.
         rows: if every reply was asked for, the updates with leaves (P, ...) and the weights (P,), which are 0 for rows
             that only pad the cohort.
@@ -141,8 +142,9 @@ class Fed(Protocol):
     ) -> PyTree:
         """Make an exchange: send `message` to the cohort, run `phase` there, and return the updates' weighted mean.
 
-        The mean is Σ p_i u_i / Σ p_i over the clients that replied. With `unbiased` it is Σ (M/P) p_i u_i, whose
-        expectation over uniform cohorts of P out of M clients is the mean over the whole population.
+        Let p_i be the weight of client i, and u_i its update. The mean is Σ p_i u_i / Σ p_i over the clients that
+        replied. With `unbiased` it is Σ (M/P) p_i u_i, whose expectation over uniform cohorts of P out of M clients is
+        the mean over the whole population.
 
         With `fresh` = c, the exchange asks the c-th fresh cohort of the round, 0 ≤ c < asks.fresh_cohorts, instead of
         the round's own cohort. A fresh cohort has as many clients, and is drawn independently of all other cohorts. Its
@@ -153,16 +155,16 @@ class Fed(Protocol):
     def sum(
         self, phase: Phase, message: PyTree, key: Array, *, fresh: int | Array | None = None, each: bool = False
     ) -> Total:
-        """Ask the cohort as `mean` does, and return the total; with `each` it also has every reply.
+        """Make an exchange as `mean` does, and return the `Total`; with `each` it also contains every single update.
 
-        This is for layers; methods ask for means.
+        Layers use it; methods use `mean`.
         """
         ...
 
     def sum_first(
         self, n: int, phase: Phase, message: PyTree, key: Array, *, max_staleness: int | None = None
     ) -> PyTree:
-        """Return Σ p_i u_i over the first n replies, which end the exchange.
+        """Make an exchange that ends with the first n replies, and return Σ p_i u_i, the weighted sum of their updates.
 
         Idle clients get this message. Busy clients finish their work on an earlier message, and their reply to that
         message counts. A client works on one message at a time, and has at most one reply in an exchange. A client that
@@ -176,7 +178,8 @@ class Fed(Protocol):
         phase ago, so that no reply is older. It also waits for every client that was away, or busy with other phases,
         for more than s exchanges of this phase. Replies that arrive in that time count, too.
 
-        Only algorithms that ask for it (`asks`) may call this. All clients take part in them, without cohorts.
+        Only algorithms that declare it in `asks` may call this method. In such algorithms there are no
+        cohorts: all clients take part.
         """
         ...
 
@@ -193,8 +196,8 @@ class Fed(Protocol):
 class Public(NamedTuple):
     """Mark a part of an update that is independent of the client's data: it is sent without clipping and noise.
 
-    Use it only for values that would be the same with any other data and any number of samples, such as counts that
-    depend only on the server's messages and the algorithm's fields.
+    Mark only values that would be the same with any other data and any number of samples, such as counts that depend
+    only on the server's messages and the algorithm's fields.
 
     Args:
         public: the part of the update, a pytree.
@@ -204,9 +207,10 @@ class Public(NamedTuple):
 
 
 class Withheld(NamedTuple):
-    """Mark a part of an update that depends on the data, and that noise would make useless: under privacy it is zeros.
+    """Mark a part of an update that noise would make useless, so that under privacy zeros are sent in its place.
 
-    Use it for diagnostics for which 0 means that there is nothing to report. A method must not need them to be correct.
+    The part depends on the client's data. It is a diagnostic for which 0 means that there is nothing to report. A
+    method must also work if it gets these zeros.
 
     Args:
         withheld: the part of the update, a pytree.

@@ -1,7 +1,7 @@
 """Convert samples of other libraries to arrays, without importing these libraries.
 
 A client's samples may be a data frame or a dataset. The samples of all clients may be a grouped frame or a partitioner.
-Data that do not say which client holds which sample are refused, with a call that divides them.
+Data that do not say which client holds which sample are refused; the error shows a call that divides them.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def one_by_one(field: str, data: Any) -> Any:
         (data,) = splits.values()
     if hasattr(type(data), "num_partitions"):  # a partitioner of flwr-datasets
         return [data.load_partition(i) for i in range(data.num_partitions)]
-    if hasattr(data, "exclusions"):  # groups of pandas; the column that names the groups is no feature
+    if hasattr(data, "exclusions"):  # groups of pandas; the column that names the groups is not a feature
         groups = [group.drop(columns=data.exclusions, errors="ignore") for _, group in data]
         lost = len(data.obj) - sum(map(len, groups))
         require(not lost, field, f"groups without {lost} of the rows", "groups of all rows: groupby(…, dropna=False)")

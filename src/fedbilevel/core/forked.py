@@ -1,4 +1,4 @@
-"""Refuse to compute in a forked process: a fork does not copy the threads of JAX, so that it would wait for ever."""
+"""Refuse to compute in a forked process: a fork does not copy the threads of JAX, so that JAX would wait for ever."""
 
 import os
 import sys

@@ -22,7 +22,7 @@ from fedbilevel.core.errors import is_count
 from fedbilevel.core.tree import XYV
 
 TIED = 0.05
-"""A client's step size, if it is None, divided by the server's step size to which it is then tied."""
+"""The ratio of a client's step size to the server's, if the client's is None and therefore tied to the server's."""
 
 Keys = tuple[str | int, ...]
 """The names of nested fields from outside to inside; for a field with several values, then x, y, v or an index."""
@@ -149,7 +149,10 @@ def halved(configuration: Any) -> Any:
 
 
 def tied(configuration: Any) -> Any:
-    """Return the configuration with a number for every step that is None and tied to another, also in its parts."""
+    """Return the configuration with a number in place of every step that is None and tied to another step.
+
+    Steps in the configuration's parts are included.
+    """
     for entry in entries(configuration):
         server = entry.tied_to
         if entry.value is None and server is not None:

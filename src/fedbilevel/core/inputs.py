@@ -73,7 +73,7 @@ def _signature(function: Any) -> inspect.Signature | None:
 
 @contextmanager
 def explained(what: str, **arguments: PyTree) -> Iterator[None]:
-    """Turn an error in a user's function into one that names the line and the shapes of the `arguments`."""
+    """Turn an error in a user's function, called `what`, into one that names the line and the arguments' shapes."""
     try:
         yield
     except FedbilevelError:
@@ -91,7 +91,7 @@ def _advice(error: Exception, arguments: dict[str, PyTree]) -> str:
     message = str(error)
     if _calls_torch(error):
         how = "fedbilevel.torch.from_torch(module, example) turns a module into a function that can"
-        return f"; PyTorch cannot compute with arrays of JAX: {how}, and jax.numpy has its other operations"
+        return f"; PyTorch cannot compute with arrays of JAX: {how}; for single operations of PyTorch, use jax.numpy"
     for name, tree in [part for argument in reversed(arguments.items()) for part in _containers(*argument)]:
         kind = "dict" if isinstance(tree, dict) else type(tree).__name__
         if kind in ("dict", "list", "tuple") and tree and re.search(rf"\b({kind}|slice)\b|^\d+$", message):
@@ -146,10 +146,10 @@ def require_start(name: str, given: PyTree, variable: PyTree) -> None:
     Args:
         name: "x0" or "y0", for messages.
         given: the starting point as the user gave it.
-        variable: its floating arrays.
+        variable: the floating arrays of `given`, which the run optimises.
 
     Raises:
-        ConfigurationError: it has running statistics, tracers, no floating array, or numbers that are not finite.
+        ConfigurationError: `given` has running statistics, tracers, no floating array, or numbers that are not finite.
     """
     require_no_statistics(name, given)
     require_not_traced(name, given)

@@ -18,7 +18,7 @@ received: list[int] = []
 
 @contextmanager
 def held() -> Iterator[list[int]]:
-    """Hold back the first signal in the block, so that a run can be saved; yield a list that then has its number.
+    """Hold back the first signal in the block, so that a run can be saved; yield a list that gets the signal's number.
 
     A second signal acts at once. Signals that this process ignores stay ignored.
     """
@@ -35,9 +35,13 @@ def held() -> Iterator[list[int]]:
 def end(came: list[int], words: str) -> NoReturn:
     """End the run as the first held signal would have ended it: SIGTERM by its handler, or with exit status 143.
 
+    Args:
+        came: the numbers of the signals that this process held back; empty if another process got the signal.
+        words: the message about the end of the run.
+
     Raises:
-        KeyboardInterrupt: the signal was SIGINT, or was sent to another process; its message is `words`.
-        SystemExit: the signal was SIGTERM without a handler; `words` are a warning.
+        KeyboardInterrupt: the signal was SIGINT, or another process got it; the message is `words`.
+        SystemExit: the signal was SIGTERM, for which there is no handler; `words` are issued as a warning.
     """
     if came[:1] == [signal.SIGTERM]:
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -90,7 +94,8 @@ def handled_by(handler: Callable[[int, Any], None] | signal.Handlers) -> Iterato
     """Handle both signals by `handler` in this block, in the main thread, unless this process ignores them.
 
     Yields:
-        A function that restores the previous handlers; the end of the block also does.
+        A function that restores the previous handlers before the end of the block. The end of the block restores them
+        in any case.
     """
     main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in SIGNALS if main}

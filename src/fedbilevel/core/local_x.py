@@ -45,7 +45,10 @@ def gather_x(clients: PyTree) -> PyTree:
 
 
 def check_split(clients: Clients, x: PyTree) -> None:
-    """Refuse an x without a block for each client, and blocks that differ: all clients start with the same block."""
+    """Refuse an x without a block for each client, and an x whose blocks differ.
+
+    All clients start with the same block.
+    """
     shapes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(x)}
     leading = f"a leading axis of length {len(clients)}, the number of clients"
     require(shapes == {(len(clients),)}, "Bilevel.local", "x", f"used only if every leaf of x0 has {leading}")

@@ -67,7 +67,7 @@ def directions(metrics: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def larger_is_better(name: str, declared: bool | None = None) -> bool:
-    """Return whether a larger value of a metric is better: as declared, or, if not declared, for accuracies."""
+    """Return whether a larger value of a metric is better. If `declared` is None, this holds for accuracies only."""
     return in_percent(name) if declared is None else declared
 
 

@@ -2,8 +2,8 @@
 
 A table is a `numpy.memmap` of a file that has no name, and keeps this file open. The operating system removes the file
 when the table is no longer used, also if the process is killed. A table is the only kind of leaf that changes in place:
-whoever needs its values later takes a copy, or restores the rows that have changed, as `Stretch.undo` does. What has to
-survive the process is in a checkpoint, which has a copy of each table.
+code that needs its present values later has to copy them, or to restore the rows that have changed, as `Stretch.undo`
+does. Only a checkpoint survives the process; it has a copy of each table.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedbilevel.core.errors import CheckpointError
 from fedbilevel.core.tree import PyTree, is_table
 
 BLOCK = 2**22  # bytes that are read or written at once
-FEW = 16  # rows that are read or written at once where they are scattered: each may map a megabyte of pages around it
+FEW = 16  # scattered rows that are read or written at once: each of them may map a megabyte of pages around it
 
 
 def table(shape: tuple[int, ...], dtype: Any, pieces: Iterable[bytes]) -> np.memmap:
@@ -72,7 +72,7 @@ def copied(leaf: Any) -> Any:
 
 
 def lasting(tree: PyTree) -> PyTree:
-    """Return a tree that does not change later: with copies of its tables."""
+    """Return a tree that does not change later: its tables are copied, and its other leaves are the same."""
     return jax.tree.map(lambda leaf: _table_like(leaf) if is_table(leaf) else leaf, tree)
 
 

@@ -13,8 +13,8 @@ They can differ between clients, between rounds, or both. Each of them can be gi
 
 Inner rounds are counted within `Fed.repeat`; outside of it, k is 0.
 
-A field of a method can differ between clients if it is declared so: `positive(default=0.1, own=True)`. A phase reads
-the client's number from the method's field, so it needs no table.
+A field of a method can differ between clients if it is declared so: `positive(default=0.1, own=True)`. In a phase, the
+method's field already has the number of the client that runs the phase.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OwnNumbers = Mapping[str, int | float]
 """A client's own numbers in a round, by the path of the method's field."""
 LARGEST = 2.0**31
 PROBES = 10**6
-"""The number of values of a rule that are checked before a run, in all rounds or in some from the first to the last."""
+"""The largest number of values of a function that are checked before a run: of all rounds, or of some of them."""
 FORMS = "a number, one for each client, one for each round and client, (low, high), or a function"
 RULES = "a function (round, client, key) or (round, client, key, k) that returns a number"
 AXES = "", ", one for each client", ", one for each round and client", ", one for each round, inner round and client"
@@ -195,7 +195,11 @@ def check_rule(
 
 
 def check_inner_rounds(path: str, name: str, values: Values, method: Any, rounds: int) -> None:
-    """Refuse numbers by inner round of a field that inner rounds do not use, and tables for another number of them."""
+    """Refuse numbers for each inner round that do not fit the method.
+
+    They do not fit if inner rounds do not use their field, or if they are an array for another number of inner rounds
+    than the method makes.
+    """
     whose = method.label
     got = f"of shape {np.shape(values.values)}" if isinstance(values, Given) else str(values)
     most = inner_rounds(method, len(values.values) if isinstance(values, Given) else rounds)
@@ -227,7 +231,15 @@ def changing(own: Mapping[str, Values]) -> dict[str, Values]:
 def numbers_of(
     own: Mapping[str, Values], key: Array, round: Array | int, ids: Array, k: Array | int = 0
 ) -> dict[str, Array]:
-    """Return the own numbers of some clients in a round, (P,) each, by name; `key` is the key of the round for them."""
+    """Return the own numbers of some clients in a round, by name, each of shape (P,) for P clients.
+
+    Args:
+        own: the own numbers of all clients, by name.
+        key: the random key of this round for own numbers.
+        round: the round.
+        ids: (P,) the numbers of the clients.
+        k: the inner round.
+    """
 
     def each(name: str, values: Values) -> Array:
         stream = key if name == LOCAL_STEPS else jax.random.fold_in(key, zlib.crc32(name.encode()))

@@ -112,7 +112,10 @@ def check_noise(where: str, algorithm: Algorithm) -> None:
 
 
 def positive_below(below: float, **default: Any) -> Any:
-    """Make a field for a positive number below a bound, or None if that is the default; it may be positional."""
+    """Make a field for a positive number below a bound, or for None if that is the default.
+
+    The field may be passed by position.
+    """
 
     def prepare(name: str, value: Any) -> Any:
         allowed = f"a number above 0 and below {below:g}"

@@ -31,7 +31,7 @@ A loss that draws random numbers (dropout, augmentation, noise) declares a fourt
 called with one sample at a time, arrays (1, ...), and with a key that depends on the client, the round, the step and
 the sample. All derivatives on a batch use the same keys."""
 
-OF_LOSSES = 0x6C6F7373  # folded into a key whose own bits draw the samples
+OF_LOSSES = 0x6C6F7373  # folded into the key that draws a batch's samples, to make another key, for the losses' draws
 F = TypeVar("F", bound=Callable[..., Any])
 ImplicitTerm = Literal["inverse", "identity", "none"]
 LocalVariable = Literal["x"]
@@ -64,7 +64,7 @@ class WholeLoss:
 
 
 class Keyed(NamedTuple):
-    """Hold a batch for a loss that draws: the samples, and a key for each sample."""
+    """Hold a batch for a loss that draws random numbers: the samples, and a key for each sample."""
 
     samples: PyTree
     keys: Array
@@ -82,10 +82,10 @@ def with_keys(batch: PyTree, key: Array) -> PyTree:
 
 
 class DrawingLoss:
-    """Compute the mean over the samples of a batch of a function that draws.
+    """Average over a batch a function that draws random numbers.
 
-    The function has the arguments (*point, sample, key), and the mean has the arguments (*point, batch). Each sample
-    has a key of its own. For a batch without keys, the keys are the same in every call.
+    The function has the arguments (*point, sample, key), and this object has the arguments (*point, batch). Each sample
+    has a key of its own. If a batch comes without keys, the keys are the same in every call.
     """
 
     def __init__(self, function: Callable[..., PyTree]) -> None:
@@ -108,7 +108,7 @@ def read_loss(field: str, function: Any, arguments: str) -> Any:
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class Problem(Shown):
-    """Serve as the base class of all kinds of problem: an outer and an inner loss of (x, y, batch).
+    """Base class of all kinds of problem: an outer and an inner loss of (x, y, batch).
 
     Attributes:
         implicit_term: how v in ∇Φ(x) = ∇x F − ∇²xy G·v is computed at y = y*(x). "inverse": v solves ∇²yy G·v = ∇y F.
@@ -196,7 +196,10 @@ class Problem(Shown):
         return changed
 
     def with_fixed(self, x_fixed: PyTree, y_fixed: PyTree) -> Self:
-        """Return a copy of this problem whose losses take only the floating arrays of x and y, and add fixed leaves."""
+        """Return a copy of this problem whose losses take only the floating arrays of x and y.
+
+        The losses add all other leaves of x and y, `x_fixed` and `y_fixed`, themselves.
+        """
         if not jax.tree.leaves((x_fixed, y_fixed)):
             return self
         return self.with_losses(lambda loss: lambda x, y, batch: loss(join(x, x_fixed), join(y, y_fixed), batch))
@@ -223,7 +226,7 @@ class Problem(Shown):
         return check_losses(self, x, y, *examples) | sets
 
     def keyed(self, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree], programs: Mapping[str, ClosedJaxpr]) -> Self:
-        """Return a copy with a key that identifies the programs compiled from it; problems of one key share programs.
+        """Return a copy with a key; problems with equal keys share their compiled programs.
 
         The key depends on what the functions of the problem compute, which `programs` has as `traced` returns it. If a
         loss contains functions with their own rules for derivatives, the key also depends on the first and second
@@ -286,7 +289,7 @@ class Bilevel(Problem):
         outer: f(x, y, batch) -> scalar, the validation loss, a mean over the samples of the batch.
         inner: g(x, y, batch) -> scalar, the training loss, a mean over the samples of the batch; strongly convex in y,
             so that y*(x) is a single point.
-        structure: which parts of x and y can be left out, for clients of limited capacity; None: none.
+        structure: which parts of x and y can be left out, for clients of limited capacity; None: no part.
         local: "x" if x has a block for each client, and a client's losses read only the client's own block. The leaves
             of x are then (M, ...), and losses get a client's block as (1, ...). Each client keeps its block: no message
             contains a part of x, and the server of a federation never sees x. None: the server has x.
@@ -325,7 +328,7 @@ class Minimax(Bilevel):
 
     Args:
         loss: f(x, y, batch) -> scalar, a mean over the samples of the batch; strongly concave in y.
-        structure: which parts of x and y can be left out, for clients of limited capacity; None: none.
+        structure: which parts of x and y can be left out, for clients of limited capacity; None: no part.
         project_x: x -> the nearest point of a closed convex set, in which x then stays; None: x may go anywhere.
     """
 
@@ -346,7 +349,7 @@ class Compositional(Bilevel):
     Args:
         outer: f(y, batch) -> scalar, a mean over the samples of the batch.
         inner: r(x, batch) -> a pytree like y, a mean over the samples of the batch.
-        structure: which parts of x and y can be left out, for clients of limited capacity; None: none.
+        structure: which parts of x and y can be left out, for clients of limited capacity; None: no part.
         project_x: x -> the nearest point of a closed convex set, in which x then stays; None: x may go anywhere.
     """
 
@@ -381,7 +384,7 @@ class SingleLevel(Problem):
 
     Args:
         loss: f(x, batch) -> scalar, a mean over the samples of the batch.
-        structure: which parts of x and y can be left out, for clients of limited capacity; None: none.
+        structure: which parts of x can be left out, for clients of limited capacity; None: no part.
         project_x: x -> the nearest point of a closed convex set, in which x then stays; None: x may go anywhere.
     """
 
@@ -416,7 +419,8 @@ class SimpleBilevel(Problem):
             gradient of H.
         project: x -> the nearest point of X, a compact convex set; `fedbilevel.projections` has such functions. If x is
             a model, the function gets its floating arrays, with None in place of all other leaves.
-        strong_convexity: μ with H(u) ≥ H(v) + ⟨𝓗(v), u − v⟩ + (μ/2)‖u − v‖²; None: measured at random points of X.
+        strong_convexity: μ > 0 with H(u) ≥ H(v) + ⟨𝓗(v), u − v⟩ + (μ/2)‖u − v‖² for all u and v in X; None: measured at
+            random points of X.
     """
 
     implicit_term: ClassVar[ImplicitTerm] = "none"
@@ -497,12 +501,13 @@ def _mean_over(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
 def _spoiling(loss: Loss) -> Loss:
     """Return the loss with derivatives that are NaN wherever the loss is NaN.
 
-    JAX's derivative can be finite there: an entry beyond the end of an axis is NaN, and its derivative is 0.
+    JAX's own derivative can be finite there. For example, an array that is read beyond its end gives NaN, and the
+    derivative of this NaN is 0.
     """
 
     def spoiled(x: PyTree, y: PyTree, batch: PyTree) -> Array:
         value = loss(x, y, batch)
-        if not hasattr(value, "dtype"):  # `check_losses` says so
+        if not hasattr(value, "dtype"):  # `check_losses` reports it
             return value
         return value * jnp.where(jnp.isnan(value), jnp.nan, 1).astype(value.dtype)
 
@@ -548,6 +553,7 @@ def why_it_vanishes(problem: Problem, moves: Mapping[str, bool]) -> str:
     The reason is derived from the gradient ∇x F − ∇²xy G·v, where v = 0 if ∇y F = 0.
 
     Args:
+        problem: the problem.
         moves: whether the derivatives "f_x", "f_y", "g_x", "g_y" and "g_xy" are other than 0 anywhere.
     """
     f_x, f_y, g_x, g_y, g_xy = (moves[name] for name in ("f_x", "f_y", "g_x", "g_y", "g_xy"))

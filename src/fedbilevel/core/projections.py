@@ -1,7 +1,7 @@
 """Make projections onto convex sets for x: functions that return the point of a set that is nearest to x.
 
-The formulas are those of Optax. This module checks bounds, lets sets lie anywhere, and intersects two sets. If x is a
-model, the projection applies to its floating arrays, whose types are kept.
+The formulas are those of Optax. This module adds checks of the arguments, balls around any point, and intersections of
+two sets. If x is a model, the projection applies to its floating arrays, whose types are kept.
 """
 
 from collections.abc import Callable
@@ -134,7 +134,11 @@ def intersection(first: Project, second: Project, *, max_steps: int = 10_000) ->
 def check_set(field: str, project: Project, x: PyTree, anywhere: bool = False) -> PyTree:
     """Refuse a function that is not a projection onto a convex set, and an x0 outside the set.
 
-    With `anywhere`, x0 may be outside.
+    Args:
+        field: the name of the function in messages.
+        project: the function.
+        x: the starting point, x0.
+        anywhere: whether x0 may be outside the set.
 
     Returns:
         Points of the set, with leaves (count, ...).
@@ -152,11 +156,14 @@ def check_projection(field: str, project: Project, x: PyTree, points: PyTree) ->
     """Refuse a function that is not a projection onto a convex set, by a check on `points`; return their images.
 
     The projection p = P(u) onto a convex set satisfies P(p) = p, and ⟨u − p, q − p⟩ ≤ 0 for all points q of the set. If
-    the first point has no finite image, the set may be empty, and the function is refused. Other points without one
-    are left out, since an intersection may need too many steps for points far away.
+    the image of the first point is not finite, the set may be empty, and the function is refused. Other points whose
+    images are not finite are left out, since an intersection may need too many steps for points far away.
 
     Args:
-        points: leaves (count, ...).
+        field: the name of the function in messages.
+        project: the function.
+        x: a point, whose shapes and types the function must keep.
+        points: points on which the function is checked, with leaves (count, ...).
     """
     shapes = [jax.eval_shape(function, x) for function in (lambda x: x, project)]
     mine, its = (jax.tree.map(lambda a: (a.shape, str(a.dtype)), tree) for tree in shapes)
@@ -183,11 +190,12 @@ def check_projection(field: str, project: Project, x: PyTree, points: PyTree) ->
 
 
 def acts_on_entries(project: Project, x: PyTree) -> bool:
-    """Return whether a projection changes every entry of x by itself, as the projection onto a box does.
+    """Return whether a projection acts on every entry of x separately, as the projection onto a box does.
 
-    If it does, and a point takes some entries from a point u and the others from w, then the image of this point takes
-    the same entries from the images of u and w. This is tested with points around x and around 0, each mixed with its
-    neighbour by a random choice of entries. A function that raises an error is no projection, as `check_set` reports.
+    Let a point have some entries of a point u and the other entries of a point w. If the projection acts on entries
+    separately, then the image of this point has the same entries of the images of u and w. This is tested with points
+    around x and around 0, each of which is mixed with the next one by a random choice of entries. The result is False
+    for a function that raises an error; `check_set` reports this error.
     """
     points, rng = points_for(x), np.random.default_rng(0)
     chosen = jax.tree.map(lambda leaf: rng.random(leaf.shape) < 0.5, points)
@@ -204,7 +212,7 @@ def acts_on_entries(project: Project, x: PyTree) -> bool:
 
 
 def points_for(x: PyTree) -> PyTree:
-    """Return the points on which a projection is tested, around x, which is the first, and around 0."""
+    """Return the points on which a projection is tested: x, points around x, and points around 0."""
     size = sum(leaf.size for leaf in jax.tree.leaves(x))
     count = max(2, min(POINTS, ENTRIES // (2 * size)))
     around = [points_around(center, count) for center in (x, jax.tree.map(np.zeros_like, x))]
@@ -212,7 +220,10 @@ def points_for(x: PyTree) -> PyTree:
 
 
 def points_around(x: PyTree, count: int) -> PyTree:
-    """Return `count` points around x, always the same: x itself, then random points that differ by 0.1 to 1,000."""
+    """Return x, and `count` random points around x whose entries differ from those of x by about 0.1 to 1,000.
+
+    They are the same in every call. The leaves are (1 + count, ...).
+    """
     leaves, structure = jax.tree.flatten(x)
     rng, away = np.random.default_rng(0), 10.0 ** (np.arange(count) % 5 - 1)
 

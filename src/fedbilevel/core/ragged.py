@@ -1,4 +1,4 @@
-"""Store rows of unequal length in flat arrays: the samples of a population."""
+"""Store the samples of all clients in flat arrays, as rows of unequal length."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Ragged(Shown):
         return f"{int(self.size.sum()):,}, {span(self.size)} a {owner}, each {shapes}"
 
     def taken(self, places: Sequence[np.ndarray]) -> Ragged:
-        """Return new rows with the samples at `places` of the flat arrays, which has the places of each row."""
+        """Return new rows; row i has the samples at the places `places[i]` of the flat arrays."""
         size, chosen = np.array([len(of_row) for of_row in places], np.int64), np.concatenate(places)
         return Ragged(jax.tree.map(lambda leaf: leaf[chosen], self.values), np.cumsum(size) - size, size)
 
@@ -143,7 +143,7 @@ def _length(what: str, tree: PyTree) -> int:
 def check_finite(name: str, array: Any, place: Callable[[int], str]) -> None:
     """Raise ConfigurationError if a floating array is not finite in the precision in which JAX computes.
 
-    `place` returns in words the client and the sample of a row.
+    `name` names the array in the message. `place` returns in words the client and the sample of a row of the array.
     """
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return

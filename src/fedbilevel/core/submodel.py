@@ -11,11 +11,11 @@ static       The first units, always the same. (HeteroFL: Diao, Ding, Tarokh, IC
 rolling      A window that moves on by one unit each round and wraps around. (FedRolex: Alam et al., NeurIPS 2022. Its
              program has the three additions that `static` leaves out.)
 random       Units that each client draws anew in each round; with `fixed`, once.
-covered      Segments of units, each as long as a client can hold, which are dealt out to the clients of a capacity so
-             that as many of them as possible hold each unit. Each round deals every group of units anew, so that in
-             time every weight between two groups is held; with `fixed`, they are dealt once. This is our choice for OAP
-             (Zhou et al., NeurIPS 2023), whose theorems hold for arbitrary masks and depend on the least coverage; its
-             experiments have other masks.
+covered      One of the segments into which the units of a group are divided, each as long as a client can hold. The
+             segments are dealt out evenly to the clients of a capacity, so that the least coverage of a unit is as
+             large as possible. They are dealt anew in each round, so that in time every weight between two groups is
+             held; with `fixed`, they are dealt once. We chose this policy for OAP (Zhou et al., NeurIPS 2023), whose
+             theorems hold for arbitrary masks and depend on the least coverage; its experiments have other masks.
 
 Numbers of units are rounded to the nearest whole number, whereas HeteroFL and FedRolex round up. Means are weighted by
 p_i, whereas HeteroFL gives all clients the same weight.
@@ -83,7 +83,10 @@ class HeldWeights(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """Describe an axis of an array: `times` runs over all units of `group`; an empty group is never cut."""
+    """Describe an axis of an array, which runs `times` times over all units of `group`.
+
+    An axis whose group is "" is never cut.
+    """
 
     group: str
     times: int
@@ -101,10 +104,11 @@ class UnitLayout:
     def of(cls, structure: Structure, x: PyTree, y: PyTree, pruned: Pruned = "both") -> UnitLayout:
         """Check a structure against x and y, and return its layout.
 
-        With `pruned` = "x", groups with axes in y are never cut; with "y", groups with axes in x.
+        With `pruned` = "x", groups with axes in y are never cut; with "y", groups with axes in x are never cut.
 
         Raises:
-            ConfigurationError: the axes of an array disagree with the structure or with another array; it is named.
+            ConfigurationError: the axes of an array disagree with the structure or with another array; the message
+                names the array.
         """
         sizes: dict[str, tuple[int, str]] = {}
         touched: dict[str, set[str]] = {}
@@ -210,7 +214,8 @@ class UnitLayout:
                 chosen = _entries(units[axis.group], self.sizes[axis.group], axis.times)
                 source = jnp.full(size, kept, jnp.int32).at[chosen].set(jnp.arange(kept, dtype=jnp.int32))
                 padding = [(0, int(other == place)) for other in range(leaf.ndim)]
-                leaf = jnp.take(jnp.pad(leaf, padding), source, axis=place, mode="clip")  # the padding is the zero
+                # units that the client does not hold get the entry of the padding, which is 0
+                leaf = jnp.take(jnp.pad(leaf, padding), source, axis=place, mode="clip")
         return leaf
 
 
@@ -238,7 +243,10 @@ def _words(part: str, tree: PyTree, words: PyTree) -> list[str]:
 
 
 def _axes(name: str, word: object, shape: tuple[int, ...], sizes: dict[str, tuple[int, str]]) -> Iterator[Axis]:
-    """Yield the axes in a structure's string; enter in `sizes` the units of their groups, and the array's name."""
+    """Yield the axes that a structure's string, `word`, describes for the array called `name`.
+
+    `sizes` gets the number of units of each new group, and the name of the array that has it first.
+    """
     require(isinstance(word, str), name, word, 'a string with a word for each axis, e.g. "_ hidden"')
     words = str(word).split()
     require(len(words) == len(shape), name, word, f"of {len(shape)} words, one for each axis of {shape}")
@@ -263,7 +271,7 @@ def _axes(name: str, word: object, shape: tuple[int, ...], sizes: dict[str, tupl
 
 @config
 class UnitPolicy:
-    """Choose the units that clients of limited capacity hold; without capacities it has no effect.
+    """Choose the units that clients of limited capacity hold; without capacities a policy has no effect.
 
     Args:
         policy: the units that a client holds: "importance": those of largest weights; "weights": the largest single
@@ -273,8 +281,8 @@ class UnitPolicy:
         pruned: the variable whose units may be left out, "both", "x" or "y"; with "x", groups of units that also have
             axes in y are never cut.
         fixed: whether "random" and "covered" choose the same units in every round.
-        min_coverage: for "covered": the number of clients of a capacity to which each segment but the first is dealt;
-            the first goes to all other clients. None: segments are dealt evenly.
+        min_coverage: for "covered": the number of clients of a capacity that get each segment except one; all other
+            clients of this capacity get that one. None: segments are dealt evenly.
     """
 
     policy: Policy = static(default="importance")
@@ -327,7 +335,10 @@ class UnitPolicy:
         return chosen
 
     def segment(self, size: int, count: int, key: Array, holder: ClientSlot) -> Array:
-        """Return the segment of `count` units that a client gets, of ⌈size/count⌉ segments; the last may overlap."""
+        """Return the segment of `count` units that a client gets in a group of `size` units.
+
+        There are ⌈size/count⌉ segments; the last may overlap the one before it.
+        """
         segments = -(-size // count)
         dealt = holder.rank % segments
         if self.min_coverage is not None and segments > 1:

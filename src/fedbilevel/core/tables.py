@@ -1,7 +1,7 @@
 """Make objects from tables, and tables from objects, for files, presets, settings and sweeps.
 
 `changed` sets the fields of an object, and of its parts, to the values of a table, by the annotations and checks of the
-fields. It collects all mistakes with their paths. Several tables are merged before.
+fields. It collects all mistakes with their paths. `merged` makes one table of several.
 
 A table contains values of TOML. A part is a table with its kind under "name": {name = "momentum", decay = 0.9}. A name
 alone means the part with the defaults of its class. A table without a name changes the present part. Schedules and
@@ -76,7 +76,7 @@ def changed(base: Any, table: Fields, path: str, wrong: Wrong) -> Any:
 
 
 def arguments(function: Callable[..., Any], table: Fields, path: str, wrong: Wrong) -> dict[str, Any]:
-    """Return the arguments for a call of a function: the values that a table of a settings file has, else defaults.
+    """Return the arguments for a call of a function: the values in a table of settings, and defaults for all others.
 
     Args:
         function: the function, such as that of a task.
@@ -338,7 +338,7 @@ def _check_arguments(function: Callable[..., Any], given: Fields) -> None:
         elif isinstance(value, Mapping) and not all(_fits(float, one) for one in value.values()):
             got = dict(value)
             wrong.append(ConfigurationError(path=f"{name} of {function.__name__}", got=got, allowed="numbers by round"))
-        elif value == value and not _fits(known[name], value):  # NaN is a number here
+        elif value == value and not _fits(known[name], value):  # NaN passes: other checks refuse it
             allowed = next((words for words, one in kinds.items() if _fits(known[name], one)), str(known[name]))
             wrong.append(ConfigurationError(path=f"{name} of {function.__name__}", got=value, allowed=allowed))
     refuse_together(wrong)
@@ -370,7 +370,7 @@ def optimizer(name: str, **arguments: Any) -> Optimizer:
 
 
 def _check_values(name: str, given: Iterable[tuple[str, Any]]) -> None:
-    """Refuse values of an optimizer's arguments that Optax would accept, or would refuse without their names."""
+    """Refuse wrong values of an optimizer's arguments, which Optax accepts or refuses without naming the argument."""
     for argument, value in given:
         path = f"{argument} of {name}"
         plain_value = isinstance(value, NUMBERS | str)
@@ -446,7 +446,7 @@ def _as_table(there: Any, change: Collection[str]) -> Fields:
 
 
 def shared_by(cls: Any, shared: Fields) -> dict[str, Any]:
-    """Return those entries of a table for many methods that are fields of a class, or of its parts."""
+    """Return the entries of `shared`, a table for many methods, that are fields of a class or of its parts."""
     out: dict[str, Any] = {}
     for name in names_of(cls):
         if name not in shared:

@@ -73,7 +73,10 @@ def over(numerator: Any, denominator: Any) -> Array:
 
 
 def rows_at(tree: PyTree, index: Array) -> PyTree:
-    """Return leaves (n, ...) at the places `index`, which must be from 0 to n − 1; this is not checked."""
+    """Return the entries of leaves (n, ...) at the places `index`.
+
+    Places must be from 0 to n − 1; this is not checked.
+    """
 
     def taken(leaf: Any) -> Array:
         return jnp.asarray(leaf).at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
@@ -87,7 +90,7 @@ def on_device(tree: PyTree) -> PyTree:
 
 
 def nbytes(tree: PyTree) -> int:
-    """Return the number of bytes of all leaves of a tree, which are arrays or shapes, in a message."""
+    """Return the number of bytes that all leaves of a tree take in a message; leaves are arrays or shapes."""
     return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
@@ -125,15 +128,15 @@ def split(tree: PyTree, varies: Callable[[Any], bool] = is_floating) -> tuple[Py
     become arrays of JAX, except tables on disk.
 
     Raises:
-        ConfigurationError: a leaf is of PyTorch, or JAX cannot compute in this process. Every call that computes begins
-            with this function.
+        ConfigurationError: a leaf is of PyTorch, or JAX cannot compute in this process. The process is checked here
+            because every call that computes begins with this function.
     """
     refuse_forked_child()
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     for path, leaf in leaves:
         if is_of("torch", leaf):
             what = f"{jax.tree_util.keystr(path)}, a {type(leaf).__name__}".removeprefix(", ")
-            remedy = "fedbilevel.torch.from_torch(module, example) returns a module's parameters as such"
+            remedy = "fedbilevel.torch.from_torch(module, example) returns a module's parameters as arrays of JAX"
             raise ConfigurationError(
                 f"{what} of PyTorch cannot be a variable: x and y are arrays of JAX or NumPy; {remedy}"
             )
@@ -148,7 +151,7 @@ def split(tree: PyTree, varies: Callable[[Any], bool] = is_floating) -> tuple[Py
 
 
 def dtype_of(leaf: Any) -> Any:
-    """Return the dtype that JAX gives to an array or a number; it is not weak, also if the leaf is a Python number."""
+    """Return the dtype that JAX gives to an array or a number; it is not weak, not even for a Python number."""
     given = getattr(leaf, "dtype", None)
     return jnp.result_type(leaf) if given is None else jax.dtypes.canonicalize_dtype(given, allow_extended_dtype=True)
 
@@ -174,7 +177,7 @@ def is_of(library: str, value: object) -> bool:
 def is_table(leaf: object) -> bool:
     """Return whether a leaf is a table on disk (core/on_disk.py): memory-mapped, of a file that has no name.
 
-    A copy of a memory map in memory is a `numpy.memmap`, too, but it has no map.
+    A copy of such a table in memory is a `numpy.memmap` as well, but no file is mapped.
     """
     return isinstance(leaf, np.memmap) and leaf.filename is None and getattr(leaf, "_mmap", None) is not None
 

@@ -3,11 +3,12 @@
 The method is FIARSE (Wu et al., NeurIPS 2024, arXiv:2407.19389, algorithm 1).
 
 A capacity is a share of the weights. With units, by contrast, a client holds a weight only if it holds the units at
-both ends, so that its share of the weights of a deep network is about the square of its capacity. There is one
-threshold θ for all of x and one for all of y. On a single-level problem this is the threshold of the whole model, the
-paper's default; a threshold for each layer is its variant. A client gets the vector of its weights of x, a bit for each
-weight of the whole that says whether it is held, and θ; it replies with a vector of the same form. Bytes are counted
-for these. Operations are those of the whole model, since zeros do not make a dense product faster.
+both ends, so that its share of the weights of a deep network is about the square of its capacity. A client holds the
+weights whose magnitude is at least a threshold θ; there is one threshold for all of x and one for all of y. On a
+single-level problem this is one threshold for the whole model, as in the paper by default; its variant has a threshold
+for each layer. A client gets the vector of the weights of x that it holds, a bit for each weight of the whole x that
+says whether the client holds it, and θ; the same for y. It replies with vectors of the weights that it holds. Bytes are
+counted for what is sent. Operations are those of the whole model, since zeros do not make a dense product faster.
 
 On a single-level problem, the gradient of a client is the threshold-controlled biased gradient of the paper (TCB-GD):
 
@@ -169,7 +170,7 @@ class PlacedWeights:
 
 
 def controlled(weights: Array, least: Array) -> Array:
-    """Return the weights, with 0 below the threshold `least`, and with the derivatives of TCB-GD."""
+    """Return the weights, with 0 in place of those below the threshold `least`, and with the derivatives of TCB-GD."""
     size = jnp.abs(weights)
     keep, total = size >= least, size + least
     slope = keep * (1 + 2 * size * least / jnp.where(total > 0, total, 1) ** 2)

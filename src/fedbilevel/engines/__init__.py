@@ -1,1 +1,4 @@
-"""Run rounds: engines simulate or reach clients, and a loop drives them. No engine knows a particular algorithm."""
+"""Run rounds: engines simulate clients or reach them elsewhere, and a loop drives an engine.
+
+No engine depends on a particular algorithm.
+"""

@@ -24,15 +24,20 @@ from fedbilevel.reading import newer_format, parse_json, require_regular
 from fedbilevel.wording import in_a_line, printable
 
 META = "__meta__"
-FORMAT = 3  # the format of files; a later one is refused, and an earlier one if its state is not as expected
+FORMAT = 3  # the format of files; files of a later format are refused, and of an earlier one if their leaves differ
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 def save(path: Path, tree: PyTree, meta: dict[str, Any], *, keep: bool = False, outlined: bool = False) -> None:
     """Write the leaves of `tree` and the JSON object `meta` atomically: `path` is always a whole file, old or new.
 
-    `keep`: the file that was at `path` is kept at `previous(path)`. `outlined`: the file also describes how dicts,
-    lists and tuples contain the leaves, which `own_shapes` needs; this works only if `tree` has no other nodes.
+    Args:
+        path: the file.
+        tree: a pytree of arrays.
+        meta: a JSON object.
+        keep: whether the file that was at `path` is kept at `previous(path)`.
+        outlined: whether the file also describes how dicts, lists and tuples contain the leaves, as `own_shapes` needs.
+            If `tree` has other nodes, the file has no such description.
 
     Raises:
         CheckpointError: there is no space or no permission, or a leaf has Python objects. The earlier file at `path` is
@@ -67,7 +72,7 @@ def previous(path: Path) -> Path:
 
 
 def exist(path: Path) -> bool:
-    """Tell whether there is a checkpoint at `path`, or an earlier checkpoint beside it."""
+    """Tell whether there is a checkpoint at `path`, or one at `previous(path)`."""
     return path.exists() or previous(path).exists()
 
 
@@ -101,8 +106,8 @@ def trouble(path: Path) -> str:
 def load(path: Path, like: PyTree, part: bool = False) -> tuple[PyTree, dict[str, Any]]:
     """Read the tree and the JSON object that `save` wrote.
 
-    `like` has the structure, shapes and dtypes of all leaves in the file, or, with `part`, of some of them. Where it
-    has a table on disk, a new table is made.
+    `like` has the structure, shapes and dtypes of all leaves in the file, or, with `part`, of some of them. A leaf that
+    is a table on disk in `like` (core/on_disk.py) is read into a new table.
 
     Raises:
         CheckpointError: the file is not a checkpoint; it belongs to another model or algorithm, in which case the
@@ -151,7 +156,7 @@ def own_shapes(path: Path) -> PyTree:
         _, dtypes, outline, _ = _header(archive)
         if outline is None:
             text = f"{path} does not describe the tree of its arrays: it has a model of another library, or an earlier "
-            raise CheckpointError(f"{text}version of fedbilevel wrote it. Pass x0 and y0 of the run, too")
+            raise CheckpointError(f"{text}version of fedbilevel wrote it. Also pass x0 and y0 of the run")
         return jax.tree_util.tree_map_with_path(shape_of, _outlined(outline))
 
 
@@ -183,7 +188,7 @@ def as_checkpoint_error(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
-    """Open the archive, and reject compressed entries, so that reading takes no more memory than the file's length."""
+    """Open the archive, and reject compressed entries, so that reading never takes more memory than the file's size."""
     require_regular(path)
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
@@ -195,8 +200,12 @@ def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def _header(archive: zipfile.ZipFile) -> tuple[dict[str, Any], dict[str, str], Any, str]:
-    """Read (`meta` as passed to `save`; the arrays' dtypes; the tree's outline; a sentence that names the version that
-    wrote the file, if its format is an earlier one, else "")."""
+    """Read the header of a file.
+
+    Returns:
+        `meta` as passed to `save`, the dtypes of the arrays, the outline of the tree, and a phrase with the version
+        that wrote the file; the phrase is "" unless the format is an earlier one.
+    """
     if f"{META}.npy" not in archive.namelist():
         raise ValueError("it was not written by this library")
     with archive.open(f"{META}.npy") as file:
@@ -250,7 +259,7 @@ def _leaf(archive: zipfile.ZipFile, path: Path, name: str, dtype: str, expected:
             array: np.ndarray = table(shape, stored, _pieces(file, path))
         else:
             array = np.lib.format.read_array(file, allow_pickle=False)
-        if file.read(1):  # and at the end the checksum is compared
+        if file.read(1):  # reading to the end also compares the checksum
             raise ValueError(f"{name} is longer than its shape")
     if array.dtype == bool and any(np.any(np.frombuffer(piece, np.uint8) > 1) for piece in bytes_of(array)):
         raise ValueError(f"{name} has flags that are neither true nor false")

@@ -1,4 +1,4 @@
-"""Count what exchanges cost: `RoundCosts` has the costs of a round, a small pytree; `Ledger` has a run's totals."""
+"""Count the costs of exchanges: `RoundCosts` is a small pytree with the costs of a round, `Ledger` a run's totals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fedbilevel.engines.virtual_time import TICK
 from fedbilevel.wording import printable, require_object
 
 ExchangeKind = tuple[str, int, int]
-"""(phase, bytes down per client, bytes up per client)."""
+"""(phase, bytes sent to each client, bytes sent by each client)."""
 
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ class ExchangeCount(NamedTuple):
     """Count the exchanges of one kind, the messages in them, and the replies."""
 
     exchanges: Any
-    asked: Any  # messages sent down, summed over the exchanges
+    asked: Any  # messages sent to clients, summed over the exchanges
     replies: Any  # replies that counted
 
 
@@ -66,7 +66,7 @@ def _added(a: dict[Any, Any], b: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def stack_costs(costs: Sequence[RoundCosts]) -> RoundCosts:
-    """Stack the costs of some rounds to leaves (rounds,); kinds of exchanges that a round did not make count 0."""
+    """Stack the costs of some rounds to leaves (rounds,); a kind of exchange counts 0 in a round without it."""
     nothing = jax.tree.map(jnp.zeros_like, reduce(add_costs, costs))
     return jax.tree.map(lambda *leaves: np.stack(leaves), *(add_costs(nothing, round_costs) for round_costs in costs))
 
@@ -80,9 +80,9 @@ def packed(costs: RoundCosts) -> dict[str, Array]:
 
 
 def unpacked(rows: dict[str, np.ndarray], like: RoundCosts) -> RoundCosts:
-    """Unpack rows (rounds, n), by dtype, to the costs of some rounds, leaves (rounds, ...).
+    """Undo `packed` for some rounds: make the costs, leaves (rounds, ...), from arrays (rounds, n) by dtype.
 
-    `like`: the shapes and dtypes of a round's costs, as `packed` got them.
+    `like` has the shapes and dtypes of one round's costs.
     """
     places = dict.fromkeys(rows, 0)
 
@@ -95,7 +95,7 @@ def unpacked(rows: dict[str, np.ndarray], like: RoundCosts) -> RoundCosts:
 
 
 class Book:
-    """Accumulate the costs of a round, or of one iteration of a compiled loop, exchange by exchange."""
+    """Add up the costs of a round, or of one iteration of a compiled loop, exchange by exchange."""
 
     def __init__(self) -> None:
         self.costs = empty_costs()
@@ -115,10 +115,11 @@ class Book:
 
         Args:
             phase: the name of the phase.
-            parts: (message, sums over the replies to it, number of clients asked) for each message. There are several
-                if clients are sent messages of different sizes; together they count as one exchange.
+            parts: (message, sums over the replies to this message, number of clients that got it) for each message.
+                There are several if clients get messages of different sizes; together they count as one exchange.
             ticks: the time that the exchange took, in ticks of the clock.
-            age: after `sum_first`, Σ p_i·(exchanges since the client was asked), for the metric `staleness`.
+            age: after `sum_first`, Σ p_i·(exchanges since client i was asked) over the replies, where p_i is the
+                client's weight; it gives the metric `staleness`.
         """
         for number, (message, sums, asked) in enumerate(parts):
             count = ExchangeCount(jnp.asarray(number == 0, jnp.int32), jnp.asarray(asked, jnp.int32), sums.responders)
@@ -137,9 +138,9 @@ def sizes(message: PyTree, sums: Sums) -> tuple[int, int]:
 
 
 def joined(parts: Sequence[tuple[PyTree, Sums, int]]) -> list[tuple[PyTree, Sums, int]]:
-    """Make one part, for `Book.enter`, of all parts of an exchange whose messages and replies have the same sizes.
+    """Join the parts of an exchange, as `Book.enter` takes them, whose messages and replies have the same sizes.
 
-    All that is counted is added in NumPy, without a program for each addition. The update is that of the first part.
+    Counts are added in NumPy, so that JAX starts no program for each addition. The update is that of the first part.
     """
     same: dict[tuple[int, int], list[tuple[PyTree, Sums, int]]] = {}
     for part in parts:
@@ -153,13 +154,16 @@ def joined(parts: Sequence[tuple[PyTree, Sums, int]]) -> list[tuple[PyTree, Sums
 
 
 def added_up(trees: Sequence[T]) -> T:
-    """Add arrays that are computed, in their order and in NumPy: JAX starts a program for each addition."""
+    """Add trees of arrays in their order. NumPy adds them, since JAX would start a program for each addition."""
     total: T = jax.tree.map(jnp.asarray, reduce(partial(jax.tree.map, np.add), trees))
     return total
 
 
 def split_ticks(ticks: int | Array) -> Array:
-    """Split ticks into (multiples of PART, rest): sums over the 65,536 longest possible exchanges fit into 32 bits."""
+    """Split a number of ticks into (multiples of PART, rest).
+
+    Sums of both numbers fit into 32 bits, even over 65,536 exchanges of the longest possible duration.
+    """
     return jnp.stack([jnp.asarray(ticks // PART, jnp.int32), jnp.asarray(ticks % PART, jnp.int32)])
 
 
@@ -172,11 +176,11 @@ class Sent:
 
 
 class Sums(NamedTuple):
-    """Hold weighted sums over clients of one exchange's replies: the server receives nothing else."""
+    """Hold weighted sums over the clients' replies in an exchange: the server receives nothing else."""
 
-    update: PyTree  # Σ p_i u_i
+    update: PyTree  # Σ p_i u_i, with the weight p_i and the update u_i of client i
     weight: Array  # Σ p_i
-    metrics: dict[str, Array]  # Σ p_i m_i
+    metrics: dict[str, Array]  # Σ p_i m_i, with the metric m_i of client i, by name
     responders: Array
     gradients: Array
     hvps: Array
@@ -243,7 +247,7 @@ class Ledger(Shown):
         delta: δ of differential privacy, the largest of any client.
         ticks: the time that exchanges took, in whole ticks of the clock.
         flops: floating-point operations that the counted replies took; None if they are not known.
-        virtual: whether the time is virtual, of a simulation; else it is real time.
+        virtual: whether the time is that of a simulation's clock; False: it is real time.
     """
 
     COLUMNS: ClassVar = ("exchanges", "bytes_down", "bytes_up", "gradients", "hvps", "flops", "time", "epsilon")
@@ -267,7 +271,7 @@ class Ledger(Shown):
         """Make a ledger from an object that was read from JSON.
 
         Raises:
-            ValueError: a field is no field of a ledger, or its value has another type.
+            ValueError: the object has a field that a ledger does not have, or a value of the wrong type.
         """
         kinds = {field.name: _IN_JSON[field.type] for field in dataclasses.fields(cls)}
         require_object(fields, f"the totals of a ledger ({', '.join(list(kinds)[:2])}, …)")

@@ -21,12 +21,12 @@ from fedbilevel.oracles.operators import Extremes, extreme_eigenvalues
 from fedbilevel.oracles.population import Population, WeightedLoss
 
 SAMPLES = 2_000  # the number of samples of the inner loss on which curvature is measured
-PRODUCTS = 20  # the number of products with its Hessian
-ENTRIES = 1_000_000  # the most entries of y, since twice as many vectors as products are kept
+PRODUCTS = 20  # the number of products with the Hessian of the inner loss by which curvature is measured
+ENTRIES = 1_000_000  # the largest y, in entries, for which it is measured: memory is needed for 2·PRODUCTS vectors
 ROUNDING = 1e-3  # the relative rounding error of a curvature that is 0
-FAR = 1000  # factor of max(|first loss|, 1): only steps that are too large raise a loss so far
-HIGH = 10  # the same, for two consecutive rows of a run that can return to a better row with smaller steps
-STILL = 10  # a loss still grows above this factor times the median size of the rows before; below may be noise
+FAR = 1000  # a loss above FAR·max(|first loss|, 1) is a sign of steps that are too large
+HIGH = 10  # the same factor for a loss in two consecutive rows, if the run can return to a better row
+STILL = 10  # a loss still grows if it is above STILL times its median size in the rows before; less may be noise
 
 
 def grown(
@@ -34,15 +34,17 @@ def grown(
     latest: Mapping[str, Sequence[float]] | None = None,
     began: Mapping[str, float] | None = None,
 ) -> str:
-    """Say which loss (or metric that should fall) is FAR above its start in the last row and still grows; else "".
+    """Return a text that names a loss, or a metric that should fall, by whose growth the run counts as diverging.
+
+    This is a loss that in the last row is more than FAR·max(|start|, 1) and still grows. If there is none, return "".
 
     Args:
         history: the rows so far.
-        latest: losses in each round since the row before, which show growth within the first row.
-        began: for a run that can return to a better row: the losses in its first round, if every exchange asks all
-            clients. Such a run counts as diverging if one of these losses is FAR above its start, even if it no longer
-            grows, or if a loss grows and is HIGH above its start in the last two rows. A single high row does not
-            count: it may be due to an unusual client.
+        latest: the losses in each round since the row before, which show growth before there are two rows.
+        began: None unless the run can return to a better row. For such a run, the losses in its first round, if every
+            exchange asks all clients, and otherwise none. The run then counts as diverging if one of these losses is
+            more than FAR·max(|start|, 1), even if it no longer grows; or if a loss grows and is more than
+            HIGH·max(|start|, 1) in the last two rows. A single high row does not count: an unusual client may cause it.
     """
     for name in history.judged:
         *before, last = [row[name] for row in history.rows if name in row]
@@ -59,7 +61,7 @@ def grown(
 
 
 def far_away(round: int, start: float, norm: float) -> str:
-    """Say that the norm of (x, y) is more than FAR²·max(start, 1), else ""; for methods that measure no loss."""
+    """Return a text if the norm of (x, y) is more than FAR²·max(start, 1), else ""; for methods without losses."""
     far = norm > FAR**2 * max(start, 1)
     return f"round {round}: the norm of x and y has grown from {start:.4g} to {norm:.4g}" if far else ""
 
@@ -69,7 +71,7 @@ def what_to_lower(algorithm: Algorithm, halvings: int) -> str:
 
     Args:
         algorithm: the method within its layers.
-        halvings: how often its steps were halved in the run.
+        halvings: how often the run halved the method's steps.
     """
     private = [layer for layer in layers_at(algorithm) if isinstance(layer, Private)]
     noise = "".join(f"; {layer.what_to_lower()}" for layer in private)
@@ -86,9 +88,10 @@ def without_wrappers(algorithm: Algorithm) -> Algorithm:
 
 
 def curvature_needed(algorithm: Algorithm) -> float:
-    """Return the bound that all curvatures of G in y must exceed: the method's attribute of this name in round 0, or 0.
+    """Return the bound that all curvatures of the mean inner loss G in y must exceed, for this method.
 
-    It is negative for methods that do not need an inner loss that is convex in y.
+    This is the method's attribute of the same name in round 0, or 0 if it has none. The bound is negative for methods
+    that do not need an inner loss that is convex in y.
     """
     return float(getattr(at(without_wrappers(algorithm), 0), "curvature_needed", 0.0))
 
@@ -110,8 +113,13 @@ def what_was_met(
 ) -> Met:
     """Find out why a run diverged, from the losses and curvatures at its start and at its last finite point.
 
-    `needed` is the method's `curvature_needed`. The explanation is empty for problems with local x or own leaves of y,
-    and where the numbers show no cause.
+    The explanation is empty for problems whose clients keep x or leaves of y, and where the numbers show no cause.
+
+    Args:
+        problem, clients: the problem and the population of the run.
+        start: (x, y) at the start.
+        last: (x, y) at the last finite point.
+        needed: the method's `curvature_needed`.
     """
     size = sum(leaf.size for leaf in jax.tree.leaves(last[1]))
     if problem.local is not None or problem.own is not None:
@@ -162,7 +170,7 @@ def what_was_met(
 
 
 def not_finite_at(name: str, total: WeightedLoss, x: PyTree, y: PyTree) -> str:
-    """Say that a loss, or a derivative of it, is not finite at the start; "" if they are finite."""
+    """Return a text if a loss or its derivatives are not finite at the start (x, y), else ""; `name` names the loss."""
     if not np.isfinite(total.value(x, y)):
         return (
             f"the {name} loss is not finite even at the start, whatever the steps: look for labels beyond the "
@@ -181,9 +189,9 @@ def not_finite_at(name: str, total: WeightedLoss, x: PyTree, y: PyTree) -> str:
 def not_finite_after_a_step(
     name: str, total: WeightedLoss, inner: WeightedLoss, largest: float, x: PyTree, y: PyTree
 ) -> str:
-    """Say that a loss, or a derivative of it, is not finite after a step 1/L on y from the start; else "".
+    """Return a text if a loss or its gradient is not finite after a step of size 1/L on y from the start, else "".
 
-    L is the largest curvature of the inner loss, for which a step of 1/L is never too long.
+    L, `largest`, is the largest curvature of the inner loss; a step of size 1/L is never too long for this loss.
     """
     if not largest > 0:
         return ""
@@ -198,7 +206,7 @@ def not_finite_after_a_step(
 
 
 def needs_ridge(smallest: float) -> str:
-    """Say that an inner loss whose smallest curvature is not positive needs a ridge, and how large it must be."""
+    """Return the advice for an inner loss whose smallest curvature is not positive: add a ridge, and of which size."""
     return (
         f"the inner loss is not strongly convex in y: its curvature is as low as {smallest:.3g}, not above 0, so that "
         f"y*(x) is not defined and no step size helps. Add a ridge to it: c * (y**2).sum() with c above "
@@ -207,7 +215,7 @@ def needs_ridge(smallest: float) -> str:
 
 
 def needs_proximity(smallest: float) -> str:
-    """Say that the proximity of MEHA is too large for an inner loss with this smallest curvature."""
+    """Return the advice for MEHA if its proximity is too large for an inner loss with this smallest curvature."""
     return (
         f"the curvature of the inner loss in y is as low as {smallest:.3g}, and no step size helps with this "
         f"proximity: use fb.MEHA{with_proximity(smallest)}"

@@ -2,8 +2,9 @@
 
 The rows of the history cannot always tell which of the two is larger. A row has the losses of the clients that a round
 asked, on the samples that they drew, and the loss "at the start" is that of the first round alone. With small cohorts
-and batches, the noise in these losses may exceed what the run has gained or lost. Moreover, y may not be trained at the
-earlier point: training y at the same x can raise the outer loss, although no step on x is at fault.
+and batches, the noise in these losses may be larger than the change of the loss in the run. Moreover, y may not be
+trained at the earlier point: if y is then trained at the same x, the outer loss can rise, although no step on x is
+wrong.
 """
 
 from __future__ import annotations
@@ -36,21 +37,25 @@ class Ends(NamedTuple):
 
     start: float  # the loss at an earlier point, such as the start
     end: float
-    trained: float  # the loss at the earlier x with y trained; equal to `start` if `start` is not below the end, or if
-    # training was not possible
+    # The loss at the earlier x with a trained y. It equals `start` if `start` is not below `end`, or if y could not be
+    # trained.
+    trained: float
 
     @property
     def above(self) -> bool:
-        """Tell whether the end's loss is above that at the earlier point by more than rounding, or is not finite."""
+        """Tell whether the loss at the end is above the earlier loss by more than rounding, or is not finite."""
         return above(self.end, self.start)
 
     @property
     def worse(self) -> bool:
-        """Tell whether the end's loss is above that at the earlier point, with the y there and with a trained y."""
+        """Tell whether the loss at the end is above both earlier losses: with the y of that point, and a trained y."""
         return self.above and above(self.end, self.trained)
 
     def text(self, column: str) -> str:
-        """Describe an end above the start: which losses it is worse than, or that it is not worse once y is trained."""
+        """Describe in words an end whose loss is above that at the start, and whether a trained y explains it.
+
+        `column` is the name of the loss.
+        """
         start, end, trained = (text(column, value) for value in self)
         where = f"{column} of all clients on all their samples ended at {end}"
         if not self.worse:
@@ -74,13 +79,13 @@ def comparable(problem: Problem) -> bool:
 
 
 class Spent(NamedTuple):
-    """Hold what a run has cost: its number of gradients, and their batch size; None: all of a client's samples."""
+    """Hold the cost of a run: its number of gradients, and their batch size, None for all samples of a client."""
 
     gradients: int
     batch_size: int | None
 
     def passes(self, rows: Ragged) -> float:
-        """Return how many gradients on all samples of all clients cost as much."""
+        """Return the cost of the run as a number of gradients on all samples of all clients."""
         samples = int(rows.size.sum())
         return self.gradients * (1 / len(rows.size) if self.batch_size is None else self.batch_size / samples)
 
@@ -94,16 +99,17 @@ def affordable(clients: Clients, spent: Spent) -> bool:
 
 
 def affordable_gradients(clients: Clients, spent: Spent) -> int:
-    """Return how many full inner gradients take a sixth of the time of a run, EVALUATIONS at most."""
+    """Return how many inner gradients on all samples take a sixth of the time of a run, EVALUATIONS at most."""
     return min(EVALUATIONS, int(spent.passes(clients.inner) / 6))
 
 
 def outer_losses(problem: Problem, clients: Clients, points: list[tuple[PyTree, PyTree]]) -> list[float]:
-    """Compute Σ p_i f_i of all clients at each point (x, y), in blocks of samples, summed in float64.
+    """Compute the outer loss Σ p_i f_i of all clients at each point (x, y), in blocks of samples, summed in float64.
 
     Args:
-        problem: prepared, in the floating arrays of x and y alone.
-        points: all of the same shapes.
+        problem: the prepared problem, whose losses take only the floating arrays of x and y.
+        clients: the population.
+        points: points (x, y) of the same shapes.
     """
     local = problem.local is not None
 
@@ -123,13 +129,17 @@ def outer_losses(problem: Problem, clients: Clients, points: list[tuple[PyTree, 
 
 
 def trained(problem: Problem, clients: Clients, x: PyTree, y: PyTree, evaluations: int) -> PyTree:
-    """Train y at a fixed x on all samples of all clients, by L-BFGS from y, with `evaluations` gradients at most.
+    """Train y at a fixed x on all samples of all clients, by L-BFGS, and return the trained y.
 
     If the norm of the gradient is not reduced to a tenth, for example because the loss has no minimum, y is returned
     unchanged.
 
     Args:
-        problem: prepared, in the floating arrays of x and y alone; x is common to all clients.
+        problem: the prepared problem, whose losses take only the floating arrays of x and y; clients share x.
+        clients: the population.
+        x: the fixed x.
+        y: the y at which training starts.
+        evaluations: the largest number of gradients.
     """
     start, shaped = ravel_pytree(y)
     programs = {}

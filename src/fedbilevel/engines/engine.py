@@ -1,4 +1,4 @@
-"""Define the interface of engines, a run that advances a carry by some rounds; and hold what engines share.
+"""Define the interface of engines and of their runs, which do rounds, and the functions that engines share.
 
 Which clients take part in a round, and how much work each does, depends on the round's key alone.
 """
@@ -47,7 +47,7 @@ FLOYD_LIMIT = 2048  # Floyd's algorithm compares P²/2 pairs; for larger cohorts
 
 
 class Carry(NamedTuple):
-    """Hold the whole state of a run between two rounds; together with the run's key, it suffices to resume the run."""
+    """Hold the whole state of a run between two rounds; a run can be resumed from its carry and its key."""
 
     round: Array  # rounds done
     state: Any  # the server's state
@@ -74,12 +74,12 @@ class Stretch(NamedTuple):
 
 
 class Run(Protocol):
-    """Advance an algorithm on a population round by round; `Engine.start` returns a run."""
+    """Run an algorithm on a population round by round; `Engine.start` returns a run."""
 
     compile_seconds: float
 
     def advance(self, carry: Carry, rounds: int) -> Stretch:
-        """Do at least one and at most `rounds` rounds; the buffers of `carry` are consumed.
+        """Do at least one and at most `rounds` rounds from `carry`, which must not be used afterwards.
 
         Raises:
             NonFiniteError: an iterate is not finite; the message names the round, the phase and the quantity.
@@ -89,7 +89,7 @@ class Run(Protocol):
     def per_client(self, metrics: Mapping[str, PerClient], fixed: tuple[PyTree, PyTree]) -> PerClientRow:
         """Return a function that measures metrics on each client.
 
-        `fixed`: the leaves of x and y that are not optimized.
+        `fixed` has the leaves of x and of y that the run does not optimise.
 
         Raises:
             ConfigurationError: these clients cannot measure metrics.
@@ -102,7 +102,10 @@ class Run(Protocol):
 
 
 class Engine(Protocol):
-    """Simulate clients, or reach them elsewhere. An engine's `repr` is the same in all processes of a simulation."""
+    """Simulate clients, or reach them on other machines.
+
+    The `repr` of an engine is the same in all processes of a simulation.
+    """
 
     @property
     def clock(self) -> Clock | None:
@@ -112,7 +115,7 @@ class Engine(Protocol):
     def start(
         self, algorithm: Algorithm, problem: Problem, clients: Any, cohort: Cohort, key: Array, carry: Carry
     ) -> Run:
-        """Prepare a run on `Clients` or `RemoteClients`; `carry` gives shapes and dtypes."""
+        """Prepare a run on `Clients` or `RemoteClients`; only the shapes and dtypes of `carry` matter."""
         ...
 
 
@@ -168,7 +171,7 @@ def check_own_parts(carry: Carry) -> None:
 
 
 def check_simulated(clients: Any) -> None:
-    """Reject clients whose samples are not on this machine; for engines that simulate clients."""
+    """Reject clients whose samples are not on this machine; engines that simulate clients call this."""
     here = isinstance(clients, Clients)
     require(here, "clients", type(clients).__name__, "Clients, unless the engine reaches them elsewhere")
 
@@ -195,7 +198,7 @@ class Cohort(NamedTuple):
         return self.replacement or self.size < population
 
     def draw(self, key: Array, population: int) -> Array:
-        """Draw the ids of a round's clients, (size,) int32, in no special order; in order if they are all clients."""
+        """Draw the ids of a round's clients, (size,) int32. If they are all clients, they are in ascending order."""
         if self.replacement:
             return uniform_below(key, population, (self.size,))
         return draw_cohort(key, population, self.size)
@@ -244,7 +247,10 @@ def check_availability(clock: Clock, algorithm: Algorithm, population: int, coho
 
 
 def available_population(clock: Clock, clients: Clients) -> float:
-    """Compute M' / Σ p_i over the M' clients that are ever available: the population's size in units of weight."""
+    """Return the number of all clients, or, if some are never available, M' / Σ p_i.
+
+    M' is the number of the available clients, and Σ p_i the sum of their weights.
+    """
     weights = np.delete(clients.weights, clock.never_available(len(clients)))
     return len(clients) if len(weights) == len(clients) else len(weights) / float(weights.sum())
 
@@ -291,7 +297,7 @@ class RoundKeys(NamedTuple):
     round: Array | int
 
     def of_fresh(self, number: Array | int) -> RoundKeys:
-        """Derive the streams of the round's fresh cohort with that number; the algorithm's stream does not change."""
+        """Derive the streams of the round's fresh cohort of this number; the algorithm's stream does not change."""
         return self._replace(cohort=jax.random.fold_in(self.cohort, number), own=jax.random.fold_in(self.own, number))
 
 
@@ -325,11 +331,11 @@ class Cohorts:
         return self.cohort.some(self.population)
 
     def fresh(self, number: Array | int) -> Cohorts:
-        """Return the cohorts of the round's fresh cohort with that number, whose clients are drawn anew."""
+        """Return the object for the round's fresh cohort of this number, whose clients are drawn anew."""
         return replace(self, keys=self.keys.of_fresh(number))
 
     def repeated(self, i: Array | int) -> Cohorts:
-        """Return the same cohort, whose clients have their own numbers of the i-th repetition."""
+        """Return the object for the same clients with their own numbers in the i-th repetition."""
         return replace(self, repetition=i)
 
     def ids(self) -> Array:
@@ -382,11 +388,11 @@ class PythonFed(Means):
 
 @partial(jax.jit, static_argnums=(1, 2))
 def draw_cohort(key: Array, population: int, size: int) -> Array:
-    """Draw `size` distinct clients out of `population`, every subset equally likely; (size,) int32, in no special
-    order.
+    """Draw `size` distinct clients out of `population`, every subset equally likely, and return their ids.
 
-    If size = population, all clients are returned in order. Small cohorts cost O(size²), however large the population
-    is (Floyd's algorithm: Bentley and Floyd, "A sample of brilliance", Communications of the ACM 30(9), 1987).
+    The ids are (size,) int32, in no special order; if size = population, they are in ascending order. A small cohort
+    costs O(size²), however large the population is (Floyd's algorithm: Bentley and Floyd, "A sample of brilliance",
+    Communications of the ACM 30(9), 1987).
     """
     if size == population:
         return jnp.arange(population, dtype=jnp.int32)

@@ -54,7 +54,7 @@ def check_metrics(metrics: Mapping[str, MetricFunction] | None) -> None:
 
 
 class Evaluation:
-    """Evaluate metrics of (x, y); the arrays that they close over become arguments, not constants of the program."""
+    """Evaluate metrics of (x, y). Arrays in a metric's closure become arguments of its program, and not constants."""
 
     def __init__(self, metrics: Mapping[str, MetricFunction], x_fixed: PyTree, y_fixed: PyTree) -> None:
         self.metrics, self.fixed = metrics, (x_fixed, y_fixed)
@@ -114,8 +114,8 @@ class PerClient:
     Args:
         function: (x, y, batch) -> number, a mean over the samples of the batch, like a loss.
         samples: "outer" or "inner": the loss whose samples are used.
-        larger_is_better: whether the client with the largest value counts as the best; None: it does for
-            accuracies, and for other metrics the client with the smallest value is the best.
+        larger_is_better: whether the client with the largest value counts as the best, and not the client with the
+            smallest value; None: True for accuracies, False for other metrics.
     """
 
     function: Measure
@@ -134,8 +134,8 @@ def as_per_client(metrics: Mapping[str, Measure | PerClient] | None) -> dict[str
     A plain function, or a `Metric`, is measured on the outer samples.
 
     Raises:
-        ConfigurationError: a value is not a metric; or a Metric declares that neither direction is better, so that no
-            client would be the worst or the best.
+        ConfigurationError: a value is not a metric; or a `Metric` declares that neither direction is better, so that
+            there is no worst and no best client.
     """
     fits = metrics is None or isinstance(metrics, Mapping)
     require(fits, "metrics_per_client", metrics, "functions (x, y, batch) -> number by name")
@@ -147,7 +147,7 @@ def as_per_client(metrics: Mapping[str, Measure | PerClient] | None) -> dict[str
             )
             require_function(f"metrics_per_client[{name!r}]", function, ARGUMENTS, " -> one number, or a PerClient")
             fits = larger is not None or not isinstance(metric, Metric)
-            allowed = "True or False: it says which client is the worst, and which the best"
+            allowed = "True or False: the history has the worst and the best client"
             require(fits, f"metrics_per_client[{name!r}].larger_is_better", larger, allowed)
             metric = PerClient(function, larger_is_better=larger)
         made[name] = metric
@@ -190,7 +190,7 @@ def spread(name: str, values: np.ndarray, weights: np.ndarray, larger: bool | No
 
 @dataclass(eq=False)
 class PerClientEvaluation:
-    """Measure metrics per client where samples are on this machine; several processes each measure their own clients.
+    """Measure metrics on each client, if samples are on this machine; each of several processes measures its clients.
 
     Samples are evaluated in blocks of BLOCK, and read from memory maps when they are needed. Each sample counts once in
     its client's mean, which is summed in float64, so that neither blocks nor unequal sizes influence the result.
@@ -252,7 +252,10 @@ class PerClientEvaluation:
 
 
 def _block(values: PyTree, index: np.ndarray, what: str, whose: Callable[[int], str]) -> PyTree:
-    """Take the samples at `index`, and fill them up to BLOCK with copies of the first, so that all blocks are alike."""
+    """Take the samples at `index`, and add copies of the first one up to BLOCK samples, so that all blocks are alike.
+
+    `what` names the samples in messages, and `whose` returns the place of the i-th one in words.
+    """
     whole = np.concatenate([index, np.repeat(index[:1], BLOCK - len(index))])
 
     def take(path: Any, leaf: Any) -> np.ndarray:
@@ -269,9 +272,8 @@ def _over_samples(
 ) -> Callable[..., Any]:
     """Compile the function (x, y, own, block) -> the metric on each sample of the block, (BLOCK,).
 
-    The arguments give the shapes.
-
-    `own` has, for each sample, the leaves of y that are its client's own.
+    `own` has, for each sample, the leaves of y that are its client's own. Of x, y, own and block only the shapes and
+    dtypes matter here.
     """
 
     def each(x: PyTree, y: PyTree, own: PyTree, block: PyTree) -> Any:

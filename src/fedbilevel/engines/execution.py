@@ -1,4 +1,4 @@
-"""Run a method on an engine: start it, run some rounds within its privacy budget, and restart it."""
+"""Run a method on an engine: start the engine, run rounds within the privacy budget, and restart with smaller steps."""
 
 from __future__ import annotations
 
@@ -85,8 +85,12 @@ class Execution:
             self.method = halved(self.method)
 
     def advance(self, carry: Carry, rounds: int) -> tuple[Stretch, float, str]:
-        """Run some rounds; return (the stretch, its seconds without compilation, why the privacy budget allows no
-        further round, else "")."""
+        """Run some rounds.
+
+        Returns:
+            The stretch, the seconds that it took without compilation, and the reason why the privacy budget allows no
+            further round, "" if it does.
+        """
         began, compiling = time.perf_counter(), self.run.compile_seconds
         stretch, spent = self.within_budget(carry, rounds)
         try:
@@ -130,7 +134,10 @@ class Execution:
         return terms.epsilon_after(replies_at_most(local(carry.state), local(carry.clients)))
 
     def check_state(self, state: Any, round: int) -> None:
-        """Raise the error, or warn of the trouble, that the method finds in the state after rounds from `round` on."""
+        """Raise the error, or issue the warning, that the method finds in a state.
+
+        `round` is the first of the rounds that led to the state.
+        """
         found = self.method.findings(state)
         if found.error:
             raise NumericalError(f"round {round} or soon after: {found.error}")
@@ -156,7 +163,7 @@ class Execution:
         return x if carry.local_x is None else gather_x(carry.clients), gathered(y, carry.clients), state
 
     def ending(self, state: Any) -> str:
-        """Say that the method has finished, if it has; else ""."""
+        """Return the reason for the end of a run if the method has finished, else ""."""
         return f"{self.method.label} has finished" if self.method.finished(state) else ""
 
     def close(self) -> None:

@@ -1,4 +1,7 @@
-"""Describe what a run was started with, so that two runs can be compared: arrays and functions are hashed."""
+"""Describe the arguments with which a run was started, so that two runs can be compared.
+
+Arrays and functions are hashed.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ Hashes = dict[str, str]
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Describe what a run was started with; `asdict` returns the JSON object that checkpoints store."""
+    """Describe the arguments with which a run was started; `asdict` returns the JSON object that checkpoints store."""
 
     stated: dict[str, Any]  # algorithm, hyperparameters, key, …
     hashed: Hashes  # the start, and the population without its samples
@@ -47,11 +50,14 @@ class Fingerprint:
     by_round: dict[str, list[str]] = field(default_factory=dict)
     """Name -> hashes of numbers that are given for each round, one hash per round: later rounds may be added."""
     samples: dict[str, list[str | None]] = field(default_factory=dict)
-    """Loss -> hashes of each block of clients' samples, if they were read; None if no process has a whole block."""
+    """Loss -> a hash for each block of clients' samples; None for a block that no process has as a whole.
+
+    Empty if the samples were not read.
+    """
     metrics: Hashes = field(default_factory=dict)
     """Metrics may be added or left out; a metric may not change under the same name."""
     versions: str = VERSIONS
-    """Versions of the libraries: other versions may trace or compile the same function to another program."""
+    """Versions of the libraries. Another version may trace or compile the same function to another program."""
 
     def differences(self, before: Fingerprint) -> str:
         """Name what differs from the fingerprint `before`, or return "".
@@ -90,7 +96,7 @@ def take(
 
     Args:
         stated: further JSON values that are compared without hashing.
-        algorithm, problem, clients: what the run was started with.
+        algorithm, problem, clients: the arguments of the run.
         x, y: the variables at the start.
         programs: the traced programs of the problem's functions, by name. Constants in them are hashed; their custom
             rules for derivatives are not.
@@ -149,10 +155,10 @@ def of_metrics(programs: Mapping[str, ClosedJaxpr], metrics: Mapping[str, Any]) 
 
 
 def method_key(algorithm: Algorithm) -> Hashable | None:
-    """Return a key of everything that a round of a method depends on, except its numbers.
+    """Return a key of everything in a method on which the program of a round depends, except the method's numbers.
 
-    None for methods that are not this library's, and for optimizers that contain a user's function: its code may read
-    state that has changed.
+    The key is None for a method that is not this library's, or has an optimizer that contains a user's function: the
+    code of a user may read values that have changed.
     """
     values = list(entries(algorithm))
     parts = [algorithm, *(entry.value for entry in values if is_part(entry.value))]
@@ -259,7 +265,7 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def _made_of(value: Any) -> Iterator[str]:
-    """Describe a function that a library has made, such as an optax optimizer, by names, code and captured values."""
+    """Describe a function that a library has made, such as one of Optax, by names, code and captured values."""
     for piece in _pieces(value):
         if not callable(piece):
             yield from description(piece)

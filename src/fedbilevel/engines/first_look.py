@@ -34,20 +34,20 @@ from fedbilevel.oracles.population import chosen
 
 PAIRS = 16  # pairs of samples, each from one client; in the first half of the pairs, both samples are the same
 LOOKS = 50  # looks at other points, clients and samples, before a derivative counts as 0, or a loss as a mean
-ENOUGH = 4  # pairs that can distinguish a mean from a sum, or from a loss whose samples depend on each other
-FEWEST = 2  # pairs that must differ from the mean; a single pair may differ by rounding
-LONGEST = 64  # samples of a client for a loss that takes all of them
-TOLERANCE = 1e-4  # relative, of a mean of two
-ROWS = 2**22  # samples that are read for their labels
+ENOUGH = 4  # enough pairs that can distinguish a mean from a sum, or from a loss whose samples depend on each other
+FEWEST = 2  # the least number of pairs whose loss must differ from the mean; a single pair may differ by rounding
+LONGEST = 64  # the largest number of a client's samples for a loss that takes all of them
+TOLERANCE = 1e-4  # the relative difference from a mean of two values that may be rounding
+ROWS = 2**22  # the largest number of samples whose labels are read
 MAPPED_ROWS = 2**12  # the same for a memory-mapped array
-SHARE = 0.25  # if a smaller share of the pairs that can distinguish differs from a mean, it is rounding
+SHARE = 0.25  # if a smaller share of the pairs that can distinguish differs from a mean, the difference is rounding
 
 
 class Seen(NamedTuple):
-    """Hold what one look has seen: derivatives of the losses at x, y and v, and their values on pairs of samples.
+    """Hold the results of one look: derivatives of the losses at x, y and v, and their values on pairs of samples.
 
     Args:
-        moves: derivative, such as "g_xy" (a product of the second derivative with v) -> whether it is not 0.
+        moves: the name of a derivative, such as "g_xy" (the product of ∇²xy g with v) -> whether it is not 0.
         leaves: for each leaf of x, in order, whether a derivative that moves x is not 0 there.
         reach: which entries of y, and of v, are moved by a gradient step on them.
         values: the values on the pairs of each loss that should be a mean.
@@ -76,10 +76,10 @@ class OnPairs(NamedTuple):
 def first_look(problem: Problem, clients: Clients, x: PyTree, y: PyTree, programs: Mapping[str, ClosedJaxpr]) -> None:
     """Warn if x does not influence the outer loss through y*, if x will not move, or if a loss is no mean over samples.
 
-    If there are several processes, this looks at the samples of the first process's share of the clients.
+    If there are several processes, only samples of the first process's clients are read.
 
     Args:
-        problem: prepared for a run, as functions of the floating arrays of x and y alone.
+        problem: the problem prepared for a run, whose losses take only the floating arrays of x and y.
         clients: the population, whose samples are on this machine.
         x, y: the start.
         programs: the traced programs of the problem's functions, by name.
@@ -138,7 +138,7 @@ def leaves_the_start(look: FirstLook, x: PyTree, start: tuple[PyTree, PyTree]) -
 
 @dataclass
 class FirstLook:
-    """Look at the losses, on other pairs of samples in each call; on single samples if `count` is 1."""
+    """Evaluate the losses, on other pairs of samples in each call; on single samples if `count` is 1."""
 
     problem: Problem
     rows: Mapping[str, Ragged]
@@ -213,10 +213,10 @@ class Evidence(NamedTuple):
     are therefore counted by the leaves in which their samples differ.
 
     Args:
-        doubled: (2,) pairs of a sample with itself: those that could show it, and those whose value is not the value
-            of the sample.
-        mixed: (2, leaves) pairs of samples that differ in the leaf: their number, and the number of those whose value
-            is not the mean of the two samples' values.
+        doubled: (2,) numbers of pairs of a sample with itself: of the pairs that could show that the loss is not a
+            mean, and of the pairs whose loss is not the loss of the sample.
+        mixed: (2, leaves) numbers of pairs of two samples that differ in a leaf: of all such pairs, and of those whose
+            loss is not the mean of the losses of the two samples.
     """
 
     doubled: np.ndarray = np.zeros(2, int)
@@ -243,7 +243,7 @@ class Evidence(NamedTuple):
         )
 
     def why_no_mean(self) -> str:
-        """Say why values on pairs of samples are not the means of those on single samples; "" if they are."""
+        """Say why the losses of pairs of samples are not the means of the single samples' losses; "" if they are."""
         found = (np.any((off >= FEWEST) & (off > SHARE * tell)) for tell, off in (self.doubled, self.mixed))
         twice, mixed = map(bool, found)
         if twice:
@@ -264,8 +264,8 @@ class Evidence(NamedTuple):
 def check_indices(name: str, program: ClosedJaxpr, rows: Ragged) -> None:
     """Check the samples that a loss uses as indices, such as classes.
 
-    An index beyond the end of an axis, such as class C of C outputs, is an error where it gathers entries; negative
-    indices, and other uses, cause a warning.
+    An index beyond the end of an axis, such as class C of C outputs (0 to C − 1), is an error if entries are read at
+    it. Negative indices, and other uses of an index, cause a warning.
 
     Raises:
         ConfigurationError: a sample gathers an entry beyond the end of an axis.
@@ -292,4 +292,4 @@ def check_indices(name: str, program: ClosedJaxpr, rows: Ragged) -> None:
         )
         if axis.operation == "gather" and beyond:
             raise ConfigurationError(text)
-        warn(DataWarning(text))  # entries from the end, or none, may be meant
+        warn(DataWarning(text))  # a warning only: the user may want entries from the end, or none

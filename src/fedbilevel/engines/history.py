@@ -47,7 +47,7 @@ class RowTable(Shown):
     rows: list[Row] = field(default_factory=list)
 
     def __getitem__(self, column: str) -> np.ndarray:
-        """Return a column, (rows,), with NaN where a row lacks it (row 0 has no losses)."""
+        """Return a column, (rows,), with NaN for rows that lack it; row 0 has no losses."""
         if column not in self.columns:
             raise unknown("column of the history", column, self.columns)
         return np.array([row.get(column, np.nan) for row in self.rows])
@@ -147,7 +147,7 @@ class History(RowTable):
         return listed([f"{name} {text(name, last[name])}" for name in names])
 
     def in_words(self) -> dict[str, str]:
-        """Return, as texts by name, each measured column's first and last value, and the best of a loss or metric."""
+        """Return a text for each measured column: its first and last value, and the best value of a loss or metric."""
         lines = {}
         for name in self.measured:
             rows = [row for row in self.rows if name in row]
@@ -222,7 +222,7 @@ def is_number(value: Any) -> bool:
 
 ENDLESS = LARGEST  # the number of rounds of a run that ends by another budget
 Budget = tuple[str, float]
-"""What is counted, and how much of it: ("rounds", 300), ("exchanges", 500), ("bytes", 1e9), ("evaluations", 1e6) or
+"""A kind of cost and its limit: ("rounds", 300), ("exchanges", 500), ("bytes", 1e9), ("evaluations", 1e6) or
 ("time", 200.0)."""
 
 
@@ -240,11 +240,11 @@ class Best(NamedTuple):
 class Result(Shown):
     """Hold the state of a run at its end, or, in a callback, at that point of the run.
 
-    A run may have ended worse than it began although its rows do not show it, because their outer losses are those of
-    few clients or samples. In this case, the outer loss of all clients is computed at the start and at the end. If the
-    end's is larger, it is also computed at x0 with a trained y, since an untrained y may have a lower outer loss. None
-    of this is done over Flower, under privacy, in several processes, for minimax and simple bilevel problems, and where
-    it would take more than about a third of the time of the run's gradients.
+    A run may end worse than it began although its rows do not show it, because their outer losses are those of few
+    clients or samples. In this case, the outer loss of all clients is computed at the start and at the end. If it is
+    larger at the end, it is also computed at x0 with a trained y, since an untrained y may have a lower outer loss.
+    These losses are not computed over Flower, under privacy, in several processes, for minimax and simple bilevel
+    problems, or if this would take more than about a third of the time of the run's gradients.
 
     Args:
         x: the outer variable, like x0.
@@ -261,8 +261,8 @@ class Result(Shown):
         state: the server's state of the method; None in a result that was read from a file.
         own_leaves: paths of the leaves of y that are each client's own (`Bilevel.own`). In y, these leaves are
             (M, ...), with an entry for each client; they are None for remote clients, which never send them. If samples
-            are streamed (`Local.stream`), they are memory-mapped arrays. While the run goes on, its rounds change them.
-            A callback that needs them later takes a copy.
+            are streamed (`Local.stream`), they are memory-mapped arrays, which later rounds of the run change: a
+            callback that needs their present values later must copy them.
     """
 
     x: PyTree
@@ -473,7 +473,7 @@ def _variables(x: PyTree, y: PyTree) -> dict[str, PyTree]:
 
 
 def cost(row: Row, name: str) -> float:
-    """Return a cost up to a row: the sum of its columns."""
+    """Return the cost of this name that a run has spent up to a row: the sum of its columns in the row."""
     return sum(row[column] for column in columns_of(name))
 
 
@@ -507,7 +507,7 @@ def in_words(budget: Budget) -> str:
 
 
 def reason(budget: Budget) -> str:
-    """Return the reason for which a run with a budget ended."""
+    """Return the text that says why a run with this budget ended, such as "500 exchanges done"."""
     ended = {"bytes": "sent", "time": "passed"}.get(budget[0], "done")
     return f"{in_words(budget)} {ended}"
 

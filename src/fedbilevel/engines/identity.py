@@ -1,4 +1,4 @@
-"""Identify a run by what it is started with, and list what all its processes must have in common."""
+"""Identify a run by its arguments, and list the values that must be the same in all its processes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def identity_of(execution: Execution, carry: Carry) -> Fingerprint:
 
 
 def in_common(loop: Loop, options: RunOptions) -> dict[str, Any]:
-    """List what several processes must have in common; samples are left out, since a process may have only its own."""
+    """List the values that must be the same in all processes of a run.
+
+    Samples are left out, since a process may have only those of its own clients.
+    """
     identity, plan = loop.saver.fingerprint, loop.plan
     metrics = {"metrics": options.metrics, "metrics_per_client": options.per_client}
     return {

@@ -1,8 +1,8 @@
-"""Simulate replies in flight, for engines with asynchronous clients.
+"""Simulate replies in flight: replies that clients of an asynchronous method have not delivered yet.
 
 A client's reply is computed as soon as its message is sent, and waits in a table until it arrives by the virtual clock.
-This is exact, since a reply depends on nothing that happens in between; and the replies of all clients that get a
-message at the same time can be computed together.
+The result is exact, since a reply does not depend on anything that happens in between. And so the replies of all
+clients that get a message at the same time can be computed together.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PhaseQueue(NamedTuple):
     since: Array  # (M,) exchange of this phase in which the client last got a message or replied, whichever is later
     replies: Sums  # leaves (M, ...): the weighted reply that each client computes, or computed last
     early: Sums  # the sum of replies that arrived during exchanges of other phases
-    early_asked: Array  # Σ p_i·(exchange of this phase in which the message was sent) over the replies in `early`
+    early_asked: Array  # Σ p_i·(number of the exchange in which client i was asked) over the replies in `early`
 
 
 class InFlight(NamedTuple):
@@ -55,14 +55,14 @@ class ExchangePlan(NamedTuple):
 
     asked: Array  # (M,) whether the client is sent the message of this exchange
     arriving: Array  # (M,) whether the client's reply to this phase arrives and counts
-    over: Array  # (M,) number of another phase whose reply the client delivers meanwhile, or IDLE
+    over: Array  # (M,) number of another phase whose reply the client delivers during this exchange, or IDLE
     ticks: Array  # length of the exchange
     kind: Array  # (M,) `InFlight.kind` after the exchange
     left: Array  # (M,) `InFlight.left` after the exchange
 
 
 SumRows = Callable[[Sums, Array, Array], tuple[Sums, Array]]
-"""(table, asked (M,), chosen (M,)) -> the sum of the chosen rows, and of weight·asked over them."""
+"""(table of replies, asked (M,), chosen (M,)) -> (the sum of the chosen rows, the sum of weight·asked over them)."""
 
 
 def early_replies(
@@ -72,7 +72,7 @@ def early_replies(
     y: PyTree,
     examples: tuple[PyTree, PyTree],
 ) -> dict[str, Sums]:
-    """Trace a round, and return the shapes of a client's sums for each phase that `fed.sum_first` asks, by phase.
+    """Trace a round, and return the shapes of one client's weighted reply, by phase that `fed.sum_first` asks for.
 
     Raises:
         ConfigurationError: `fed.sum_first` asks the same phase for replies of different shapes.
@@ -107,7 +107,8 @@ def first(
 ) -> ExchangePlan:
     """Plan an exchange that ends with the first n replies.
 
-    If replies arrive at the same moment, those that were asked for earlier come first, then those of lower ids.
+    Of replies that arrive at the same moment, those that were asked for earlier come first, and then those of clients
+    with smaller ids.
     """
     queue, number = queues.by_phase[phase], queues.number(phase)
     ids = jnp.arange(queues.kind.shape[0], dtype=jnp.int32)
@@ -141,7 +142,7 @@ def first(
 
 
 def _scheduled(queues: InFlight, number: int, delivers: Array, ticks: Any) -> ExchangePlan:
-    """Plan an exchange at whose end the clients in `delivers`, (M,), reply to the phase that each was asked last."""
+    """Plan an exchange at whose end the clients in `delivers`, (M,), reply to the phase that was asked of them last."""
     asked = queues.kind == IDLE
     at_work = jnp.where(asked, number, queues.kind)
     over = jnp.where(delivers & (at_work != number), at_work, IDLE)
@@ -164,7 +165,8 @@ def everyone(queues: InFlight, pace: Pace, now: ClockState, units: Any) -> Excha
 def handed_in(queues: InFlight, plan: ExchangePlan, total: SumRows) -> InFlight:
     """Carry out a plan: return the queues after the exchange, in which replies to other phases are kept for later.
 
-    `queues` are those before the exchange, except that the replies of the clients it asks are already in the tables.
+    `queues` are the queues before the exchange, whose tables already have the replies of the clients that it asks.
+    `total` sums rows of a table.
     """
     by_phase = {}
     for number, (name, queue) in enumerate(sorted(queues.by_phase.items())):
@@ -178,7 +180,11 @@ def handed_in(queues: InFlight, plan: ExchangePlan, total: SumRows) -> InFlight:
 
 
 def counted(queues: InFlight, plan: ExchangePlan, phase: str, total: SumRows) -> tuple[InFlight, Sums, Array]:
-    """Take out the replies of a phase that count now; return (queues without them, sum, Σ p_i·(age in exchanges))."""
+    """Take the replies of a phase that count in this exchange out of the queues.
+
+    Returns:
+        The queues without these replies, the sum of the replies, and Σ p_i·(age of the reply in exchanges).
+    """
     queue = queues.by_phase[phase]
     since = jnp.where(plan.asked, queue.exchanges, queue.since)
     new, asked = total(queue.replies, since, plan.arriving)
@@ -194,7 +200,7 @@ def counted(queues: InFlight, plan: ExchangePlan, phase: str, total: SumRows) ->
 
 
 def with_tables(queues: InFlight | None, change: Callable[[Sums], Any]) -> Any:
-    """Apply a function to the tables of replies, the only part of the queues that may be distributed over devices."""
+    """Apply a function to the tables of replies in the queues; only the tables may be distributed over devices."""
     if queues is None:
         return None
     changed = {phase: queue._replace(replies=change(queue.replies)) for phase, queue in queues.by_phase.items()}
@@ -207,7 +213,7 @@ def written(queues: InFlight, phase: str, replies: Sums) -> InFlight:
 
 
 def nonfinite_replies(queues: InFlight) -> list[str]:
-    """List descriptions of the clients whose replies are not finite."""
+    """Return a text for each phase with replies that are not finite, which names up to five of their clients."""
     found = []
     for phase, queue in queues.by_phase.items():
         finite = [
@@ -224,5 +230,5 @@ def _added(a: Sums, b: Sums) -> Sums:
 
 
 def _smallest(values: Array, n: int, k: Array) -> Array:
-    """Find the k-th smallest of some integers, k ≤ n; the smallest for k < 1."""
+    """Return the k-th smallest of some integers, k ≤ n; for k < 1, return the smallest."""
     return jnp.sort(values)[jnp.clip(k - 1, 0, n - 1)]  # on CPUs this takes a fifth of the time of lax.top_k

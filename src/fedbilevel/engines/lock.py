@@ -1,10 +1,11 @@
-"""Allow one writer at a time, by a lock file that the operating system locks while a process lives and that names it.
+"""Allow one writer at a time, by a lock file. The operating system locks the file as long as the writing process lives.
 
-A forked child inherits the locks of its parent. If Python forks it (os.fork, multiprocessing), the child closes them
-at once, so that it can neither hold a lock nor release it. A child that is started as a program does not inherit them.
-Only a library that forks without Python would leave a lock with its child.
+The file names the process. A forked child inherits the locks of its parent. If Python forks it (os.fork,
+multiprocessing), the child closes the lock files at once, so that it neither holds a lock nor releases one. A child
+that is started as a program inherits no locks. Only a library that forks without Python would leave a lock with its
+child.
 
-Windows has no flock. There the package filelock is used, whose locks do not name their process.
+Windows has no flock. There the package filelock is used, whose lock files do not name the process.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ TAKEN: set[TextIO] = set()
 
 @contextmanager
 def exclusive(path: Path, what: Path, group: ProcessGroup | None = None) -> Iterator[None]:
-    """Lock the file `path`, so that only this process writes `what`, a file or folder; of several, process 0 locks it.
+    """Lock the file `path`, so that only this process writes `what`, a file or folder.
+
+    If several processes run one simulation, process 0 locks the file for all of them.
 
     Missing folders are made, and removed at the end if they are empty. If the process dies, the operating system frees
     the lock.
@@ -48,7 +51,7 @@ def exclusive(path: Path, what: Path, group: ProcessGroup | None = None) -> Iter
     try:
         yield
     finally:
-        for file in [file for file in mine if fcntl is None or not file.closed]:  # a forked child has closed it
+        for file in [file for file in mine if fcntl is None or not file.closed]:  # in a forked child it is closed
             if fcntl is not None:
                 path.unlink(missing_ok=True)  # before unlocking, so that a waiting process sees that the file is gone
             _release(file)
@@ -134,7 +137,7 @@ def _release(file: Any) -> None:
 
 
 def _let_go() -> None:
-    """Close the inherited files in a forked child; they stay locked by the parent."""
+    """Close the lock files that a forked child has inherited; the parent's locks stay."""
     for file in TAKEN:
         file.close()
     TAKEN.clear()
@@ -169,7 +172,7 @@ def _taken(path: Path, what: Path) -> list[Any]:
             file.flush()
             TAKEN.add(file)
             return [file]
-        file.close()  # its holder removed the file after it was opened here
+        file.close()  # the process that held the lock removed the file after it was opened here
 
 
 def _taken_by_filelock(path: Path, what: Path) -> list[Any]:

@@ -23,12 +23,12 @@ from fedbilevel.engines.process_group import LostProcess, current_group
 from fedbilevel.engines.rescue import Rescue
 from fedbilevel.engines.saver import Saver
 
-STRETCH_SECONDS = 0.5  # the time of rounds between two calls of callbacks and checks for signals such as Ctrl-C
+STRETCH_SECONDS = 0.5  # seconds of rounds between two times at which callbacks are called and signals are handled
 
 
 @dataclass(frozen=True)
 class LoopPlan:
-    """Hold the rounds after which a run evaluates, saves and ends; a resumed run has the same."""
+    """Hold the numbers of rounds after which a run evaluates, saves and ends."""
 
     rounds: int
     eval_every: int
@@ -51,7 +51,7 @@ class LoopPlan:
 
 @dataclass
 class Loop:
-    """Drive a run in progress: hold what executes, measures, saves and rescues it, and its current carry."""
+    """Drive a run: hold its current carry, and the objects that execute, measure, save and rescue the run."""
 
     plan: LoopPlan
     execution: Execution
@@ -133,8 +133,11 @@ class Loop:
         return reason, stop
 
     def stretch(self) -> tuple[Row | None, str]:
-        """Run some rounds, at most to the next row, checkpoint or end; return (the new row if one is due, else None;
-        why the run ends here, or "")."""
+        """Run some rounds, at most to the next row, checkpoint or end.
+
+        Returns:
+            The new row, or None if no row is due; and the reason why the run ends here, or "".
+        """
         rounds = min(max(1, int(self.speed * STRETCH_SECONDS)), self.plan.until_next_stop(self.result.round))
         stretch, seconds, spent = self.execution.advance(self.carry, rounds)
         self.measurements.note(stretch, seconds)
@@ -196,7 +199,7 @@ class Loop:
         return self.rescue.gave_up
 
     def forget_after(self, carry: Carry) -> None:
-        """Remove the rows after a carry, to which the run returns or which is saved as the last good one."""
+        """Remove the rows of rounds after a carry; the run returns to this carry, or saves it as the last good one."""
         if int(carry.round) < self.result.round:
             self.measurements.forget_after(int(carry.round))
 
@@ -213,9 +216,13 @@ class Loop:
             self.rescue.explain(error, self.execution.method)
 
     def agree(self, row: Row | None, interrupted: bool) -> tuple[str, bool, bool]:
-        """Agree among all processes on (reason to end, whether to stop at once, whether to save).
+        """Call the callbacks, and make all processes agree on whether the run ends.
 
-        Process 0 decides, and a signal to any process stops all of them. If a callback raises, all save first.
+        Process 0 calls the callbacks and decides, and a signal to any process stops all of them. If a callback raises
+        an error, all processes save before they raise it.
+
+        Returns:
+            The reason to end, or ""; whether to stop at once; and whether to save.
         """
 
         def here() -> tuple[str, float, bool]:
@@ -236,7 +243,7 @@ class Loop:
     def checkpoint(self, carry: Carry, diverged: bool = False) -> tuple[Carry, dict[str, Any]]:
         """Return the contents of a checkpoint: a carry with the best row, and a JSON object.
 
-        `diverged`: whether the run ends because it diverges.
+        `diverged` says whether the run ends because it diverges.
         """
         best = self.measurements.best
         if best is not None:
@@ -250,7 +257,7 @@ class Loop:
         return carry, meta
 
     def ended(self, reason: str) -> Result:
-        """Return the result of a run that ends at the current carry, with remarks; they are issued as warnings, too."""
+        """Return the result of a run that ends at the current carry, with remarks about its end."""
         method, result = self.execution.method, self.result
         self.rescue.warn_of_growth(result, method)
         remarks: tuple[str, ...] = ()

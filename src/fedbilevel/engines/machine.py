@@ -25,8 +25,8 @@ from fedbilevel.wording import missing
 
 TESTED = "0.10."  # versions of jaxlib whose flags are set: an unknown flag would end the process
 MEGABYTES = 500
-WRITTEN = 60.0  # seconds that writing both files of a program takes at most
-TRIAL = 8  # devices that may be presented on fewer cores; hundreds of devices would deadlock
+WRITTEN = 60.0  # the most seconds that writing both files of a program may take
+TRIAL = 8  # the number of CPU devices that is allowed even on fewer cores; hundreds of devices would deadlock
 COUNT = "--xla_force_host_platform_device_count"
 _asked: list[int | None] = []  # the arguments of calls of tune_cpu
 
@@ -91,7 +91,7 @@ def _count_given() -> int:
 
 @cache
 def advise_of_cores() -> None:
-    """Warn once how to use every core, if JAX has started with a single device and the user did not ask for that."""
+    """Warn once, with advice on using every core, if JAX has started with one device that the user did not ask for."""
     alone = jax.default_backend() == "cpu" and jax.local_device_count() == 1
     if alone and cores() > 1 and not _count_given() and not _asked:
         how = "call fb.tune_cpu() before the first array of jax.numpy, or make x0 and y0 as arrays of NumPy"
@@ -100,7 +100,7 @@ def advise_of_cores() -> None:
 
 
 def keep_on_disk(folder: str | Path | None = None, megabytes: int = MEGABYTES) -> Path:
-    """Keep compiled programs on disk for later processes, as the command line does: JAX's persistent cache.
+    """Keep compiled programs on disk for later processes, in JAX's persistent cache, as the command line does.
 
     Args:
         folder: where programs are kept; None: the environment variable JAX_COMPILATION_CACHE_DIR, if it is set (JAX's
@@ -132,16 +132,16 @@ def keep_on_disk(folder: str | Path | None = None, megabytes: int = MEGABYTES) -
 
 
 def keep_on_disk_if_possible() -> None:
-    """Call `keep_on_disk` without a user's request: if programs cannot be kept, they are compiled each time."""
+    """Call `keep_on_disk`; if programs cannot be kept, issue a warning in place of the error."""
     try:
         keep_on_disk()
     except ConfigurationError as error:
         jax.config.update("jax_compilation_cache_dir", None)
-        warnings.warn(f"every process compiles anew: {error}", stacklevel=2)
+        warnings.warn(f"every process compiles its programs anew: {error}", stacklevel=2)
 
 
 def once_for_all_processes() -> str:
-    """Return advice on how to compile no program twice; "" if programs are already kept on disk.
+    """Return advice on how to avoid compiling a program again in later processes; "" if programs are kept on disk.
 
     `solve` does not keep programs unless it is asked to, since JAX's setting applies to every program of the process,
     including the user's own programs.
@@ -150,7 +150,7 @@ def once_for_all_processes() -> str:
 
 
 def _require_writable(folder: Path) -> None:
-    """Make the folder, and test that a file of a program's size can be written: JAX would warn for every program."""
+    """Make the folder, and test that a file of a program's size can be written; JAX would warn for each program."""
     try:
         if not folder.is_dir():
             folder.mkdir(parents=True, exist_ok=True)
@@ -161,7 +161,7 @@ def _require_writable(folder: Path) -> None:
 
 
 def _remove_halves(folder: Path) -> None:
-    """Remove programs without a time of use, which a killed process has left: with them, JAX would write no more."""
+    """Remove programs without a time of use, which a killed process has left; JAX could otherwise write no programs."""
     for file in folder.glob("*-cache"):
         time_of_use = file.with_name(file.name.removesuffix("-cache") + "-atime")
         with contextlib.suppress(OSError):  # another process may have removed it

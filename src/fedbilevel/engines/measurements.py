@@ -111,7 +111,7 @@ class RunMeasurements:
         return self.best_by or "outer_loss"
 
     def forget_after(self, round: int) -> None:
-        """Remove what was measured after a round to which the run returns; the costs remain counted."""
+        """Remove the measurements of rounds after `round`, to which the run returns; the costs remain counted."""
         self.history.rows[:] = [row for row in self.history.rows if row["round"] <= round]
         self.ledger.rounds = round
         self.losses.clear()
@@ -127,7 +127,7 @@ class RunMeasurements:
         }
 
     def continue_from(self, meta: Mapping[str, Any], best: tuple[PyTree, PyTree] | None) -> None:
-        """Continue the measurements of a checkpoint; `best`: the variables of its best row, if it has one."""
+        """Continue the measurements of a checkpoint; `best` has x and y of its best row, if there is one."""
         self.history = History.of(meta["history"], self.history.directions)
         self.ledger = Ledger.of(meta["ledger"])
         self.seconds = float(meta["seconds"])
@@ -141,11 +141,11 @@ class RunMeasurements:
             self.best = Best(x, y, int(round), str(column), float(value))
 
     def remark(self, result: Result, advice: str, ends: Compare) -> str:
-        """Say that a run ended worse than it began, or that its best row lies in its first half; else "".
+        """Return a remark if a run ended worse than it began, or if its best row lies in its first half; else "".
 
-        Both cause a warning, with three exceptions, in which training y may have raised the outer loss: the last row is
-        the best row; or the outer loss of all clients at the end is not above that at the start with y trained; or
-        it is not above that at the best row, with y as it is there or trained.
+        The remark is also issued as a warning, with three exceptions, in which the training of y may have raised the
+        outer loss. The last row is the best row. Or the outer loss of all clients at the end is not above the loss at
+        the start with a trained y. Or it is not above the loss at the best row, with the y of that row or a trained y.
 
         Args:
             result: the end of the run.
@@ -190,13 +190,13 @@ def require_one_number(field: str, values: Sequence[float] | np.ndarray) -> None
 
 
 Compare = Callable[[tuple[PyTree, PyTree] | None], Ends | None]
-"""An earlier point (x, y), or None for the start -> the outer losses there and at the end; None if not known."""
+"""An earlier point (x, y), or None for the start -> the outer losses there and at the end, or None if not known."""
 
 
 def only_seems_better(best: Best, ends: Compare) -> bool:
-    """Tell whether the end is no worse than the best row, whose loss was lower.
+    """Tell whether the end of a run is no worse than its best row, although the loss in this row was lower.
 
-    A row has the mean loss of several rounds, and y may not have been trained yet in these.
+    A row has the mean loss of several rounds, in which y may not have been trained yet.
     """
     found = ends((best.x, best.y))
     return found is not None and not found.worse

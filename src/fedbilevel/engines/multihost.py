@@ -1,6 +1,6 @@
 """Join several processes, on one or more hosts, to one simulation, and connect their devices.
 
-A process that fails, or that JAX's runtime aborts because another process was lost, ends with an explanation.
+If a process fails, or JAX's runtime aborts it because another process was lost, it prints an explanation at its end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fedbilevel.engines.process_group import PARTING_SECONDS, KeyValueStore, Los
 
 HEARTBEAT_SECONDS = 10  # JAX considers a process lost after this time without a heartbeat
 END_SECONDS = 60  # how long a process at its end waits for the others to end
-WORD_SECONDS = 2  # how long a process waits for the others before a message says so
+WORD_SECONDS = 2  # how long a process waits for the others before it prints that it waits
 TOPOLOGY_MINUTES = 24 * 60  # JAX's deadline for the first use of a device, which may follow a long download
 AUTO = "auto"
 LOST = 5  # exit code
@@ -137,7 +137,7 @@ def without_launcher() -> str:
 
 
 def check_place(coordinator: str, processes: int | None, process: int | None, patience: float) -> None:
-    """Check the arguments of `join`: process 0 checks that the port is free, the others that it is answered.
+    """Check the arguments of `join`: process 0 checks that the port is free, and the others that process 0 answers.
 
     Raises:
         ConfigurationError: `coordinator` is not HOST:PORT, there is no process of that number, the port is in use, the
@@ -194,7 +194,7 @@ def _patiently(sentence: str) -> Iterator[None]:
 
 
 def meet(group: ProcessGroup, mesh: Mesh) -> None:
-    """Connect all devices of a mesh, by a sum over them, once every process has called this function.
+    """Connect all devices of a mesh by computing a sum over them; every process has to call this function.
 
     The processes first wait for each other with `gather`, which has no time limit, because Gloo gives up after half a
     minute.
@@ -218,7 +218,7 @@ def meet(group: ProcessGroup, mesh: Mesh) -> None:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Keep messages of C++ code, such as Gloo's when it connects, off standard output, which has the run's output."""
+    """Suppress what C++ code writes to standard output in the block, such as Gloo's messages when it connects."""
     sys.stdout.flush()
     kept = os.dup(1)
     with open(os.devnull, "wb") as nowhere:
@@ -275,12 +275,12 @@ def _is_loopback(address: str) -> bool:
 def explain_abort(group: ProcessGroup) -> Callable[[], None]:
     """Make abort() of the C library print why this process ends; return a function that undoes this.
 
-    abort() then prints the explanation that the process group has, and ends the process with the code LOST. If the
-    process has already noted its own exit code (`group.ending`), it ends with this code and prints nothing.
+    abort() then prints the explanation that `group` has, and ends the process with the code LOST. If the process has
+    already noted its own exit code (`group.ending`), abort() ends it with this code and prints nothing.
 
-    When a process is lost, JAX's runtime ends the others with abort(), called in one of its threads. JAX has a callback
-    for this case, but in jaxlib 0.10 it cannot be a Python function (std::bad_cast). Python's signal handlers would run
-    in the main thread, later than abort() allows. Therefore, a signal handler of the C library is set.
+    When a process is lost, JAX's runtime calls abort() in one of the threads of every other process. JAX has a callback
+    for this case, but in jaxlib 0.10 the callback cannot be a Python function (std::bad_cast). Python's signal handlers
+    would run in the main thread, which is too late. Therefore a signal handler of the C library is set.
     """
     if os.name != "posix":
         return lambda: None

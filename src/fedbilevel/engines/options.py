@@ -37,8 +37,8 @@ Requirement = tuple[bool, str, object, str]
 class RunOptions:
     """Hold the keyword arguments of `solve`, whose docstring explains them; each field is checked separately.
 
-    `refuse_combinations` checks whether they suit each other, the problem and the clients. `check_cohort`, which needs
-    the size of the population, checks the cohort.
+    `refuse_combinations` checks whether the options can be combined with each other, the problem and the clients.
+    `check_cohort`, which needs the size of the population, checks the cohort.
     """
 
     rounds: int
@@ -124,7 +124,7 @@ def requirements(
 
     stops, remote = on_divergence != "shrink", isinstance(clients, RemoteClients)
     here = not remote and current_group().processes == 1
-    yield stops or here, "on_divergence", on_divergence, "'stop' if other processes know the steps"
+    yield stops or here, "on_divergence", on_divergence, "'stop' if other processes also have the step sizes"
     public, kept = privacy is None, "replies that clients have sent cannot be withdrawn"
     yield public or not remote, "privacy", privacy, "None in a federation, where each site sets its own"
     yield public or stops, "on_divergence", on_divergence, f"'stop' under privacy, since {kept}"

@@ -1,4 +1,4 @@
-"""Prepare a problem for a method: its functions of the variables alone, the clients, the start, and the metrics."""
+"""Prepare a problem for a run: its losses as functions of the variables, the clients, the start, and the metrics."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fedbilevel.engines.process_group import current_group
 class PosedProblem:
     """Hold a problem with clients and a start, traced and ready for a run."""
 
-    problem: Problem  # its functions take the floating arrays of x and y alone; it has the key of its programs
+    problem: Problem  # its losses take only the floating arrays of x and y; it has the key of its programs
     clients: Clients | RemoteClients
     x: PyTree  # the floating arrays of x0
     y: PyTree  # the floating arrays of y0
@@ -88,16 +88,21 @@ class PosedProblem:
         return what_was_met(self.problem, self.clients, start, last, curvature_needed(method))
 
     def ends(self, before: tuple[PyTree, PyTree] | None, end: tuple[PyTree, PyTree], spent: Spent) -> Ends | None:
-        """Compute the outer loss of all clients at the end of a run and at an earlier point (x, y); None: at the start.
+        """Compute the outer loss of all clients at the end of a run and at an earlier point.
 
         If the loss at the end is larger, y is also trained at the earlier x, with at most a sixth of the run's
         gradients.
 
+        Args:
+            before: the earlier point (x, y); None: the start of the run.
+            end: (x, y) at the end of the run.
+            spent: the cost of the run.
+
         Returns:
-            The losses, or None in these cases: samples are elsewhere, or in other processes; the computation would take
-            more than about a third of the time of the run's gradients, or more memory than there is; the loss is not
-            finite at the earlier point, for example because of a sample that no round has read; or the loss does not
-            tell which point is better.
+            The losses, or None in these cases: samples are on other machines or in other processes; the computation
+            would take more than about a third of the time of the run's gradients, or more memory than there is; the
+            loss at the earlier point is not finite, for example because of a sample that no round has read; or the
+            lower outer loss is not the better one (`comparable`).
         """
         clients, problem = self.clients, self.problem
         if not isinstance(clients, Clients) or current_group().processes > 1 or not comparable(problem):

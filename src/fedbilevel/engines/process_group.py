@@ -29,9 +29,9 @@ from fedbilevel.core.errors import (
     warn,
 )
 
-LISTEN_MILLISECONDS = 2000  # between two checks for Ctrl-C while waiting for another process
+LISTEN_MILLISECONDS = 2000  # the time between two checks for Ctrl-C while a process waits for another one
 PIECE = 2**20  # bytes of a message in one entry of the store; gRPC allows at most 4 MiB
-PARTING_SECONDS = 5  # an error that all processes have is raised in all of them within this time
+PARTING_SECONDS = 5  # if all processes have the same error, all of them have raised it within this time
 LEFT = "fedbilevel/left"  # the prefix of the keys under which processes note that they have ended
 LONGEST = 10_000  # characters of a note
 KINDS = {kind.__name__: kind for kind in (CheckpointError, NonFiniteError, NumericalError)}
@@ -89,13 +89,13 @@ class KeyValueStore:
 
 @dataclass
 class LastCheckpoint:
-    """Hold where the last checkpoint of a run is, and how to continue from it; "" for what is not known."""
+    """Hold the path of a run's last checkpoint, and advice on continuing from it; "" if they are not known."""
 
     path: str = ""
     advice: str = ""
 
     def after(self, what: str) -> str:
-        """Return a message: what has happened, which checkpoint remains, and how to continue."""
+        """Return a message that begins with `what`, and says which checkpoint remains and how to continue from it."""
         if not self.path:
             return f"{what}; no checkpoint had been written"
         advice = f"; {self.advice}" if self.advice else ""
@@ -153,12 +153,16 @@ class ProcessGroup:
             raise LostProcess(self.saved.after(self.trouble or self.lost())) from error
 
     def lost(self) -> str:
-        """Return the message that another process was lost, and which one."""
+        """Return a text that says that another process was lost, and which one, if there is only one other."""
         other = f"process {1 - self.process}" if self.processes == 2 else "another process"
         return f"{other} was lost (killed, crashed or cut off)"
 
     def part(self, code: int, why: str) -> NoReturn:
-        """End this process after an error: together with the others if they have it, too; else with a note to them."""
+        """End this process after an error.
+
+        It notes for the others that it ends, and why, and waits for a few seconds: if they have the same error, all of
+        them end together. It does not wait if it has already reported that another process was lost.
+        """
         alone, self.reported = self.reported, True
         sys.stdout.flush()
         sys.stderr.flush()
@@ -187,7 +191,7 @@ class ProcessGroup:
         return json.loads(self._first(json.dumps(word).encode()))
 
     def decide(self, choose: Callable[[], Any]) -> Any:
-        """Return the JSON value of a function that process 0 alone calls; if it raises, all processes raise."""
+        """Return the JSON value of a function that only process 0 calls; if the function raises, all processes do."""
         if self.processes == 1:
             return choose()
         value, kind, said = None, "", ""

@@ -43,7 +43,7 @@ class RecordedExchange(NamedTuple):
     reply: Reply
     early: bool  # whether `fed.sum_first` makes the exchange
     state: PyTree  # the client's state; None in a fresh cohort
-    times: float  # the largest number of times in a round; not finite if values of the run decide it
+    times: float  # how often a round makes this exchange, at most; infinite if values of the run decide it
 
 
 def exchanges_of(
@@ -76,9 +76,9 @@ def exchanges_of(
 
 
 def key_of_round(algorithm: Algorithm, problem: Problem, x: PyTree, y: PyTree, *more: Hashable) -> Hashable | None:
-    """Return a key of everything that a traced round depends on; None if the traced functions may change.
+    """Return a key of everything on which the trace of a round depends; None if the traced functions may change.
 
-    The key includes the method's whole numbers, since they may be lengths of loops.
+    The key includes the method's whole numbers, since these may be lengths of loops, and the values in `more`.
     """
     method = method_key(algorithm)
     if problem.key is None or method is None:
@@ -97,7 +97,7 @@ def _shapes(tree: PyTree) -> PyTree:
     return jax.tree.map(shape, tree)
 
 
-MANY = 10_000  # number of replies that a robust rule sees while it is traced: enough for any rule
+MANY = 10_000  # the number of replies that a robust rule gets while it is traced: enough for any rule
 
 
 @dataclass(eq=False)
@@ -183,11 +183,11 @@ EXPENSIVE = _names("cholesky fft householder_product io_callback pure_callback s
 def calls_of(
     algorithm: Algorithm, problem: Problem, clients: Clients, x: PyTree, y: PyTree, cut: CapacityClass | None = None
 ) -> list[tuple[RecordedExchange, ExchangeKind, int | None]]:
-    """List a round's (exchange, its kind, operations of a client's reply as counted by `count`; None: not known).
+    """List the exchanges of a round, each with its kind and with the operations that a client's reply takes.
 
-    Each phase is traced as the round asks it, without computing anything. A full batch counts as many samples as the
-    client with the most samples has, because engines pad batches to this length. Local steps that differ between
-    clients are loops of unknown length.
+    Operations are counted by `count`; None: their number is not known. Phases are traced and not computed. A
+    full batch counts as many samples as the client with the most samples has, because engines pad batches to this
+    length. Local steps that differ between clients are loops of unknown length.
 
     Args:
         algorithm, problem, clients: as for `solve`.
@@ -292,9 +292,9 @@ def count(jaxpr: Jaxpr) -> int | None:
     - A reduction: 1 per entry of the operand; over windows, 1 per entry of each window.
     - A loop: its length times its body. A branch: its most expensive alternative.
 
-    Moving data, random bits, operations on integers, and values that no result depends on count 0. The cost is not
-    known of loops that end by a condition or whose length is data, of sorting floating-point numbers, of matrix
-    decompositions, and of calls out of JAX. A value that is computed twice counts twice, even if XLA would merge both.
+    Moving data, random bits, operations on integers, and values on which no result depends count 0. The cost is not
+    known for loops that end by a condition or whose length is data, for sorting floating-point numbers, for matrix
+    decompositions, and for calls out of JAX. A value that is computed twice counts twice, even if XLA computes it once.
     """
     return _of_program(dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0])
 

@@ -1,4 +1,4 @@
-"""Define the semantics of rounds by a simple engine: a Python loop over clients. It serves debugging and tests."""
+"""Define the semantics of rounds by a simple engine, a Python loop over clients, for tests and for debugging."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class ReferenceFed(PythonFed):
         return self.models.covered(self.book.costs, holders)
 
     def client(self, i: int, own: OwnNumbers, state: PyTree) -> Client:
-        without: Any = None  # it is part of the program
+        without: Any = None  # the compiled phase has the problem
         clients = self.run.clients
         return Client(
             problem=without,

@@ -28,8 +28,8 @@ class Rescue:
     everyone: bool  # whether each exchange asks all clients
     halvings_at_most: int  # the largest number of halvings of all steps; 0: the run never returns
     halvings: int = 0  # the number of halvings so far
-    growth: str = ""  # how far a loss, or the norm of the point, has grown, if that is too far
-    warned_of: str = ""  # the last growth that a warning named
+    growth: str = ""  # a text with the growth of a loss or of the norm of (x, y), if it has grown too far; else ""
+    warned_of: str = ""  # the last `growth` of which a warning was issued
     norm: float | None = None  # the norm of x and y at the first row of this process
     latest: Carry | None = None  # a copy of the last row's carry
     safe: Carry | None = None  # a copy of the carry to return to
@@ -54,10 +54,10 @@ class Rescue:
         self.growth = grown(history, losses, first) or far_away(result.round, self.norm, norm)
 
     def keep(self, carry: Carry, is_best: bool) -> None:
-        """Keep copies of a row's carry, and of the carry from which the best row was reached, to which a run returns.
+        """Keep a copy of a new row's carry, and of the carry of the row before the best row, to which a run returns.
 
-        The carry of the best row itself may already diverge, because the row's losses are those of the rounds before
-        it. A resumed run returns at most to the point at which it was resumed.
+        The carry of the best row itself may already diverge, because the losses in a row are those of the rounds before
+        the row. A resumed run does not return to rows before the point at which it was resumed.
         """
         if self.halvings_at_most:
             if is_best:
@@ -66,13 +66,16 @@ class Rescue:
             self.safe = self.safe or self.latest
 
     def may_return(self, rows: int, result: Result) -> bool:
-        """Tell whether a run with `rows` rows may return after non-finite numbers, unless the start causes them."""
+        """Tell whether a run with `rows` rows may return after numbers that are not finite.
+
+        With one row it may not if the losses are not finite at the start already.
+        """
         if rows > 1:
             return self.halvings_at_most > 0
         return self.halvings < self.halvings_at_most and not self.met(result.x, result.y).at_start
 
     def retreat(self, why: str, result: Result, method: Algorithm) -> Carry:
-        """Return a copy of the carry from which the best row was reached; count the return, and warn of it.
+        """Return a copy of the carry to which the run returns; count the return, and warn of it.
 
         If the steps were already halved as often as allowed, the run ends at this carry, and `gave_up` says why.
         """
@@ -88,13 +91,13 @@ class Rescue:
         return jax.tree.map(copied, self.safe)
 
     def diverging(self, why: str, result: Result, method: Algorithm) -> str:
-        """Return a message: how far a loss or the point has grown, or what is not finite, and what may help."""
+        """Return a message that begins with `why`, and says that the run diverges and what may help."""
         met = self.met(result.x, result.y)
         advice = f"{what_to_lower(method, self.halvings)} (fb.diagnose suggests steps)" if met.by_steps else met.text
         return f"{why}: the run diverges; {advice}"
 
     def warn_of_growth(self, result: Result, method: Algorithm, once: bool = False) -> None:
-        """Warn if the last row is far above the start though its numbers are finite, once for each row."""
+        """Warn if a loss or the norm of (x, y) has grown too far, once for each row; with `once`, once in a run."""
         if not self.growth or self.growth == self.warned_of or (once and self.warned_of):
             return
         self.warned_of = self.growth

@@ -1,4 +1,4 @@
-"""Write the checkpoint of a run at suitable times, and read it only for the run that it belongs to."""
+"""Write the checkpoint of a run at suitable times, and check that a checkpoint belongs to the run that reads it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Saver:
         self.next_save = now + max(SAVE_SECONDS, (now - began) / SAVE_SHARE)
 
     def save_before(self, error: Exception, carry: Carry, meta: dict[str, Any]) -> None:
-        """Save before an error is raised again. If saving fails, too, the user still sees the first error."""
+        """Save before an error is raised again. If saving fails, a warning says so, and the first error is raised."""
         try:
             self.save(carry, meta)
         except CheckpointError as failed:
@@ -62,7 +62,7 @@ class Saver:
             warn_on_first(CheckpointWarning(text))
 
     def left_off(self, round: int, rounds: int) -> str:
-        """Return a message: the round at which a run was interrupted, and how to continue it."""
+        """Return a message with the round at which a run was interrupted, and with how to continue it."""
         if self.path is None:
             return f"ended after round {round} of {rounds}; nothing was saved, as no checkpoint was asked for"
         return (
@@ -75,7 +75,7 @@ class Saver:
         Args:
             like: a carry with the structure and shapes that are expected.
             force: whether to accept the checkpoint of another run, with a warning.
-            anew: whether a run that diverged may, by force, start again at its best row.
+            anew: whether a run that diverged starts again at its best row, if `force` is given.
 
         Returns:
             The carry, without a state if the method has to start again; the JSON object; and the file.

@@ -46,8 +46,8 @@ from fedbilevel.engines.tracking import MEMORY, TrackedRun, Tracking
 
 HALVINGS = 3  # the largest number of halvings of all steps in a run
 ROWS = 20  # the number of rows of a history, if the user sets no number of rounds between two rows
-KEPT = 2**29  # bytes that simulated clients keep for adaptive steps; beyond it, steps are estimated anew each time
-IDLE = 2**25  # the same for clients that a round does not ask; they also make a round slower
+KEPT = 2**29  # the most bytes that simulated clients keep for adaptive steps; with more, steps are estimated anew
+IDLE = 2**25  # the same for the clients that a round does not ask; their bytes also make a round slower
 
 
 @explain_call
@@ -75,10 +75,11 @@ def solve(
     count_flops: bool = False,
     progress: bool | Display | None = None,
 ) -> Result:
-    """Run a federated algorithm.
+    """Run a federated algorithm on a problem and clients, and return the result: x, y, history and costs.
 
     Args:
-        algorithm: such as SimFBO(local_steps=10). Step sizes that are None adapt during the run (`AdaptiveSteps`).
+        algorithm: the method, such as SimFBO(local_steps=10). Step sizes that are None adapt during the run
+            (`AdaptiveSteps`).
         problem: the losses.
         clients: each client's samples (`Clients`). If the clients are on other machines, this is a description of them
             (`RemoteClients`).
@@ -190,7 +191,7 @@ def solve(
 
 
 def tracked_run(algorithm: Algorithm, options: RunOptions, clients: int, resumed: bool) -> TrackedRun:
-    """Describe a run to trackers, by names that a spec has, too."""
+    """Describe a run to trackers, by the names that a spec has."""
     names = "rounds", "cohort", "eval_every", "best_by", "on_divergence"
     run = {name: getattr(options, name) for name in names}
     run |= {"seed": options.key, "clients": clients}
@@ -210,14 +211,14 @@ def method_of(algorithm: Algorithm, posed: PosedProblem, cohort: Cohort, options
     remember = not posed.simulated or (count * size <= KEPT and (count - cohort.size) * size <= IDLE)
     algorithm, noise = adaptive(algorithm, posed.problem, remember), None
     if (terms := options.privacy) is not None:
-        terms.epsilon_after(1)  # the accountant is installed
+        terms.epsilon_after(1)  # raises an error if the accountant is not installed
         check_noise("privacy", algorithm)
         noise = Private(**vars(terms), counts=posed.clients.capacity is None)
     return composed(algorithm, posed.problem, noise)
 
 
 def loop_of(execution: Execution, carry: Carry, options: RunOptions) -> Loop:
-    """Make the loop of a run that starts with `carry`: what executes, measures, saves and rescues it."""
+    """Make the loop of a run that starts with `carry`, with the objects that execute, measure, save and rescue it."""
     posed, terms, cohort = execution.posed, options.privacy, execution.cohort
     save_every = options.checkpoint_every
     if not posed.simulated:
@@ -256,8 +257,10 @@ def halvings_at_most(execution: Execution, carry: Carry, options: RunOptions) ->
 
 
 def check_saves(execution: Execution, options: RunOptions) -> None:
-    """Reject checkpoints that are not of every round if remote clients keep a state, which can be rolled back by one
-    round only."""
+    """Reject a checkpoint every few rounds if remote clients keep a state.
+
+    A site can roll such a state back by one round only, so that a checkpoint is needed after every round.
+    """
     if options.path is not None and (options.checkpoint_every or 1) > 1:
         method, posed = execution.method, execution.posed
         fits = method.client_state(posed.problem, posed.x, posed.y) is None

@@ -27,7 +27,7 @@ from fedbilevel.engines.costs import RoundCosts, Sums
 from fedbilevel.engines.recorder import CapacityClass
 from fedbilevel.machinery.kept import kept
 
-STREAM = 2**32 - 1  # number of the stream of the run's key; no round has it
+STREAM = 2**32 - 1  # folded into the run's key for the choice of units; no round has this number
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class SubmodelPlan:
     unit_layout: UnitLayout
     kept: tuple[dict[str, int], ...]  # for each class, the number of units of each group
     places: tuple[int, ...]  # for each class, the largest number of its clients in any round
-    peers: tuple[int, ...]  # for each class, the smallest number in any round of its clients that are ever available
+    peers: tuple[int, ...]  # for each class, the smallest number in any round of its clients, without unavailable ones
     number: np.ndarray  # (M,) the class of each client; (T, M) if it changes with the round
     rank: np.ndarray  # the client's number within its class, of the same shape
 
@@ -56,7 +56,10 @@ class SubmodelPlan:
 
     @cached_property
     def traced(self) -> str:
-        """Return what a compiled program depends on; the clients' classes are arguments of the program."""
+        """Return a text of everything in the plan on which a compiled program depends.
+
+        The classes of the clients are arguments of the program, and not part of the text.
+        """
         return repr((self.unit_layout, self.kept, self.places, self.peers))
 
     def __eq__(self, other: object) -> bool:
@@ -75,10 +78,10 @@ class SubmodelPlan:
         y: PyTree,
         never_available: np.ndarray | tuple[()] = (),
     ) -> SubmodelPlan | None:
-        """Plan which units clients hold.
+        """Plan which units clients hold; return None if all clients hold the whole model.
 
-        Returns None if all clients hold the whole model: without capacities, or if the algorithm has no submodels.
-        `never_available`: ids of clients that are never available; submodels are divided among the others.
+        They do without capacities, or if the algorithm does not support submodels. `never_available` has the ids of
+        clients that are never available; submodels are divided among the others.
         """
         if clients.capacity is None:
             return None
@@ -160,14 +163,14 @@ def classes(algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree, y: 
 
 
 class Holders(NamedTuple):
-    """Count which entries some clients hold, and measure how much of the model they lack, on the server's side."""
+    """Hold, for some clients, how many of them hold each entry of (x, y), and how much of the model they lack."""
 
     counts: PyTree  # like (x, y): for each entry, how many of these clients hold it
     noise: tuple[Array, ...]  # for x and for y, the largest share of the squared norm that any of these clients lacks
 
 
 class WholeModels:
-    """Describe a round in which all clients hold the whole model; exchanges ask `RoundSubmodels` the same questions.
+    """Describe a round in which all clients hold the whole model, with the methods of `RoundSubmodels`.
 
     Every client is sent whole messages, sums over clients stay as they are, and there is no coverage to measure.
     """
@@ -214,7 +217,7 @@ class RoundSubmodels:
         return self.policy.alike
 
     def units(self, number: int, id: Array | int = 0, rank: Array | int = 0) -> Units:
-        """Choose the units of a client of that class; `id` and `rank` do not matter if all its clients are alike."""
+        """Choose the units of a client of class `number`; `id` and `rank` do not matter if its clients are alike."""
         holder = ClientSlot(self.round, self.key, id, rank, self.submodel_plan.peers[number])
         return self.policy.units(self.unit_layout, self.submodel_plan.kept[number], self.importance, holder)
 
@@ -237,7 +240,7 @@ class RoundSubmodels:
         return put_back(self.unit_layout, phase, sums, units)
 
     def covered(self, round_costs: RoundCosts, holders: Iterable[Holders]) -> RoundCosts:
-        """Add metrics of the coverage by submodels to a round's costs; `holders`: one for each group of clients."""
+        """Add metrics of the coverage by submodels to a round's costs; `holders` has one entry per group of clients."""
         return covered(round_costs, list(holders))
 
     def holders(self, units: Units, count: Array) -> Holders:
@@ -279,7 +282,9 @@ def put_back(unit_layout: UnitLayout, phase: Phase, sums: Sums, units: Units) ->
 
 
 def covered(round_costs: RoundCosts, holders: list[Holders]) -> RoundCosts:
-    """Add metrics of the coverage of x and y by submodels to a round's costs; `holders`: one for each group of clients.
+    """Add metrics of the coverage of x and y by submodels to a round's costs.
+
+    `holders` has an entry for each group of clients. The metrics are:
 
     - coverage_x: the smallest number of clients that hold an entry, over entries that some client holds (C_x* of RABO).
     - uncovered_x: the number of entries that no client holds, which are not updated.

@@ -9,19 +9,19 @@ Let v have random entries for shared leaves and 0 for own ones, and let u have t
 for shared ones. Then ⟨u, Jv⟩ = ‖u‖², and if J is symmetric, ⟨v, Ju⟩ = ‖u‖² as well. In Ditto, ⟨v, Ju⟩ is 0, however
 weak the pull is. The same is done with own and shared leaves exchanged.
 
-- Central differences of ∇y g approximate products with J. JAX's derivative of ∇y g would not do: it treats the result
-  of `stop_gradient` as a constant, so that it is symmetric in Ditto, too. Differences need no second derivatives.
+- Central differences of ∇y g approximate products with J. JAX's derivative of ∇y g cannot be used: it treats the result
+  of `stop_gradient` as a constant, so that it is symmetric even in Ditto. Differences need no second derivatives.
 - Differences are inaccurate where ∇y g jumps, as in networks with ReLU, and where its third derivatives are large, as
   for features from 0 to 255. Therefore ⟨u, Jv⟩ and ⟨v, Ju⟩ are also computed by differences of a quarter of the length.
   If one of them changes by more than a twentieth of ‖u‖², the point shows nothing.
 - The rounding error of a product is about ε‖∇y g‖‖v‖ over the length of the difference. If u is not much longer, the
   point shows nothing, either. In float32, a pull by a thousandth of the loss is still seen.
 - To refuse a correct loss would be worse than to miss a wrong one. Therefore ⟨v, Ju⟩ may differ from ‖u‖² by a tenth of
-  it, and a loss is refused only if each of `LOOKS` points shows a larger difference. A loss passes at the first point
-  that does not, and so also at a point that shows nothing. In float32, wrong losses on features that are not scaled are
+  ‖u‖², and a loss is refused only if each of `LOOKS` points shows a larger difference. The loss passes at the first
+  point that shows no larger difference, or shows nothing. In float32, wrong losses on features that are not scaled are
   often missed; in float64 the differences are shorter.
-- If all of y is shared, or all of it is own, nothing is checked: it is not known which leaves could act on others in
-  one direction only, and each run would have to compile another program.
+- If all of y is shared, or all of it is own, nothing is checked: then no division of y into two parts is known between
+  which J could be asymmetric, and each run would have to compile another program.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from fedbilevel.oracles.differences import Differences
 LOOKS = 8  # points at which the two numbers must differ before a loss is refused
 ROUNDING = 20.0  # u must be longer than so many times the rounding error of a difference
 SHARE = 0.1  # the share of ‖u‖² by which the two numbers may differ
-LENGTHS = 1.0, 0.25  # of differences, in units of the usual length
+LENGTHS = 1.0, 0.25  # the lengths of the differences, in units of the usual length
 CHANGE = 0.05  # the share of ‖u‖² by which a number may change with the length of the difference
 REFUSAL = (
     "the derivative of the inner loss in y is not the gradient of one function: shared leaves of y act on a client's "
@@ -61,8 +61,9 @@ def check_symmetry(
     """Refuse an inner loss whose derivative in y is not the gradient of one function; y needs own and shared leaves.
 
     Args:
-        problem: prepared for a run, as functions of the floating arrays of x and y alone.
+        problem: the problem prepared for a run, whose losses take only the floating arrays of x and y.
         x, y: the start. Products are computed at random points near it.
+        rng: draws these points, and the directions.
         draw: returns batches of inner samples along a leading axis; the mean of their losses is differentiated.
 
     Raises:
@@ -95,13 +96,15 @@ def check_symmetry(
 
 @np.errstate(invalid="ignore", over="ignore")  # infinite products show nothing
 def is_lopsided(times: Callable[[PyTree], tuple[PyTree, Array]], v: PyTree, other: PyTree) -> bool:
-    """Tell whether the leaves of `other`, for which v is 0, act on its leaves in another way than these act on them.
+    """Tell whether J is asymmetric between two parts of y: the leaves where v is not 0, and the leaves of `other`.
 
     The answer is False if rounding, or the length of the differences, leaves it open.
 
     Args:
         times: a direction like y -> its products with J by differences of each of `LENGTHS`, along a leading axis, and
-            the size of the rounding error of the first.
+            the size of the rounding error of the first product.
+        v: a direction like y, which is 0 in the leaves of `other`.
+        other: a tree like y, with None in place of the leaves of the first part.
     """
     jv, error = times(on_device(v))
     u = only(other, jax.tree.map(lambda leaf: np.asarray(leaf[0]), jv))

@@ -7,11 +7,12 @@ are written.
 
 A run appears in a tracker's service with its first row, so that arguments that are refused leave nothing there. An
 error of a tracker does not end the run: a warning gives the reason, and rows wait until the service works again.
-Trackers get rows, parameters and files of the run's folder; for them nothing reads the environment or the command line.
-If a run without a folder ends without an error, its ledger and its result are written to a temporary folder for them.
+Trackers get rows, parameters and files of the run's folder, and nothing from the environment or the command line. If a
+run without a folder ends without an error, its ledger and its result are written to a temporary folder for trackers.
 
-The noise of a simulation under privacy is drawn from the run's seed, and whoever knows the seed can subtract it. So
-trackers of such a run get no seed: it is left out of the name, the parameters, the files and the reason of an error.
+The noise of a simulation under privacy is drawn from the run's seed, so that anyone with the seed can subtract the
+noise. So trackers of such a run get no seed: it is left out of the name, the parameters, the files and the reason of an
+error.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ class TrackedRun:
 
     Args:
         name: the name of the run; it may have slashes.
-        parameters: what determines the run, as tables, and objects whose fields are taken as tables.
+        parameters: the values that determine the run, by name: tables, and objects whose fields are read as tables.
         folder: the folder of the run, or None.
         memory: the file with the run's identifier in each tracker; None: the run cannot be found there again.
-        resumed: whether the run continues one that `memory` may know.
+        resumed: whether the run continues a run whose identifiers may be in `memory`.
         files: files that belong to the run; those that exist at its end are attached.
         is_group: whether this is a group of runs.
-        with_seed: those of `files` that contain the parameters, and so the seed of the run or the seeds of the group.
-        is_private: whether the run is under privacy, so that the seed is left out of everything here.
+        with_seed: the files among `files` that contain the parameters, and so the seed of the run or of the group.
+        is_private: whether the run is under privacy, so that the seed is left out of the whole description.
         result: the result of a run without a folder, once the run has ended without an error.
     """
 
@@ -85,7 +86,7 @@ class TrackedRun:
         self.files = [file for file in self.files if file not in self.with_seed]
 
     def adopt(self, inner: TrackedRun) -> None:
-        """Add what the description of the same run by an inner block has, and this one lacks."""
+        """Add the values that only the inner block's description of the same run has."""
         self.parameters = {**inner.parameters, **self.parameters}
         self.memory = self.memory or inner.memory
         self.resumed = self.resumed or inner.resumed
@@ -93,12 +94,12 @@ class TrackedRun:
             self.leave_out_seed()
 
     def flat_parameters(self) -> dict[str, str | float]:
-        """Return the parameters by dotted names: numbers, truth values, and for anything else texts without secrets."""
+        """Return the parameters by dotted names: numbers, truth values, and texts without secrets for other values."""
         shown = {name: _shown(name, value) for name, value in _flat("", plain(self.parameters))}
         return {name: shortened(one, LONGEST) if isinstance(one, str) else one for name, one in shown.items()}
 
     def attached(self) -> list[Path]:
-        """Return the files to attach: all that exist, but no file that has parameters if a parameter is secret."""
+        """Return the files to attach: those that exist; if a parameter is secret, only those without parameters."""
         has_secret = any(_shown(name, value) != _read(value) for name, value in _flat("", plain(self.parameters)))
         left_out = set(self.with_seed) if has_secret else set()
         return [file for file in self.files if file.is_file() and file not in left_out]
@@ -161,12 +162,12 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, str | float]]:
 
 
 def _read(value: str | float) -> str | float:
-    """Return the part of a parameter's value in which secrets are looked for."""
+    """Return the part of a parameter's value that is searched for secrets."""
     return value[:READ] if isinstance(value, str) else value
 
 
 def _shown(name: str, value: str | float) -> str | float:
-    """Return the value of a parameter without secrets: "***" if its name is that of a secret and it has a value."""
+    """Return the value of a parameter without secrets: "***" if it is not empty and its name is that of a secret."""
     if names_secret(name) and value not in ("none", ""):
         return "***"
     return without_secrets(value) if isinstance(value, str) else value
@@ -215,7 +216,7 @@ class Recording:
 
 
 class Tracker(ABC):
-    """Record runs in a service for experiments: the base class of all trackers, and for trackers of your own.
+    """Base class of trackers, which record runs in a service for experiments; also for trackers of your own.
 
     A tracker is given to `fedbilevel.solve`, `fedbilevel.sweep` or `fedbilevel.experiments.run` among the callbacks. A
     subclass defines `open`, and calls `Tracker.__init__` if it has an `__init__`.
@@ -233,7 +234,7 @@ class Tracker(ABC):
             run: the name, parameters and place of the run.
             group: the group that the run belongs to, or None.
             identifier: the run's identifier in the service if it was recorded before; else "".
-            last: the round of the last row that was recorded then, as far as it is known; else -1.
+            last: the round of the last row that was recorded before; -1 if it is not known, or there is none.
         """
 
     def library(self, package: str, extra: str) -> Any:
@@ -253,7 +254,7 @@ class Tracker(ABC):
         return bool(self.recordings) and not self.recordings[-1].run.is_group
 
     def begin(self, run: TrackedRun) -> None:
-        """Begin a run or group; the service gets it with the first row."""
+        """Begin a run or group, which the service gets together with its first row."""
         if not self.recordings:
             self.due, self.warned = -float("inf"), False
         elif self.recordings[-1].run.is_private:  # the runs of a group have the same seeds
@@ -261,7 +262,7 @@ class Tracker(ABC):
         self.recordings.append(Recording(run))
 
     def __call__(self, result: Result, row: Row | None) -> None:
-        """Record the new row, and those that could not be recorded before."""
+        """Record the new row, and rows that could not be recorded before."""
         if not self.is_running:
             return
         now = self.recordings[-1]
@@ -297,8 +298,10 @@ class Tracker(ABC):
             self._opened(len(self.recordings) - 1).close(ending, outcome, files)
 
     def _opened(self, level: int) -> Record:
-        """Open the run or group of this level in the service, unless it is open; a resumed one is found by its
-        identifier."""
+        """Open the run or group of this level in the service, unless it is open.
+
+        If it was recorded before, it is found by its identifier.
+        """
         now = self.recordings[level]
         if now.record is None:
             if level and now.run.is_private:
@@ -314,7 +317,7 @@ class Tracker(ABC):
         return now.record
 
     def _attempt(self, act: Callable[[], None]) -> None:
-        """Do something that may fail. After an error, runs are opened again, as resumed ones are, after some time."""
+        """Call `act`, which may fail. After an error, nothing is tried for a while; then runs are opened again."""
         began = time.monotonic()
         if began < self.due:
             return
@@ -389,10 +392,10 @@ def tracked_group(
     with_seed: Collection[Path] = (),
     is_private: bool = False,
 ) -> TrackedRun:
-    """Describe a group of runs; in the same folder it is always the same group.
+    """Describe a group of runs; descriptions with the same folder are of the same group.
 
-    If a run of the group is under privacy, the seeds are left out of the group's description, too. If `is_private`,
-    they are left out of the descriptions of all its runs, which share them.
+    If a run of the group is under privacy, the seeds are left out of the group's description. With `is_private`, they
+    are also left out of the descriptions of all runs of the group, which share the seeds.
     """
     memory = folder and folder / MEMORY
     name = folder.resolve().name if folder else name
@@ -403,7 +406,7 @@ def tracked_group(
 
 
 def ending_of(error: BaseException | None) -> Ending:
-    """Say how a run has ended; it was killed by a signal, and also by a search that prunes it."""
+    """Return how a run has ended; "killed" is for a signal, and for a search that prunes the run."""
     if error is None:
         return "finished"
     return "failed" if isinstance(error, Exception) and type(error).__name__ != "TrialPruned" else "killed"

@@ -19,7 +19,7 @@ from fedbilevel.core.errors import require
 from fedbilevel.core.own import Computed, Given, numbers_of, read_rule
 
 TICK = 1e-4  # virtual seconds
-LONGEST = 2**27  # ticks, 3.7 hours: longer computations, and longer network times, are cut to this
+LONGEST = 2**27  # ticks, 3.7 hours: longer times of a computation, or of the network, are cut to this
 QUANTILES = 4096  # equally likely values of a log-normal factor
 
 
@@ -84,7 +84,7 @@ class Clock:
             self._check_arrivals()
 
     def _check_arrivals(self) -> None:
-        """Store a table of arrivals as tuples; reject times in addition, since both would determine the replies."""
+        """Store a table of arrivals as tuples; reject other settings that would also determine when clients reply."""
         for name in ("compute", "spread", "stragglers", "drift", "availability"):
             got, default = getattr(self, name), type(self).__dataclass_fields__[name].default
             require(
@@ -92,7 +92,7 @@ class Clock:
             )
         require(isinstance(self.network, float), "Clock.network", self.network, "one number with arrivals")
         if callable(self.arrivals):
-            gives = "a function (exchange, client, key) that gives a boolean"
+            gives = "a function (exchange, client, key) that returns a boolean"
             by_k = read_rule("Clock.arrivals", self.arrivals, gives, truths=True).by_k
             require(not by_k, "Clock.arrivals", self.arrivals, gives)
         else:
@@ -181,7 +181,7 @@ class Pace(NamedTuple):
     compute: Any  # (M,) per batch gradient or product
     network: Any  # (M,), or () if all are equal
     begins: Any  # (M,) when in a period the client becomes available
-    lasts: Any  # (M,) how long it then stays
+    lasts: Any  # (M,) how long the client is then available
     spread: Any  # (QUANTILES,) factors
     drift: Any  # (QUANTILES,) factors
     period: Any
@@ -219,7 +219,7 @@ class Pace(NamedTuple):
         return jnp.where(within < jnp.asarray(self.lasts)[ids], 0, self.period - within)
 
     def arriving(self, now: ClockState, ids: Array) -> Array:
-        """Tell whether each of these clients delivers at the end of this exchange, where arrivals are given."""
+        """Tell whether each of these clients delivers at the end of this exchange; only for clocks with arrivals."""
         row = now.exchanges % self.arrivals.rounds if self.arrivals.rounds else now.exchanges
         key = jax.random.fold_in(self.key, now.exchanges)
         return numbers_of({"arrivals": self.arrivals}, key, row, ids)["arrivals"] != 0

@@ -54,10 +54,10 @@ from fedbilevel.engines.virtual_time import Clock
 from fedbilevel.machinery.kept import forget, kept, shapes_of
 from fedbilevel.machinery.threefry import about_keys
 
-FEW = 64  # samples of a client; with fewer, clients count as small
-CACHE = 2**18  # bytes of states for one core: a part of its second-level cache, which also has to hold samples
-TOGETHER = 2**28  # bytes of states on a GPU at once; intermediate values take a multiple of this
-MUCH_STATE = 10**6  # bytes of a cohort's states; with fewer, devices wait for each other longer than they compute
+FEW = 64  # clients with fewer samples count as small
+CACHE = 2**18  # bytes of clients' states for one core: a part of its second-level cache, which also holds samples
+TOGETHER = 2**28  # bytes of clients' states on a GPU at once; intermediate values take a multiple of this
+MUCH_STATE = 10**6  # with fewer bytes of states in a cohort, devices wait for each other longer than they compute
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class Local:
             populations that do not fit into its memory. None streams if some leaf is a NumPy memory map. In one
             process, the clients' states are then in memory-mapped scratch files in the folder for temporary files,
             which `TMPDIR` names. These states include leaves of y that are each client's own. The folder has to be on a
-            disk, not a tmpfs. With SimFBO it needs space for four times all own leaves; if steps adapt, for 13 times,
-            and for four times the shared leaves of y for each client.
+            disk, not a tmpfs. With SimFBO it needs space for four times all own leaves. If steps adapt, it needs space
+            for 13 times all own leaves, and in addition, for each client, four times the shared leaves of y.
         prefetch: the number of rounds that are read in advance when streaming.
         clock: how long exchanges take, in virtual time.
     """
@@ -153,7 +153,7 @@ class Local:
     keep_on_disk = staticmethod(keep_on_disk)
 
     def settled(self, state: PyTree, cohort: Cohort, before: int | None = None) -> Local:
-        """Choose the number of devices if it is None: the number `before` a resumption, or else `default_devices`."""
+        """Choose the number of devices if it is None: the number before the run was resumed, or `default_devices`."""
         if self.devices is not None:
             return self
         if current_group().processes > 1:
@@ -161,7 +161,8 @@ class Local:
         wanted, there = before or default_devices(state, cohort), jax.local_device_count()
         if wanted > there:
             text = (
-                f"the run began on {wanted} devices and continues on {there}, all that are here: it agrees to rounding"
+                f"the run began on {wanted} devices and continues on {there}, all that this machine has: its numbers "
+                "agree to rounding with those on as many devices as before"
             )
             warn(CheckpointWarning(text))
         return replace(self, devices=min(wanted, there))
@@ -196,9 +197,10 @@ def longest_in_steps(sizes: np.ndarray) -> int:
 
 
 def default_devices(state: PyTree, cohort: Cohort) -> int:
-    """Choose the number of devices for a cohort: 1, or on a CPU all if the states are large, but none without clients.
+    """Choose the number of devices for a cohort: on a CPU with large states as many as get clients, and otherwise 1.
 
-    With small states, the sum over devices takes longer than the work: two devices took many times as long as one.
+    With small states, the sum over devices takes longer than the clients' work: two devices took many times as long as
+    one.
     """
     if jax.default_backend() != "cpu" or cohort.size * nbytes(state) <= MUCH_STATE or cohort.size == 1:
         return 1
@@ -221,7 +223,7 @@ def default_chunk(state: PyTree, clients: Clients, share: int, devices: int, lum
         clients: the population.
         share: the number of clients per device.
         devices: the number of devices.
-        lumpy: whether a device has a random number of a cohort's clients.
+        lumpy: whether the number of a cohort's clients on a device is random.
     """
     if lumpy:
         share = -(-share // 2)  # a device often has fewer clients; chunks without clients are skipped
@@ -294,7 +296,7 @@ class LocalRun:
         return Stretch(carry, done, costs, undo)
 
     def program_key(self, carry: Carry, inputs: ProgramInputs) -> Hashable | None:
-        """Return a key of everything that the program depends on; None if it has to be traced to know this."""
+        """Return a key of everything on which the program depends; None if only its trace shows this."""
         method = method_key(self.algorithm)
         if self.problem.key is None or method is None or self.layout.shares:
             return None
@@ -339,5 +341,5 @@ class LocalRun:
 
     def close(self) -> None:
         self.source.close()
-        if self.compile_seconds:  # else kept programs were used
+        if self.compile_seconds:  # otherwise this run has used programs of earlier runs
             trim_heap()

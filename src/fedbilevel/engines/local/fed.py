@@ -34,7 +34,7 @@ class Members(NamedTuple):
     """Hold clients as arrays: a table of the population, (M,), or a cohort taken from it, (P,)."""
 
     id: Any
-    state: Any  # the row of the client's state in the carry that the program gets
+    state: Any  # the number of the row in which the carry has the client's state
     weight: Any
     outer_start: Any
     outer_size: Any
@@ -48,7 +48,7 @@ class Members(NamedTuple):
 
 
 class SampleArrays(NamedTuple):
-    """Hold the samples of all clients in a row; each member has a start and a size in them."""
+    """Hold the samples of all clients one after another; each member has a start and a size in these arrays."""
 
     outer: PyTree
     inner: PyTree
@@ -92,7 +92,7 @@ class ExchangeState(NamedTuple):
 
     states: PyTree  # the states of this device's members
     now: ClockState
-    queues: InFlight | None  # its tables have only this device's members, its other fields all clients
+    queues: InFlight | None  # the tables have rows only for this device's members, the other fields all clients
 
 
 @dataclass(eq=False)
@@ -178,7 +178,7 @@ class LocalFed(Means):
 
     @property
     def everyone(self) -> Members:
-        """Return the members on this device; all clients train whole models."""
+        """Return the members on this device, for methods in which all clients train whole models."""
         (members,) = self.members
         return members
 
@@ -233,7 +233,7 @@ class LocalFed(Means):
         return ticks
 
     def units(self, respond: ClientFunction) -> Array:
-        """Count the gradients and hvps of each client's reply, (M,); the compiler removes all other computation."""
+        """Count the gradients and hvps of each client's reply, (M,); the compiler removes all other computations."""
 
         def count(member: Members, state: PyTree) -> Array:
             sums, _ = respond(member, state)
@@ -317,7 +317,7 @@ class LocalFed(Means):
 
 
 def renumbered(members: tuple[Members, ...], cohorts: Cohorts) -> tuple[Members, ...]:
-    """Return members with the own numbers that `cohorts` has for its repetition."""
+    """Return the members with their own numbers in the present repetition of `cohorts`."""
     if not (own := changing(cohorts.own)):
         return members
     numbers = replace(cohorts, own=own).numbers
@@ -346,7 +346,7 @@ def sum_over_clients(
     chunk: int,
     gaps: bool = False,
 ) -> tuple[Sums, PyTree]:
-    """Sum the replies of clients, of which `chunk` are vectorised at a time.
+    """Sum the replies of clients; `chunk` clients at a time are computed together.
 
     Args:
         contribute: (a client, its state) -> (its sums, (its next state, other values)).

@@ -1,4 +1,4 @@
-"""Place clients: which process has which clients, and at which place of the program each member of a cohort runs.
+"""Determine which process has which clients, and at which place of the program each member of a cohort runs.
 
 Tables with a row per client are read and updated in place, a block of rows at a time.
 """
@@ -53,7 +53,7 @@ class Shares:
         return own.searchsorted(own.asarray(self.bounds[1:]), ids, side="right")
 
     def ranks(self, ids: Any) -> Any:
-        """Return for each member of the cohort `ids` the number of earlier members in the same process, (P,)."""
+        """Return, for each member of the cohort `ids`, how many members before it are in the same process, (P,)."""
         own = np if isinstance(ids, np.ndarray) else jnp
         owner = self.owner(ids)
         order = own.argsort(owner, stable=True)
@@ -71,7 +71,7 @@ class Shares:
             where: (P,) the place of each member, counted over all processes and devices.
             member: (processes·devices·places,) the index into `ids` of the member at each place. An empty place has
                 another member of the same process, whose samples the process has, or member 0 if there is none.
-            taken: whether a member is placed there, of the same shape; False for empty places.
+            taken: of the same shape, whether a place has a member of the cohort; False for empty places.
         """
         owner, rank = self.owner(ids), self.ranks(ids)
         where = (owner * self.devices + rank % self.devices) * places + rank // self.devices
@@ -103,7 +103,7 @@ class Shares:
 
 
 class DeviceRows(NamedTuple):
-    """Describe which clients the rows of this device's tables, with leaves (rows, ...), belong to.
+    """Describe to which clients the rows of this device's tables, with leaves (rows, ...), belong.
 
     The cost of an operation depends on the number of chosen rows, not on the size of the table.
     """
@@ -156,7 +156,10 @@ class DeviceRows(NamedTuple):
         return lax.psum(sums, self.axis) if self.axis else sums
 
     def _blocks(self, chosen: Array, step: Callable[[Array, Any], Any], carry: Any) -> Any:
-        """Repeat carry ← step(places (block,), carry) over all chosen rows; places without a row are `size`."""
+        """Repeat carry ← step(places (block,), carry) over all chosen rows, a block at a time.
+
+        A last block that is not full is filled up with the place `size`, which has no row.
+        """
         padded = -(-self.size // self.block) * self.block
         places = jnp.nonzero(chosen, size=padded, fill_value=self.size)[0]
         many = jnp.sum(chosen, dtype=jnp.int32)
@@ -176,7 +179,7 @@ def _taken(tree: PyTree, places: Array) -> PyTree:
 def vectorised(function: Callable[[Any, Any], Any], member: Any, state: Any) -> Any:
     """Apply a function (member, state) to the rows of both.
 
-    A single row is passed without a batch axis, which would only hide matrix products from the compiler.
+    A single row is passed without a batch axis, since with one the compiler would not recognise matrix products.
     """
     if jax.tree.leaves(member)[0].shape[0] == 1:
         return jax.tree.map(lambda a: a[None], function(*jax.tree.map(lambda a: a[0], (member, state))))

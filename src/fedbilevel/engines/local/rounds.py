@@ -46,13 +46,13 @@ class ProgramInputs(NamedTuple):
 
 
 def parted(carry: Carry) -> tuple[tuple[Any, PyTree], Carry]:
-    """Split a carry into the part that others keep, too, and the part that only the program uses."""
+    """Split a carry into the part that results also refer to, and the part that only the program uses."""
     return (carry.state, carry.local_x), carry._replace(state=None, local_x=None)
 
 
 @dataclass(frozen=True)
 class Program:
-    """Hold compiled rounds, which take and return leaves only, so that kept programs refer to no class."""
+    """Hold compiled rounds; they take and return only leaves, so that a program that is kept refers to no class."""
 
     compiled: Any
     costs: RoundCosts  # shapes of a round's costs
@@ -60,8 +60,7 @@ class Program:
     def run(self, carry: Carry, count: int, inputs: ProgramInputs) -> tuple[Carry, int, dict[str, np.ndarray], Any]:
         """Run up to `count` rounds.
 
-        The buffers of the carry are consumed, except those that others keep: the server's state, which results have,
-        and the x at the start.
+        The buffers of the carry are consumed, except the server's state, to which results refer, and x at the start.
 
         Returns:
             The next carry, the number of rounds done, a row of packed costs for each of these and for the round that
@@ -86,7 +85,7 @@ class Rounds:
     def program(self, carry: Carry, inputs: ProgramInputs, quick_keys: bool) -> Program:
         """Trace and compile the rounds; for a user's own method, reuse a kept program if the trace is the same.
 
-        `quick_keys`: use keys that have the same bits but compile quickly: see `written_out`.
+        With `quick_keys`, keys are used that have the same bits and compile quickly: see `written_out`.
         """
 
         @partial(jax.jit, inline=True)  # traced once, here; the loop over rounds reuses this trace
@@ -137,7 +136,7 @@ class Rounds:
         Args:
             play: runs one round; see `one_round`.
             like: the shapes of a round's costs.
-            flags: the shape of the flags that say which quantities of a round are finite.
+            flags: the shape of the flags (True or False) of a round, which say which of its quantities are finite.
             carry: the carry at the start.
             count: the largest number of rounds.
             inputs: the other arguments of the program.
@@ -274,7 +273,7 @@ class Rounds:
         return slice(size), (self.in_chunks(members, self.layout.chunk),)
 
     def of_class(self, members: Members, number: int) -> Members:
-        """Return places for the most members of a capacity class in a cohort; members fill the first places."""
+        """Return as many places as a cohort can have members of a capacity class; members fill the first places."""
         assert self.layout.submodel_plan is not None
         cohort, most = self.layout.cohort, self.layout.submodel_plan.places[number]
         places = cohort.size if cohort.replacement else min(cohort.size, most)
@@ -289,7 +288,7 @@ class Rounds:
         places = np.arange(size + -size % (chunk * (self.mesh.size if self.mesh else 1)))
         if len(places) == size:
             return members
-        taken = np.minimum(places, size - 1)  # a gather, since XLA's partitioner does not handle concatenation well
+        taken = np.minimum(places, size - 1)  # rows are gathered: XLA's partitioner does not handle concatenation well
         members = jax.tree.map(lambda column: column[taken], members)
         return members._replace(counts=members.counts * (places < size))
 

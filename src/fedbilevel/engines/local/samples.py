@@ -1,7 +1,7 @@
-"""Hold the samples: all of them on the device, or on the host, from which each round's cohort is copied in advance.
+"""Hold the samples of all clients: on the device, or on the host, from which each round's cohort is copied in advance.
 
-In the second case the clients' states are on the host, too (core/on_disk.py): the program gets those of the round's
-cohort, and the host stores them after the round.
+If they are on the host, the clients' states are also there (core/on_disk.py): the program gets the states of the
+round's cohort, and the host stores the new states after the round.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.engine import Cohorts, round_keys
 from fedbilevel.engines.local.fed import HOST, Members, ProgramLayout, SampleArrays
 
-SMALL = 2**24  # bytes; smaller samples are padded to a power of two
+SMALL = 2**24  # if all samples have fewer bytes, their number is padded to a power of two
 
 RoundInputs = tuple[SampleArrays, Members, Array | None]
 
@@ -45,7 +45,7 @@ class Resident:
     def hold(self, name: str, rows: Ragged, layout: ProgramLayout, mesh: Mesh | None) -> tuple[PyTree, np.ndarray]:
         """Copy all samples, or this process's share, to the device; also return where each client's samples begin."""
         values, start = layout.shares.own_rows(rows) if layout.shares else (rows.values, rows.start)
-        if int(np.max(start + rows.size)) >= 2**31:  # the rows may be in any order
+        if int(np.max(start + rows.size)) >= 2**31:  # the last client need not have the last samples
             raise ConfigurationError(f"Clients.{name} has more than 2³¹ samples; use Local(stream=True)")
         mapped = [isinstance(leaf, np.memmap) for leaf in jax.tree.leaves(rows.values)]
         here = True if layout.shares is None else layout.shares.owner(np.arange(len(start))) == layout.shares.mine
@@ -85,7 +85,7 @@ class Streamed:
     def __init__(self, clients: Clients, layout: ProgramLayout, key: Array, mesh: Mesh | None, prefetch: int) -> None:
         self.clients, self.layout, self.mesh, self.prefetch = clients, layout, mesh, prefetch
         self.key, self.states_on_disk = key, layout.shares is None
-        self.x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64  # may be set for the caller's thread only
+        self.x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64  # may hold for the caller's thread only
         for name, longest in (("outer", layout.outer_longest), ("inner", layout.inner_longest)):
             if layout.cohort.size * (1 + layout.fresh) * longest >= 2**31:
                 raise ConfigurationError(
@@ -120,7 +120,12 @@ class Streamed:
         return data, table, device_ids
 
     def places(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the clients whose samples this process gathers (−1: none), and each member's place in its process."""
+        """Return where samples are gathered.
+
+        Returns:
+            The id of the client whose samples are at each place of this process, −1 for an empty place; and for each
+            member in `ids`, its place in its process.
+        """
         shares, flat = self.layout.shares, ids.ravel()
         if shares is None:
             return flat, np.arange(flat.size, dtype=np.int64)
@@ -143,8 +148,14 @@ class Streamed:
 def members(
     clients: Clients, ids: np.ndarray, states: np.ndarray, outer_start: np.ndarray, inner_start: np.ndarray
 ) -> Members:
-    """Make the table of the clients `ids`, whose samples begin at the given starts, and whose states are in the rows
-    `states` of the program's table of states."""
+    """Make the table of the clients `ids`.
+
+    Args:
+        clients: the population.
+        ids: the ids of the clients.
+        states: for each of them, the row of its state in the program's table of states.
+        outer_start, inner_start: for each of them, the place at which its samples begin.
+    """
     return Members(
         id=ids.astype(np.int32),
         state=states.astype(np.int32),
@@ -158,7 +169,7 @@ def members(
 
 
 def padded(name: str, rows: Ragged, ids: np.ndarray, longest: int) -> PyTree:
-    """Gather the samples of the clients `ids` in a row, leaves (len(ids)·longest, ...).
+    """Gather the samples of the clients `ids` one after another, leaves (len(ids)·longest, ...).
 
     Each client's samples are padded with zeros to `longest`; an id of −1 gets only zeros.
     """
@@ -186,7 +197,7 @@ def is_memory_mapped(clients: Clients) -> bool:
 
 
 def replicate(tree: PyTree, mesh: Mesh | None) -> PyTree:
-    """Put arrays on the device, or a copy on every device of the mesh, also if it spans several processes."""
+    """Put arrays on the device, or a copy on every device of a mesh, which may span several processes."""
     if mesh is None or not mesh.is_multi_process:
         return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()) if mesh else None)
     everywhere = NamedSharding(mesh, PartitionSpec())
