@@ -13,7 +13,7 @@ AGREEMENT = {
     "FedBiO": Case(fb.FedBiO(batch_size=None), work=(1, 4), slow=True),
     "FedBiOAcc": Case(fb.FedBiOAcc(local_steps=3, batch_size=4, horizon=5.0), slow=True),
 }
-NEVER_LATE = {fb.FedBiOAcc: "would add the same change again"}
+NEVER_LATE = {fb.FedBiOAcc: "the same change would be added twice"}
 
 WORK = np.array([1, 2, 3, 2])
 LR = fb.XYV(x=0.05, y=0.3, v=0.2)

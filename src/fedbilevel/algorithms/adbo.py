@@ -81,7 +81,7 @@ from fedbilevel.core.own import refuse_local_steps
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import XYV, PyTree, move, scaled
 
-FREE = -1  # the serial number of a slot without a plane
+FREE = -1  # the serial number that marks a slot without a plane
 STEPS = "the number of its steps is `iterations`, and each step is an exchange"
 WHOLE = No("each client keeps its own x, y and planes between rounds, and these contain all units")
 APART = No("each client moves its own x, and planes are also made at points outside of the set")
@@ -103,10 +103,10 @@ class Planes(NamedTuple):
     a plane cuts off no point where h ≤ ε. The server keeps a_l, c_l, κ_l and the multipliers λ_l. Each client keeps its
     own b_il, and the server knows only the mean Σ p_i b_il·y_i.
 
-    Planes are stored in slots. There is one slot more than planes that are kept, so that a new plane always takes a
-    slot that was free since the last plane was made. A late reply, which was computed with earlier planes, then has no
-    value for the slot of the new plane. All tables have a leading axis of slots, and the values of free slots are
-    ignored.
+    Planes are stored in slots, one more than the largest number of planes that are kept. So there is always a free
+    slot for a new plane, and it has been free since the last plane was made. A late reply, which was computed with
+    earlier planes, therefore has no value for this slot. All tables have a leading axis of slots, and the values of
+    free slots are ignored.
     """
 
     serial: Array  # (slots,) a different number for every plane of the run, or FREE
@@ -156,9 +156,15 @@ class Planes(NamedTuple):
         return self._replace(multiplier=jnp.maximum(self.multiplier + size * direction, 0))
 
     def with_cut(self, cut: Cut, tolerance: Array | float, x: PyTree, z: PyTree, serial: Array) -> Planes:
-        """Return the planes with the cut in a free slot, as a plane with multiplier 0.
+        """Return the planes together with a new plane, made from the cut, whose multiplier is 0.
 
-        κ is such that the plane has the value h − ε at the point where the cut was made.
+        The offset κ of the new plane is chosen so that the plane has the value h − ε at the point of the cut.
+
+        Args:
+            cut: the linearisation of h ≤ ε at (x, {y_i}, z).
+            tolerance: ε.
+            x, z: the server's part of this point.
+            serial: the serial number of the new plane.
         """
         slot = self.free_slot()
         flat = optax.tree.vdot(cut.outer, x) + cut.inner + optax.tree.vdot(cut.consensus, z)
@@ -190,8 +196,8 @@ class Totals(NamedTuple):
 
     weight: Array  # Σ p_i
     theta: PyTree  # Σ p_i θ_i
-    excluded: Array  # Σ p_i of the clients in a step without a part in some plane: the largest value of all steps
-    complete: Array  # whether all clients that made the last plane had computed a step before it
+    excluded: Array  # the largest Σ p_i, in any step, over the clients that have no part in some plane
+    complete: Array  # whether all clients that made the last plane had replied to a step before
 
 
 class State(NamedTuple):
@@ -221,8 +227,8 @@ class ClientState(NamedTuple):
     serial: Array  # (slots,) the serial number of the plane to which each row of b belongs
     b: PyTree  # b_il: a row for each slot
     path: Point  # a row for each step towards φ_i: the point where the step began
-    end: Point  # the end of the last of these steps, where the next one begins; φ_i after all K steps
-    adjoint: Point  # in the backward pass: (1/p_i) ∂h/∂(y'_i, ψ_i) at the start of the last step that it went through
+    end: Point  # the point after the last of these steps, where the next step begins; φ_i after all K steps
+    adjoint: Point  # (1/p_i) ∂h/∂(y'_i, ψ_i) at the start of the step that was differentiated last
 
 
 class LinearizedADMM(Part):
@@ -246,9 +252,9 @@ class LinearizedADMM(Part):
     def step(
         self, client: Client, x: PyTree, z: PyTree, start: Point, k: Array | int, key: Array
     ) -> tuple[Array, Point]:
-        """Take the k-th step from `start`; return (g_i at the start, the point after the step).
+        """Take the k-th step from `start`, at x and z' = `z`; return (g_i at the start, the point after the step).
 
-        The step on ψ_i comes first. At k = 0 there is none.
+        The step on ψ_i comes first. In the first step, k = 0, there is no step on ψ_i.
         """
         apart = optax.tree.sub(start.y, z)
         psi = move(start.psi, jnp.where(k == 0, 0.0, self.penalty), apart)
@@ -258,7 +264,7 @@ class LinearizedADMM(Part):
 
 
 class Lagrangian(Part):
-    """Set how the Lagrangian enforces its constraints: h ≤ ε, by planes, and x_i = x.
+    """Set how the Lagrangian enforces its two constraints: h ≤ ε, by planes, and x_i = x.
 
     Args:
         planes: the largest number of planes that are kept. If there would be more, the oldest is dropped.
@@ -277,7 +283,7 @@ class Lagrangian(Part):
 
 
 class CuttingPlanes(Algorithm):
-    """Share the fields and rounds of ADBO and SDBO: make a plane, then take steps on the Lagrangian.
+    """Base class of ADBO and SDBO, with their fields and rounds: make a plane, then take steps on the Lagrangian.
 
     Args:
         batch_size: the number of samples that a client draws for each loss, with replacement; None: all samples.
@@ -318,9 +324,9 @@ class CuttingPlanes(Algorithm):
         )
 
     def findings(self, state: State) -> Findings:
-        """Return the columns `planes`, their number, and `multipliers`, Σ_l λ_l.
+        """Return two columns: `planes`, the number of planes, and `multipliers`, the sum of their multipliers, Σ_l λ_l.
 
-        Clients without a part in some plane lead to a warning.
+        If some clients have no part in a plane, return a warning as well.
         """
         planes = state.planes
         columns = {"planes": int(jnp.sum(planes.active)), "multipliers": float(jnp.sum(planes.multiplier))}
@@ -346,11 +352,11 @@ class CuttingPlanes(Algorithm):
 
     @phase
     def consensus_adjoint(self, client: Client, at: tuple[PyTree, ...], key: Array) -> Reply:
-        """Differentiate backwards through the k-th step. Exchanges go from k = K − 1, where the step ends at φ_i, to 0.
+        """Differentiate backwards through the k-th of the K steps on y'_i; the last step, k = K − 1, comes first.
 
-        `behind` in the message is ∂h/∂z' after the step. The reply has this client's shares of ∂h/∂x and of ∂h/∂z'
-        before the step, ‖y_i − φ_i‖², b_i·y_i, and a public number: 1 if the client has computed a step on the
-        Lagrangian before, which the server knows anyway.
+        The message is (x, z', ∂h/∂z' after the step, k, the slot of the new plane, its serial number). The reply has
+        this client's shares of ∂h/∂x and of ∂h/∂z' before the step, ‖y_i − φ_i‖², b_i·y_i, and a public number: 1 if
+        the client has replied to a step on the Lagrangian before, which the server knows.
         """
         x, z, behind, k, slot, serial = at
         own: ClientState = client.state
@@ -436,7 +442,11 @@ class CuttingPlanes(Algorithm):
 
     @abstractmethod
     def exchange(self, fed: Fed, state: State, message: PyTree, key: Array) -> tuple[Totals, PyTree, Planes]:
-        """Ask clients for a step; return the new totals, the mean of θ_i, and planes with new means of b_il·y_i."""
+        """Ask clients for a step on the Lagrangian.
+
+        Returns:
+            The new totals, the mean of the θ_i, and the planes with the new means of the products b_il·y_i.
+        """
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
         plane_key, step_key = jax.random.split(key)
@@ -479,7 +489,7 @@ FACTS = Facts(
     client_state="x_i, y_i, θ_i, b_il for each plane, and K times y'_i and ψ_i",
     bias="φ in place of y*, unless K is large; few planes approximate the constraint coarsely",
 )
-"""The facts of ADBO. SDBO has the same, except for `needs` and `good_for`."""
+"""The facts of ADBO. Those of SDBO differ in `needs` and `good_for`."""
 
 
 class SDBO(CuttingPlanes):
@@ -520,7 +530,7 @@ class ADBO(CuttingPlanes):
     name = "adbo"
     facts = FACTS
     allows = Allows(
-        late=No("it continues with the first replies already: set its field wait_for"),
+        late=No("it already continues after the first replies: set its field wait_for"),
         submodels=WHOLE,
         project_x=APART,
         noise=No("its clients send changes of θ_i and b_i·y_i, whose noise would add up; SDBO's clients send values"),
@@ -550,6 +560,6 @@ class ADBO(CuttingPlanes):
         )
         share = 1 / totals.weight
         changes = planes.changes + changes
-        # All available clients make a plane. Their weight is known once all have replied to a step; until then take 1.
+        # All available clients make a plane. Their weight is known once all have replied to a step; until then it is 1.
         inner = planes.start + changes * jnp.where(totals.complete, share, 1)
         return totals, scaled(share, totals.theta), planes._replace(changes=changes, inner=inner)

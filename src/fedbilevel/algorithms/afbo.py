@@ -94,7 +94,7 @@ class MeanGradient(InnerRounds):
 
     @phase(takes=("x", "y"), gives="y", measures=True)
     def gradients(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """Reply with G_i, the mean of the gradients along E_i local steps on y, like y."""
+        """Reply with G_i, the mean of the gradients ∇y g_i along E_i local steps on y, in the shape of y."""
         x, y = at
         steps = self.steps(client, key)
         mean = mean_gradient(self.gradient_at(client, x, y), y, steps, self.client_lr)
@@ -179,7 +179,10 @@ class AFBO(Nested):
 
     @phase(takes=XYV("x", "y", "y"), gives=("x", "y"))
     def outer_directions(self, client: Client, at: XYV, key: Array) -> Reply:
-        """Reply with `SystemSteps`' directions: H_i = ∇x f_i − ∇²xy g_i v, like x, and r_i = ∇²yy g_i v − ∇y f_i."""
+        """Reply with a client's directions for x and v in `SystemSteps`, in the shapes of x and y.
+
+        They are H_i = ∇x f_i − ∇²xy g_i v and r_i = ∇²yy g_i v − ∇y f_i at the (x, y, v) of the message.
+        """
         outer_key, inner_key = jax.random.split(key)
         found = directions(client.problem, at, client.outer_batch(outer_key), client.inner_batch(inner_key))
         metrics = {"outer_loss": found.outer_loss}

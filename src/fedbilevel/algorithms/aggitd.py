@@ -70,8 +70,9 @@ class InnerIterate(NamedTuple):
 class AggITD(Algorithm):
     """Estimate the hypergradient by iterative differentiation within the inner loop.
 
-    The N exchanges on y also update a vector r of the shape of y: they multiply it by I − λ∇²yy G, and add ∇y F, in one
-    exchange that is drawn (sampling="random") or in each (None). The last exchange multiplies r by ∇²xy G.
+    The N exchanges on y also update a vector r of the shape of y: they multiply it by I − λ∇²yy G, and add ∇y F. With
+    sampling=None they add ∇y F in every exchange, and with "random" in one that is drawn. The last exchange multiplies
+    r by ∇²xy G.
 
     Args:
         inner: the rounds on y: N is its field `rounds`, and λ its field `lr`. λ must be below 2/ℓ, where ℓ is the
@@ -95,8 +96,8 @@ class AggITD(Algorithm):
     )
     allows = Allows(
         late=No(
-            "each exchange asks for a product with the r of the exchange before it, so that an earlier reply belongs "
-            "to another r"
+            "each exchange asks for a product with the vector r that the exchange before it has computed, so that an "
+            "earlier reply belongs to another r"
         ),
         submodels=UnitPolicy(),
     )
@@ -112,7 +113,7 @@ class AggITD(Algorithm):
         require_count("AggITD.inner.rounds", self.inner.rounds)
 
     def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
-        """Refuse a λ at which r would grow. Several local steps on y, of size λ/τ each, might allow a larger λ."""
+        """Refuse a λ at which r would grow, even if several local steps on y, of size λ/τ each, would allow it."""
         check_neumann_step("AggITD.inner.lr", at_round(self, 0).inner.lr, problem, clients, x, y)
 
     def init(self, x: PyTree, y: PyTree) -> XY:
@@ -120,7 +121,7 @@ class AggITD(Algorithm):
 
     @phase(takes=("x", "y"), gives=InnerIterate("y", "y"), measures=True)
     def descent_with_gradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """Take τ_i local steps on y; reply with the change of y, and ∇y f_i at y^n."""
+        """Take τ_i local steps on y from y^n; reply with the change of y, and with ∇y f_i at y^n, shaped like y."""
         descent_key, gradient_key = jax.random.split(key)
         reply = self.inner.descent(client, at, descent_key)
         gradient = outer_gradient(client, at, gradient_key).update
@@ -128,7 +129,10 @@ class AggITD(Algorithm):
 
     @phase(takes=("x", InnerIterate("y", "y")), gives=InnerIterate("y", "y"))
     def descent_with_product(self, client: Client, at: tuple[PyTree, InnerIterate], key: Array) -> Reply:
-        """Take τ_i local steps on y; reply with the change of y, and the change of r, −λ H_i(x, y^n) r."""
+        """Take τ_i local steps on y from y^n; reply with the change of y, and with −λ H_i r, the change of r.
+
+        H_i is ∇²yy g_i at (x, y^n).
+        """
         x, (y, r) = at
         descent_key, product_key = jax.random.split(key)
         reply = self.inner.descent(client, (x, y), descent_key)
@@ -137,9 +141,9 @@ class AggITD(Algorithm):
 
     @phase(takes=("x", InnerIterate("y", "y")), gives=InnerIterate("y", "y"))
     def descent_with_both(self, client: Client, at: tuple[PyTree, InnerIterate], key: Array) -> Reply:
-        """Take τ_i local steps on y; reply with the changes of y and of r, which is ∇y f_i − λ H_i r, both at y^n.
+        """Take τ_i local steps on y from y^n; reply with the change of y, and with ∇y f_i − λ H_i r, the change of r.
 
-        The default, the expectation over Q, asks this phase.
+        H_i is ∇²yy g_i; it and ∇y f_i are at (x, y^n). Rounds ask for this phase if `sampling` is None.
         """
         x, (y, _) = at
         product_key, gradient_key = jax.random.split(key)
@@ -150,7 +154,7 @@ class AggITD(Algorithm):
 
     @phase(takes=("x", "y", "y"), gives="x")
     def hypergradient(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
-        """Reply with ∇x f_i − ∇²xy g_i v for v = λ r, like x, where λ may be the client's own number."""
+        """Reply with ∇x f_i − ∇²xy g_i v for v = λ r, in the shape of x; λ may differ between clients."""
         x, y, r = at
         return hypergradient_given(client, (x, y, scaled(self.inner.lr, r)), key, Exact())
 

@@ -1,22 +1,23 @@
-"""CorrectedFBO: ShroFBO whose clients do not drift apart, however many local steps they make.
+"""CorrectedFBO: a variant of ShroFBO in which clients do not drift apart, however many local steps they make.
 
-Where clients differ, each client's own local steps lead towards the solution of its own problem, and with τ > 1 SimFBO
-and ShroFBO end at a distance from the solution of the whole federation. Here each direction d = (d_x, d_y, d_v) of a
-client's path is corrected by the mean direction m of the whole federation in the round before, as federated SVRG does
-for a single loss. The directions d_i, the weights a_k and ρ are those of SimFBO and ShroFBO (simfbo.py):
+If clients differ, the local steps of a client lead towards the solution of this client's own problem. With τ > 1 local
+steps SimFBO and ShroFBO therefore end at a distance from the solution of the whole federation. Here each direction
+d = (d_x, d_y, d_v) of a client's path is corrected by m, the mean direction of the whole federation in the round
+before, as federated SVRG does for a single loss. The directions d_i, the weights a_k and ρ are those of SimFBO and
+ShroFBO (simfbo.py):
 
     z_0 = z = (x, y, v),     d̃_k = d_i(z_k; ζ_k) − d_i(z; ζ_k) + m     the step of the client's path at z_k
     h_i = Σ_k a_k d_i(z_k; ζ_k) / ‖a_i‖₁                               the reply: directions without correction
     z ← z − γ ρ Σ_{i∈C} (M/P) p_i h_i,     m ← Σ_{i∈C} (M/P) p_i h_i   at the server
 
-Let all clients take part with full batches. At a solution z* with m = 0 all d̃_k are 0, so that clients stay at z*, and
-the mean of their replies is Σ p_i d_i(z*) = 0, whatever the τ_i are. Conversely, a round that changes neither z nor m
-has m = 0, so that its replies are the d_i(z), whose mean is 0. With cohorts or mini-batches, m contains the noise of
-their draws, and a run ends near the solution. Clients keep nothing between rounds, and their replies are as long as
-ShroFBO's.
+Suppose that all clients take part with full batches. At a solution z* with m = 0 all d̃_k are 0. So clients stay at z*,
+and the mean of their replies is Σ p_i d_i(z*) = 0, whatever the τ_i are. Conversely, a round that changes neither z nor
+m has m = 0; its replies are then the d_i(z), and their mean is 0. With cohorts or mini-batches, m contains the noise of
+the draws, and a run ends near the solution. Clients keep nothing between rounds, and their replies are as long as those
+of ShroFBO.
 
-Since replies are means over paths that themselves follow m, the new m depends on the old one. With plain steps, equal τ
-and equal Hessians λ, and with e = y − y* (or v − v*), a round is
+Replies are means over paths, and the paths follow m. So the new m depends on the old one. With plain steps, equal τ and
+equal Hessians λ, and with e = y − y* (or v − v*), a round is
 
     m ← λ e − β m,   e ← e − γ ρ (λ e − β m),     β = 1 − (1 − (1 − ηλ)^τ)/(τηλ) ≤ ηλ(τ − 1)/2
 
@@ -75,7 +76,7 @@ class State(NamedTuple):
 
 
 class CorrectedFBO(Normalised):
-    """Run ShroFBO with local steps that the mean direction of the round before corrects, so that clients do not drift.
+    """Run ShroFBO with corrected local steps, by the mean direction of the round before, so that clients do not drift.
 
     Args:
         client_lr: η, a client's step sizes for x, y and v: numbers or schedules over rounds; a single value serves all
@@ -114,7 +115,10 @@ class CorrectedFBO(Normalised):
 
     @phase(takes=(LIKE_XYV, LIKE_XYV), gives=REPLY, measures=True)
     def corrected_updates(self, client: Client, at: tuple[XYV, XYV], key: Array) -> Reply:
-        """Take τ_i corrected steps from z; reply with h_i, the mean of the directions on this path, and ‖a_i‖₁."""
+        """Take τ_i corrected steps from z; reply with h_i, the weighted mean of the directions on the path, and ‖a_i‖₁.
+
+        The message is (z, m). The steps are corrected, and h_i is the mean of the directions without the correction.
+        """
         start, mean = at
         return self.normalised(client, self.own_updates(client, start, key, mean))
 

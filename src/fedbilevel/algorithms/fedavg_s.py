@@ -38,7 +38,7 @@ from fedbilevel.core.tree import XY, PyTree, move
 
 
 class FedAvgS(LocalWork, Algorithm):
-    """Run FedAvg on both players of a saddle-point problem, simultaneously.
+    """Run FedAvg on both variables of a saddle-point problem together: descent on x, and ascent on y.
 
     Args:
         outer_lr: α; a client's step on x is α/τ_i.

@@ -133,8 +133,8 @@ class FedBiOAcc(LocalDirections):
     )
     allows = Allows(
         late=No(
-            "its momenta add up the changes of gradients along the clients' last steps, and an earlier reply that "
-            "counts again would add the same change again"
+            "its momenta add up the changes of gradients along the clients' last steps; if an earlier reply counted "
+            "again, the same change would be added twice"
         ),
         submodels=UnitPolicy(),
         own_y={"accelerated_descent": own_changes("y", "v", "momentum of y", "momentum of v")},
@@ -148,7 +148,7 @@ class FedBiOAcc(LocalDirections):
         start = XYV(x, y, optax.tree.zeros_like(y))
         return State(start, optax.tree.zeros_like(start), jnp.zeros((), jnp.int32))
 
-    @phase(  # takes a prefix
+    @phase(  # `takes` is a State with words in place of arrays
         takes=State(LIKE_XYV, LIKE_XYV, NUMBER),  # type: ignore[arg-type]
         gives=(LIKE_XYV, LIKE_XYV),
         measures=True,

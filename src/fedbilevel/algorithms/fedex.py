@@ -88,7 +88,7 @@ class Message(NamedTuple):
 
 
 class TrainingAtX(LocalWork, Algorithm):
-    """Share the fields of methods whose clients train y by FedAvg's local steps on the inner loss, at values of x.
+    """Base class of methods whose clients train y by FedAvg's local steps on the inner loss, at random values of x.
 
     Args:
         low: the lower bound of the random entries of x.
@@ -113,13 +113,13 @@ class TrainingAtX(LocalWork, Algorithm):
         require(fits, f"{type(self).__name__}.low, high", (self.low, self.high), allowed)
 
     def trained(self, client: Client, x: PyTree, y: PyTree, key: Array) -> Reply:
-        """Return a reply with the change of y after τ_i local steps at x."""
+        """Return a reply with the change of y after τ_i local steps on the inner loss from `y`, at a fixed x."""
         steps = self.steps(client, key)
         change = local_descent(inner_gradient(self, client, x, y), y, steps, self.lr)
         return Reply(change, gradients=steps.tau)
 
     def bounds(self, start: Array) -> tuple[Array, Array]:
-        """Return the lower and upper bounds of a leaf of x, like `start`; without fields they are `start` ∓ 1."""
+        """Return the lower and upper bounds of a leaf of x: `low` and `high`, or `start` − 1 and `start` + 1."""
         if self.low is None or self.high is None:
             return start - 1, start + 1
         return jnp.full_like(start, self.low), jnp.full_like(start, self.high)
@@ -178,7 +178,7 @@ class FedEx(TrainingAtX):
         return State(x, y, configurations, jnp.full(k, 1 / k), zero, zero, zero)
 
     def draw_configurations(self, start: PyTree, key: Array) -> PyTree:
-        """Draw c_1 … c_k, like `start` with a leading axis of k; c_1 is `start`."""
+        """Draw the k configurations c_1 … c_k, like `start` with a leading axis of k; the first is `start` itself."""
         leaves, structure = jax.tree.flatten(start)
 
         def several(leaf: Array, key: Array) -> Array:
@@ -199,7 +199,11 @@ class FedEx(TrainingAtX):
 
     @phase(takes=Message("y", "whole", "whole", "number"), gives=("y", "whole", "number"), measures=measured_at)
     def train_and_measure(self, client: Client, message: Message, key: Array) -> Reply:
-        """Reply with y_i − y, like y; the client's term of ∇̃, (k,); and its outer loss."""
+        """Train y at a configuration that the client draws, and measure the outer loss there.
+
+        Reply with y_i − y, the change of y; with the client's term of ∇̃, the gradient in θ, (k,); and with its outer
+        loss.
+        """
         number, x = self.drawn(message, key)
         descent_key, outer_key = jax.random.split(jax.random.fold_in(key, 1))
         trained = self.trained(client, x, message.y, descent_key)
@@ -232,7 +236,10 @@ class FedEx(TrainingAtX):
         )
 
     def step(self, largest: Array, squares: Array) -> Array:
-        """Return η from ‖∇̃‖_∞ and the sum of ‖∇̃‖²_∞ over the rounds so far."""
+        """Return the step η on θ by `step_rule`.
+
+        `largest` is ‖∇̃‖_∞, and `squares` is the sum of ‖∇̃‖²_∞ over the rounds so far.
+        """
         most = jnp.sqrt(2 * jnp.log(self.configurations))
         divisors = {"aggressive": largest, "adaptive": jnp.sqrt(squares), "constant": jnp.ones_like(largest)}
         return over(most, divisors[self.step_rule])

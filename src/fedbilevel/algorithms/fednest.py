@@ -120,7 +120,7 @@ class SVRG(InnerSteps):
 
     @phase(takes=("x", "y"), gives="y", measures=True)
     def gradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """Reply with ∇y g_i(x, y), like y; the mean of these replies is q."""
+        """Reply with the client's gradient ∇y g_i(x, y), in the shape of y; the mean of these replies is q."""
         loss, gradient = jax.value_and_grad(client.problem.inner, 1)(*at, client.inner_batch(key))
         return Reply(gradient, metrics={"inner_loss": loss}, gradients=1)
 
@@ -134,7 +134,7 @@ class SVRG(InnerSteps):
 
 
 class Epochs(Nested):
-    """Share the rounds of FedNest and FedNest-SGD: rounds on y, then h, then corrected local steps on x (FedOut).
+    """Base class of FedNest and FedNest-SGD: rounds on y, then the hypergradient h, then corrected local steps on x.
 
     Args:
         inner: how y is trained in a round: T, the steps and their sizes.
@@ -273,7 +273,7 @@ class LFedNest(Nested):
 
     @phase(takes=("x", "y", "y"), gives=("y", ("x", Withheld((NUMBER, NUMBER)))), measures=True)
     def joint_descent(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
-        """Reply with the change of y after τ_i steps, and the change of x after steps that begin at this new y."""
+        """Reply with the change of y after τ_i steps, and with the change of x after steps that use the new y."""
         x, y, q = at
         inner_key, outer_key = jax.random.split(key)
         if isinstance(self.inner, SVRG):
@@ -287,7 +287,7 @@ class LFedNest(Nested):
 
     @phase(takes=("x", "y"), gives=("x", Withheld((NUMBER, NUMBER))))
     def outer_descent(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """Reply with the change of x after τ_i steps, each along the client's own hypergradient where it begins."""
+        """Reply with the change of x after τ_i steps, each along the client's own hypergradient at the present x."""
         x, y = at
 
         def step(k: Array, carry: tuple[PyTree, Array, Withheld, Array, Array]) -> tuple[Any, ...]:

@@ -58,16 +58,16 @@ from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import PyTree, move, scaled
 
 ORDERS = ("given", "random")
-SHARES = No("its server divides by the mean of 1/n_i, n_i being a client's number of samples, which noise would spoil")
+SHARES = No("its server divides by the mean of 1/n_i, where n_i is a client's number of samples; noise would spoil it")
 
 
 class Incremental(DecreasingSteps):
-    """Let every client walk through its own samples, with a step for each, and average the ends on the server.
+    """Let every client go through its own samples with a step for each, and average the clients' last points.
 
     Args:
-        lr: γ₁, the first step size, for the loss of one sample; a number or a schedule over rounds. If 𝓗 is computed
-            once per round, a walk over n samples moves by n γ_k λ_k 𝓗 because of H. This should be less than the size
-            of X, also in the first rounds.
+        lr: γ₁, the first step size, for the loss of one sample; a number or a schedule over rounds. If 𝓗, a subgradient
+            of H, is computed once per round, n steps in round k move x by n γ_k λ_k 𝓗 because of H. This should be less
+            than the size of X, also in the first rounds.
         order: the order in which a client visits its samples: "given", or "random", drawn anew in every round.
         local_steps: the number of samples that a client visits in a round, drawn at random, or all samples if it has
             fewer. `Clients.local_steps` takes precedence. None: all samples.
@@ -90,7 +90,10 @@ class Incremental(DecreasingSteps):
 
     @phase(takes="whole", gives=("x", NUMBER))
     def walk(self, client: Client, message: PyTree, key: Array) -> Reply:
-        """Walk to z over n of the client's samples; reply with (z − x)/(γn), like x, 1/n and, with a tolerance, F_i."""
+        """Take a projected step for each of n samples of the client, from x to z.
+
+        Reply with (z − x)/(γn), in the shape of x; with 1/n; and, if there is a tolerance, with a multiple of F_i(x).
+        """
         x, h, gamma, penalty = message
         problem: Any = client.problem
         known = not self.anew or problem.known
@@ -123,12 +126,12 @@ class Incremental(DecreasingSteps):
 
 
 def unit(gamma: Array) -> Array:
-    """Return the factor by which walks in replies are divided: γ, or 1 if γ is 0, as in schedules that begin at 0."""
+    """Return γ, by which the changes of x in replies are divided; 1 if γ is 0, as in schedules that begin at 0."""
     return jnp.where(gamma > 0, gamma, 1)
 
 
 class FISM(Incremental):
-    """Run the federated incremental subgradient method: clients walk through their own samples, the server averages.
+    """Run the federated incremental subgradient method: a client takes a step for each sample, the server averages.
 
     Args:
         refresh: whether clients compute the subgradient 𝓗 of H at z in every step, for which their problem must have
@@ -161,12 +164,12 @@ class FISM(Incremental):
             isinstance(clients, Clients)
             and np.ptp(shares := clients.inner.size / clients.weights) > 1e-9 * shares.max()
         ):
-            text = "FISM gives a client's walk the weight p_i/n_i, but its paper takes the plain mean of all walks, as "
-            warn(NumericalWarning(f"{text}Clients(weights='size') does"))
+            text = "FISM gives a client's change of x the weight p_i/n_i, but its paper takes the plain mean of all "
+            warn(NumericalWarning(f"{text}changes, as Clients(weights='size') does"))
 
 
 class IRIG(Incremental):
-    """Run the iteratively regularized incremental subgradient method: one client walks, and computes 𝓗 in every step.
+    """Run the iteratively regularized incremental subgradient method: a single client takes a step for each sample.
 
     Mostafa Amini, Farzad Yousefian. "An Iterative Regularized Incremental Projected Subgradient Method for a Class of
     Bilevel Optimization Problems". ACC 2019.
@@ -189,7 +192,7 @@ class IRIG(Incremental):
 
     @property
     def allows(self) -> Allows:
-        alone = No("a single client has all samples, so that there are no other replies to continue with")
+        alone = No("a single client has all samples, so that a round has only one reply")
         return self.allows_with("walk")._replace(late=alone, noise=SHARES)
 
     def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:

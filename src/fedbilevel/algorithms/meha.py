@@ -63,7 +63,7 @@ from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.core.tree import XYV, PyTree, scaled
 from fedbilevel.oracles.products import Directions
 
-PACE = 0.25  # b, the pace of y in units of θ's
+PACE = 0.25  # b, the factor that makes y slower than θ
 OWN_STEPS = ("y", "theta"), (("y", lambda method: method.server_lr.y), ("theta", lambda method: method.server_lr.v))
 
 
@@ -106,12 +106,12 @@ class MEHA(JointExchange, FirstDerivatives):
 
     @property
     def added_curvature(self) -> Added:
-        """Return the terms, besides g, whose curvature bounds the steps of `AdaptiveSteps`: b f/c and the proximity."""
+        """Return the terms that are added to g in the steps on y, for `AdaptiveSteps`: b f/c, and the curvature 1/σ."""
         return Added(PACE / self.penalty, 1 / self.proximity)
 
     @property
     def curvature_needed(self) -> Array | float:
-        """Return −1/(2σ), which all curvatures of G in y must exceed; engines warn and explain by it."""
+        """Return −1/(2σ), the bound that all curvatures of G in y must exceed; engines use it in warnings."""
         return -1 / (2 * self.proximity)
 
     def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:

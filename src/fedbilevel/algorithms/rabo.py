@@ -101,22 +101,22 @@ class CoordinateSlopes(Hypergradient):
     @property
     @abstractmethod
     def gradients(self) -> int:
-        """Return the number of gradients of g for a response."""
+        """Return the number of gradients of g that `response` computes."""
 
     @abstractmethod
     def response(self, client: Client, x: PyTree, y: PyTree, key: Array) -> PyTree:
-        """Return the vector, like y, whose differences in x are taken."""
+        """Return a vector in the shape of y; its differences in x estimate how the inner solution depends on x."""
 
     @abstractmethod
     def scaling(self, dim: int, drawn: int) -> float:
-        """Return the factor of the sum of slopes, for `drawn` of the `dim` coordinates of x."""
+        """Return the factor by which the sum of slopes is multiplied if `drawn` of `dim` coordinates of x are used."""
 
     def estimate(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> Estimate:
         return Estimate(fed.mean(self.slopes, (x, y), key, unbiased=True), SolveInfo.unknown())
 
     @phase(takes=("x", "y"), gives="x")
     def slopes(self, client: Client, point: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """Reply with h_i at (x, y), like x."""
+        """Reply with h_i, the client's own estimate of the hypergradient at (x, y), in the shape of x."""
         x, y = point
         if client.problem.implicit_term != "inverse":  # there is no linear system, and slopes are not needed
             alone = LocalImplicit(second_order=Differences(perturbation=self.perturbation))
@@ -167,10 +167,10 @@ class Coordinates(CoordinateSlopes):
         return self.terms
 
     def response(self, client: Client, x: PyTree, y: PyTree, key: Array) -> PyTree:
-        """Return y_N(x) − y, like y. The constant y would cancel in the differences."""
+        """Return y_N(x) − y, in the shape of y; y is subtracted because it cancels in the differences."""
         gradient = inner_loss_at(client, x, y, client.batch_size, self.terms).gradient
 
-        def step(k: Array, change: PyTree) -> PyTree:  # on the small change of y, which rounding changes less than y
+        def step(k: Array, change: PyTree) -> PyTree:  # the change of y is small and has smaller rounding errors than y
             return move(change, -self.step, gradient(optax.tree.add(y, change), jax.random.fold_in(key, k)))
 
         return jax.lax.fori_loop(0, self.terms, step, optax.tree.zeros_like(y))
@@ -204,7 +204,7 @@ class PrintedSlopes(CoordinateSlopes):
 
 
 class DualPruning(Nested):
-    """Share the rounds of RABO and RAFBO: rounds on y, then one step on x; every client gets only the units it holds.
+    """Base class of RABO and RAFBO: rounds on y, then one step on x; a client gets only the units that it holds.
 
     Args:
         inner: the rounds on y, by FedAvg's local steps.
@@ -227,7 +227,7 @@ class DualPruning(Nested):
 
 
 class RABO(DualPruning):
-    """Train submodels at clients of limited capacity, with products with second derivatives.
+    """Train submodels at clients of limited capacity, by hypergradients with second derivatives.
 
     Args:
         hypergradient: how the hypergradient is computed: by each client alone, or with products that are means over the
@@ -256,7 +256,7 @@ class RABO(DualPruning):
 
 
 class RAFBO(DualPruning):
-    """Train submodels at clients of limited capacity, without second derivatives.
+    """Train submodels at clients of limited capacity, by hypergradients without second derivatives.
 
     Args:
         hypergradient: how each client computes its own hypergradient from gradients: by differences along the vectors

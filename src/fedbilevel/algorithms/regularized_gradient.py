@@ -58,13 +58,16 @@ class WholeSubgradient(IterativeRegularization):
 
     @property
     def noise(self) -> Literal[True] | No:
-        """Return True, as replies may have noise, unless there is a tolerance: noise would hide what it compares."""
+        """Return whether replies may have noise; with a tolerance they may not: noise would hide what is compared."""
         hidden = f"tolerance = {self.tolerance} compares sums over all samples, which noise would hide: leave it out"
         return True if self.tolerance is None else No(hidden)
 
     @phase(takes=("x", "whole"), gives=("x",))
     def inner_subgradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """Reply with g_i at z, like x; with a tolerance also with F_i, at x if the message has an x, else at z."""
+        """Reply with g_i, a subgradient of the client's mean loss F_i at z, in the shape of x.
+
+        If there is a tolerance, also reply with a multiple of F_i, at x if the message has an x, and otherwise at z.
+        """
         z, x = at
         problem: Any = client.problem
         loss, g = jax.value_and_grad(problem.inner, 0)(z, None, client.inner_batch(key))
@@ -72,7 +75,7 @@ class WholeSubgradient(IterativeRegularization):
         return Reply(update, metrics={"inner_loss": loss}, gradients=1)
 
     def step_from(self, fed: Fed, state: State, z: PyTree, own: Any, key: Array) -> State:
-        """Take a projected step from z; return the new state. `own` is what the method keeps besides x."""
+        """Take a projected step from z; return the new state, in which the method's own value is `own`."""
         problem: Any = fed.problem
         gamma, penalty = self.step_sizes(state)
         other = None if self.tolerance is None or z is state.x else state.x

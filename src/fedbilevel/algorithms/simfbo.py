@@ -103,7 +103,7 @@ class State(NamedTuple):
 
 
 class SingleLoop(JointSteps):
-    """Share the fields, the client's steps and the server's step of SimFBO and similar methods, such as MEHA.
+    """Base class of SimFBO and similar methods, such as MEHA, with their fields, local steps and the server's step.
 
     Args:
         server_lr: γ, the server's step sizes for x, y and v. Each is a number or a schedule over rounds, and a single
@@ -112,9 +112,9 @@ class SingleLoop(JointSteps):
         local_optimizer: the rule of the local steps: `Plain`, heavy ball (`Momentum`), FedProx (`Proximal`), different
             ones for each client (`Mixed`), or plain steps with local variance reduction (`Anchored`). It also
             determines the weight a_k of the k-th direction in a client's sum.
-        server_optimizer: an optax optimizer with learning rate 1. It gets the mean of the clients' sums of directions
-            in place of a gradient, and its updates are scaled by γ. If x is in a set that is no box (`project_x`), the
-            optimizer has to step along the gradient in x, as `optax.sgd` does: projected steps with a size for each
+        server_optimizer: an optimizer of Optax with learning rate 1. In place of a gradient it gets the mean of the
+            clients' sums of directions, and its updates are scaled by γ. If x is in a set that is no box (`project_x`),
+            the optimizer has to step along the gradient in x, as `optax.sgd` does: projected steps with a size for each
             entry, as in Adam, would end at another point of the set.
     """
 
@@ -138,17 +138,21 @@ class SingleLoop(JointSteps):
 
     @abstractmethod
     def server_update(self, iterate: XYV, optimizer: optax.OptState, q: XYV) -> tuple[XYV, optax.OptState]:
-        """Return the iterate and the optimizer's state after the server's step."""
+        """Return the iterate (x, y, v) and the optimizer's state after the server's step along the mean reply q."""
 
     def server_step(self, iterate: XYV, optimizer: optax.OptState, q: XYV) -> tuple[XYV, optax.OptState]:
-        """Take the step (5), line 14, without a projection; return the iterate and the optimizer's state."""
+        """Take the server's step along q, without a projection (equation (5), line 14 of the paper's Algorithm 1).
+
+        Returns:
+            The new iterate (x, y, v), and the new state of the optimizer.
+        """
         updates, optimizer = self.server_optimizer.update(q, optimizer, iterate)
-        direction = optax.tree.scale(-1, updates)  # optax's updates have a minus sign already, and `descend` subtracts
+        direction = optax.tree.scale(-1, updates)  # Optax's updates are to be added, and `descend` subtracts
         return descend(iterate, self.server_lr, direction), optimizer
 
 
 class Projected(SingleLoop):
-    """Share the ball onto which SimFBO, ShroFBO and F2SA project v.
+    """Base class of SimFBO, ShroFBO and F2SA, which can project v onto a ball.
 
     Args:
         radius: r, the radius of the ball onto which v is projected, in the Euclidean norm; in theory r = L_f/μ_g,
@@ -178,7 +182,7 @@ OWN_STEPS = ("y", "v"), (("y", lambda method: method.server_lr.y), ("v", lambda 
 
 
 class JointExchange(SingleLoop):
-    """Share the round of SimFBO, F2SA and MEHA: one exchange, in which every client moves x, y and v together.
+    """Base class of SimFBO, F2SA and MEHA: a round has one exchange, in which every client moves x, y and v together.
 
     Args:
         client_lr: η, a client's step sizes for x, y and v. Each is a number or a schedule over rounds, and a single
@@ -191,7 +195,10 @@ class JointExchange(SingleLoop):
 
     @phase(takes=LIKE_XYV, gives=LIKE_XYV, measures=True)
     def local_updates(self, client: Client, start: XYV, key: Array) -> Reply:
-        """Take τ_i simultaneous steps on x, y and v (lines 5-7); reply with the sum of directions q_i."""
+        """Take τ_i steps on x, y and v together; reply with q_i, the weighted sum of their directions.
+
+        These are lines 5-7 of the paper's Algorithm 1.
+        """
         return self.own_updates(client, start, key)
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
@@ -200,7 +207,7 @@ class JointExchange(SingleLoop):
 
 
 class OneExchange(JointExchange, Projected):
-    """Share the start of SimFBO and F2SA, and the optional features that they support."""
+    """Base class of SimFBO and F2SA, with their start and the optional features that they support."""
 
     @property
     def allows(self) -> Allows:
@@ -228,7 +235,7 @@ class SimFBO(OneExchange, LocalDirections):
 
 
 def _normalised(method: Any, of: str) -> Any:
-    """Return γ‖a‖₁ for the method's τ, with which a client replaces the server's γρ; None if γ is adapted."""
+    """Return γ‖a‖₁ for the method's τ, or None if γ adapts; a client's own leaves of y step by it in place of γρ."""
     lr = getattr(method.server_lr, of)
     return None if lr is None else lr * method.local_optimizer.total(method.local_steps)
 
@@ -257,13 +264,16 @@ class RobustState(NamedTuple):
 
 
 class Normalised(Projected, LocalDirections):
-    """Share the normalised replies h_i = q_i/‖a_i‖₁ and the server's step along ρh of ShroFBO and CorrectedFBO."""
+    """Base class of ShroFBO and CorrectedFBO: replies are h_i = q_i/‖a_i‖₁, and the server steps along ρh.
+
+    h is the mean of the h_i, and ρ is the mean of ‖a_i‖₁, the sums of the weights of a client's directions.
+    """
 
     def normalised(self, client: Client, reply: Reply) -> Reply:
-        """Return the reply with h_i in place of q_i, ‖a_i‖₁, and 1; the mean of the ones is the cohort's share.
+        """Return the reply with the parts h_i (in place of q_i), ‖a_i‖₁, and 1, whose mean is the cohort's share.
 
-        Both numbers are public: τ_i is a field of the algorithm or of the population. The server knows it, and it does
-        not depend on the client's data.
+        Both numbers are public: they follow from τ_i, which is a field of the algorithm or of the population. The
+        server has τ_i, and τ_i does not depend on the client's data.
         """
         work = self.local_optimizer.total(client.local_steps(self.local_steps))
         h = jax.tree.map(lambda q: (q / work).astype(q.dtype), reply.update)
@@ -285,7 +295,7 @@ class Normalised(Projected, LocalDirections):
 
 
 REPLY = (LIKE_XYV, Public(NUMBER), Public(NUMBER))
-"""What a phase declares that it gives if its reply is made by `Normalised.normalised`."""
+"""The declaration `gives` of phases whose reply is made by `Normalised.normalised`."""
 
 
 class ShroFBO(Normalised):
@@ -323,7 +333,10 @@ class ShroFBO(Normalised):
 
     @phase(takes=LIKE_XYV, gives=REPLY, measures=True)
     def normalised_updates(self, client: Client, start: XYV, key: Array) -> Reply:
-        """Take τ_i simultaneous steps (lines 5-7); reply with h_i (line 8) and ‖a_i‖₁."""
+        """Take τ_i steps on x, y and v together; reply with h_i, the weighted mean of their directions, and ‖a_i‖₁.
+
+        These are lines 5-8 of the paper's Algorithm 1.
+        """
         return self.normalised(client, self.own_updates(client, start, key))
 
     def round(self, fed: Fed, state: RobustState, key: Array) -> RobustState:

@@ -41,7 +41,7 @@ from fedbilevel.core.tree import XY, PyTree, move
 
 
 class LocalDescent(LocalWork, Algorithm):
-    """Share the fields and the start of FedLin and FedAvg.
+    """Base class of FedLin and FedAvg, with their common fields and start.
 
     Args:
         batch_size: the number of samples for a step. They are drawn with replacement, but without replacement
@@ -91,14 +91,14 @@ class FedLin(LocalDescent):
 
     @phase(takes="x", gives="x")
     def outer_gradient(self, client: Client, x: PyTree, key: Array) -> Reply:
-        """Reply with ∇f_i(x), like x; the mean of these replies is q."""
+        """Reply with the client's gradient ∇f_i(x), in the shape of x; the mean of these replies is q."""
         batch = client.outer_batch(key)
         loss, gradient = jax.value_and_grad(client.problem.outer)(x, None, batch)
         return Reply(gradient, metrics={"outer_loss": loss}, gradients=1)
 
     @phase(takes=("x", "x"), gives="x")
     def corrected_outer_descent(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """Reply with the change of x after τ_i corrected steps, like x, without the common part −αq."""
+        """Reply with the change of x after τ_i corrected steps, without −αq, the part common to all clients."""
         x, q = at
         steps = self.steps(client, key)
         drift = corrected_drift(self.gradient_of(client), x, q, steps, self.outer_lr)
@@ -136,7 +136,7 @@ class FedAvg(LocalDescent):
 
     @phase(takes="x", gives="x")
     def outer_descent(self, client: Client, x: PyTree, key: Array) -> Reply:
-        """Reply with the change of x after τ_i plain steps, like x."""
+        """Reply with the change of x after τ_i plain gradient steps, in the shape of x."""
         steps = self.steps(client, key)
         return Reply(local_descent(self.gradient_of(client), x, steps, self.lr), gradients=steps.tau)
 

@@ -1,1 +1,1 @@
-"""Provide what several methods share: layers, wrappers, local steps, inner rounds, hypergradients, regularization."""
+"""Provide the parts that several methods share: layers, wrappers, local steps, inner rounds, hypergradients."""

@@ -16,16 +16,16 @@ R = REACH, a = SHARED and T = WARM_UP. The factor w_t ≤ 1 makes x wait for y (
 No entry moves by more than η in a round, and the scale of the outer loss does not matter.
 
 The entries of a vector, such as penalties, are different quantities, and every entry has its own sum. If they shared a
-sum, a bound on the length of a step would allow one entry to take the whole step: with 39 penalties 10^x, one of them
-could grow 18-fold in a round, and the inner curvature with it. The entries of a matrix, such as the weights of a
-network, are many and of one kind. If each had only its own sum, weights that matter for few samples, such as those of
-pixels at the border of an image, would move as far as all others, and would learn noise. (Adafactor also treats
-matrices and vectors differently.)
+sum, a bound on the length of a step would allow one entry to take the whole step. With 39 penalties 10^x, for example,
+one penalty could grow 18-fold in a round, and so could the inner curvature. The entries of a matrix, such as the
+weights of a network, are many and of one kind. If each weight had only its own sum, weights that matter for few
+samples, such as those of pixels at the border of an image, would move as far as all others, and would learn noise.
+(Adafactor also treats matrices and vectors differently.)
 
 In the first rounds the sums have few terms, so that all weights of a network move by similar lengths, and their moves
-add up in the next layer. Such moves can spoil a network for good: the hypergradients that follow are larger by many
-powers of ten, and AdaGrad forgets none of them. Therefore the steps of matrices grow linearly over the first T rounds,
-which is the usual warm-up.
+add up in the next layer. Such moves can make a network useless for the rest of the run: the next hypergradients are
+larger by many powers of ten, and AdaGrad keeps them in its sums. Therefore the steps of matrices grow linearly over the
+first T rounds, which is the usual warm-up.
 
 The numerator is that of DoG. Small entries, such as the weights of a network, start with small steps. Entries that move
 far get longer steps, up to Rη.
@@ -70,9 +70,9 @@ from fedbilevel.core.tree import PyTree, move, over, scaled
 REACH = 3  # the largest numerator, in units of η
 SHARED = 0.5  # the weight of the mean over a matrix in the sums of its entries
 WARM_UP = 10  # the number of rounds over which the steps of a matrix grow to their full length
-STEADY = 0.9  # an entry moves steadily if the sum of its moves is at least this share of the sum of their lengths
+STEADY = 0.9  # an entry moves steadily if its displacement is more than this share of the length of its path
 SHOWN = 5  # the largest number of entries that a remark names
-SETTLED = 20  # the number of rounds after which a remark names entries whose hypergradient was always 0
+SETTLED = 20  # after this number of rounds, a remark names the entries whose hypergradient was always 0
 
 
 class AdaGrad(NamedTuple):
@@ -100,16 +100,16 @@ class AdaGrad(NamedTuple):
         one_step: bool = False,
         project: Project | None = None,
     ) -> tuple[PyTree, AdaGrad]:
-        """Return the next x before its projection, and the next record.
+        """Return the x after a step, before its projection, and the record after the step.
 
         Args:
-            x: x.
+            x: the present x.
             h: the hypergradient at x.
-            lr: η.
-            slower: w, the factor that makes x wait for y.
+            lr: η, the largest change of an entry.
+            slower: w ≤ 1, the factor that makes x wait for y.
             one_step: whether all entries of x have the same step.
             project: the projection by which the server then keeps x in a set, if any. The record has the moves that
-                remain after it: an entry that is pressed against a bound does not move.
+                remain after the projection: an entry that is pressed against a bound does not move.
         """
         count = max(1, sum(leaf.size for leaf in jax.tree.leaves(x)))
         least = REACH * lr * jnp.minimum(1, jnp.maximum(optax.tree.norm(self.start), 1) / count**0.5)

@@ -8,16 +8,17 @@ the steps are
     c/L     for a step on y or v that is the same for all clients, or for the total of a client's τ_i local steps
     c/L_i   if each client solves its own linear system: `LocalImplicit`, `Coordinates`; at most the server's step
 
-A client of few classes may measure almost no curvature on one batch, and draw samples of much more for a product with
-the Hessian. Without the bound by the server's step, its series would grow by many orders of magnitude, and steps on x
-would remain short for the rest of the run, since AdaGrad forgets no hypergradient.
+The bound by the server's step is needed if a client has samples of few classes. Such a client may measure almost no
+curvature on one batch, and then draw samples of much larger curvature for a product with the Hessian. Without the
+bound, its series would grow by many orders of magnitude. Steps on x would then remain short for the rest of the run,
+since AdaGrad keeps the large hypergradient in its sums.
 
-If a method steps on y along more than the inner loss, as MEHA does, then L and L_i are those of the whole
-(`added_curvature`). One of several local steps is never longer than 1/L_i. In round 0 the server does not
-know L, and its steps are 0. A cohort may have a larger L than the cohorts before it. The server therefore scales
-replies for y and v down to the step that is allowed by the L measured with them. Products with the Hessian come from
-fresh cohorts, which measure nothing. They are scaled down such that the step is at most c⟨v, Hv⟩/‖Hv‖². This bound is
-at least c/λ, where λ is the largest eigenvalue of H.
+If a method steps on y along the gradient of more than the inner loss, as MEHA does, then L and L_i are the curvatures
+of all these terms (`added_curvature`). If a client makes several local steps, each is at most 1/L_i. In round 0 the
+server does not know L, and its steps are 0. A cohort may have a larger L than the cohorts before it. The server
+therefore scales replies for y and v down to the step that is allowed by the L measured with them. Products with the
+Hessian come from fresh cohorts, which measure nothing. They are scaled down such that the step is at most c⟨v,
+Hv⟩/‖Hv‖². This bound is at least c/λ, where λ is the largest eigenvalue of H.
 
 SimFBO, ShroFBO and FedBiO move along the mean q of sums q_i of a_i local directions. Two kinds of step are safe. The
 first is the step for a single step along the mean gradient, the smaller of c/(L Σ p a) and c/(Σ p a L_i). Clients then
@@ -85,7 +86,7 @@ class Steps(NamedTuple):
     """Hold the steps on y and v in a message, and the seed of the random vector of a measurement."""
 
     inner: Array  # the server's step
-    drift: Array  # a client's step, if it only determines how far the client drifts
+    drift: Array  # a client's step, for methods in which it only determines how far clients drift apart
     seed: Array
 
 
@@ -109,7 +110,7 @@ class Known(NamedTuple):
     curvature: ServerCurvature
     outer: AdaGrad
     inner: Array  # the step on y and v of this round
-    agreement: Array  # r of the round before, by which this round's steps are computed
+    agreement: Array  # r of the round before, from which the steps of this round are computed
 
 
 class AdaptiveSteps(Layer):
@@ -120,13 +121,13 @@ class AdaptiveSteps(Layer):
     which is L, and `x_step`, the length of the change of x divided by that of the hypergradient.
 
     Args:
-        y_lr: c, the steps on y and v in units of 1/L, below 2. A step remains stable if the measured L is too low by a
-            factor of at most 2/c.
+        y_lr: c, the steps on y and v in units of 1/L, below 2, where L is the curvature of the inner loss. A step
+            remains stable if the measured L is too low by a factor of at most 2/c.
         x_lr: η, the largest change of an entry of x in a round. Choose a smaller value, such as 0.02, if x is too fast
             for y, or if a penalty depends on several entries of x.
-        remember: whether a client keeps the vector of its power method, which is as large as y. If not, it computes 10
-            products with a Hessian in place of 3 in each measurement; with MEHA, which measures the curvatures of both
-            losses, 20 in place of 6. `solve` sets it to False if simulated clients would keep more than half a
+        remember: whether a client keeps the vector of its power method, which is as large as y. If not, a measurement
+            takes 10 products with a Hessian in place of 3. With MEHA, which measures the curvatures of both losses, it
+            takes 20 in place of 6. `solve` sets this field to False if simulated clients would keep more than half a
             gigabyte.
     """
 
@@ -164,7 +165,7 @@ class AdaptiveSteps(Layer):
     def check(self, method: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> None:
         drifts = {path for path, step in open_steps(method).items() if step.kind == "drift" and step.of != "x"}
         own = sorted(drifts.intersection(clients.own))
-        numbers = "left out, or used with a server_lr: an adapted server's step also depends on the clients' steps"
+        numbers = "left out, or used with a number for server_lr: if that adapts, it depends on the clients' steps too"
         require(not own, f"Clients.own[{', '.join(own)}]", "given", numbers)
         narrow = [str(leaf.dtype) for leaf in jax.tree.leaves(x) if float(jnp.finfo(leaf.dtype).max) < LONG]
         wide = "float32, float64 or bfloat16: steps that adapt need numbers up to 1e12. Or give numbers for the steps"
@@ -232,9 +233,13 @@ class AdaptiveSteps(Layer):
         return reply._replace(update=WithMeasured(reply.update, measured), hvps=reply.hvps + products), after
 
     def _size(self, client: Client, steps: Steps, own: Array, open_: OpenStep) -> Any:
-        """Return a client's step for a field that is None: the common step, bounded by its own curvature, `own`.
+        """Return a client's step for a field that is None: the step for all clients, bounded by the client's curvature.
 
-        If the client's curvature is not known, which `own` = 0 says, it does not bound the step.
+        Args:
+            client: the client.
+            steps: the steps in the message.
+            own: L_i, the client's curvature; 0 if it is not known, and then it does not bound the step.
+            open_: the field.
         """
         if open_.of == "x":
             return 0.0 if open_.kind == "drift" else SHORT
@@ -320,7 +325,7 @@ def adaptive(algorithm: Algorithm, problem: Problem, remember: bool = True) -> A
 
 
 def adapted(method: Algorithm) -> set[str]:
-    """Return those of the variables "x", "y" and "v" whose steps are adapted."""
+    """Return the names of the variables, among "x", "y" and "v", whose steps are adapted."""
     return {step.of for step in open_steps(method).values()}
 
 
@@ -330,7 +335,10 @@ def measures(method: Algorithm, phase: Phase) -> bool:
 
 
 def measured_at(phase: Phase, method: Algorithm, client: Client, message: PyTree, key: Array) -> tuple[PyTree, PyTree]:
-    """Return the (x, y) at which a client measures its curvature: from the phase's function, or else the message."""
+    """Return the (x, y) at which a client measures its curvature.
+
+    A phase may declare a function that returns this point (`measures`); otherwise it is in the message.
+    """
     choose: Any = getattr(phase, "__measures__", True)
     if callable(choose):
         x, y = choose(method, client, message, key)
@@ -340,7 +348,7 @@ def measured_at(phase: Phase, method: Algorithm, client: Client, message: PyTree
 
 
 def added_curvature(method: Algorithm) -> Added:
-    """Return what a method adds to the inner loss in y: its attribute of this name, or nothing without one."""
+    """Return the terms that a method adds to the inner loss in its steps on y: its attribute of this name, or none."""
     added: Added = getattr(method, "added_curvature", Added())
     return added
 
@@ -351,9 +359,9 @@ def clients_move_x(method: Algorithm) -> bool:
 
 
 def shared_steps(method: Algorithm) -> set[str]:
-    """Return those of "y", "v" and "product" that an adapted step multiplies which is the same for all clients.
+    """Return the parts of replies that an adapted step multiplies, if this step is the same for all clients.
 
-    "product" stands for the products with the Hessian in the linear system for v.
+    They are among "y", "v" and "product", the products with the Hessian in the linear system for v.
     """
 
     def one(part: Any) -> bool:
@@ -387,7 +395,7 @@ def parts_like(kind: str, declared: PyTree, tree: PyTree) -> Iterator[PyTree]:
 
 
 def square_of_y(phase: Phase, update: PyTree) -> Array:
-    """Return the squared norm of the first part of an update with the shape of y: that is the part for y, not for v."""
+    """Return the squared norm of the part of an update that is for y: the first part with the shape of y."""
     return jnp.asarray(optax.tree.norm([*parts_like("y", takes_and_gives(phase)[1], update)][:1], squared=True))
 
 
@@ -402,7 +410,7 @@ def rescaled(phase: Phase, update: PyTree, kind: str, factors: Sequence[Any]) ->
 
 
 def with_steps(method: Algorithm, size: Callable[[OpenStep], Any]) -> Any:
-    """Return the method with `size` of each step that is None in its place."""
+    """Return the method with a number in place of each step that is None; `size` returns the number."""
     changed: Any = method
     for path, open_ in open_steps(method).items():
         changed = replaced(changed, path.split("."), size(open_))

@@ -49,7 +49,10 @@ STREAM = 0x4C  # the number that derives the key of a measurement from the key o
 
 
 class Added(NamedTuple):
-    """Hold what a method adds to the inner loss where it steps on y: a share of f, and a term of constant curvature."""
+    """Hold the terms that a method adds to the inner loss in its steps on y.
+
+    They are a share of f, and a term of constant curvature.
+    """
 
     outer: Any = None  # the weight of f; None: no share of f
     constant: Any = 0.0  # the curvature of the other term
@@ -78,7 +81,8 @@ class PowerMethod(NamedTuple):
     ) -> tuple[PowerMethod, Array]:
         """Continue the power method at x and y; return the new state and the number of products with a Hessian.
 
-        `seed` draws w. It is the same for all clients, so that an engine that simulates all clients draws w once.
+        `seed` draws w, the random vector. It is the same for all clients, so that an engine that simulates them draws w
+        once. `added` has the terms that the method adds to the inner loss.
         """
         key = jax.random.fold_in(key, STREAM)
         products: Any = FIRST
@@ -139,7 +143,7 @@ class ServerCurvature(NamedTuple):
         return cls(*jnp.zeros((len(cls._fields),)))._replace(slower=jnp.ones(()))
 
     def after(self, measured: Measured, square: Array) -> ServerCurvature:
-        """Return the means after a measurement. `square` is ‖q‖², where q is the mean of the replies for y."""
+        """Return the means after another measurement; `square` is ‖q‖², where q is the mean of the replies for y."""
         agreement = jnp.minimum(over(square, measured.square), 1).astype(self.agreement.dtype)
         rises = (jnp.maximum(FALL * old, new) for old, new in zip(self[:-2], measured[:-2], strict=True))
         largest, work, inverse, summed = rises

@@ -59,14 +59,14 @@ class Estimate(NamedTuple):
 
 
 def outer_gradient(client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-    """Return a reply with ∇y f_i, like y; the mean of these replies is b, the right-hand side of the linear system."""
+    """Return a reply with ∇y f_i at (x, y), in the shape of y; the mean of these is the system's right-hand side."""
     return Reply(jax.grad(client.problem.outer, 1)(*at, client.outer_batch(key)), gradients=1)
 
 
 def hypergradient_given(
     client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array, second_order: Exact | Differences
 ) -> Reply:
-    """Return a reply with ∇x f_i − ∇²xy g_i v at the (x, y, v) of `at`, like x; ∇x f_i if v is None."""
+    """Return a reply with ∇x f_i − ∇²xy g_i v at (x, y, v) = `at`, in the shape of x; with ∇x f_i if v is None."""
     outer_key, inner_key = jax.random.split(key)
     outer_batch, inner_batch = client.outer_batch(outer_key), client.inner_batch(inner_key)
     loss, h = second_order.hypergradient(client.problem, *at, outer_batch, inner_batch)
@@ -75,7 +75,7 @@ def hypergradient_given(
 
 
 class Hypergradient(Part):
-    """Base class of the parts that estimate ∇Φ(x) for a method. Every function here has a default."""
+    """Base class of the parts of methods that estimate the hypergradient ∇Φ(x); every function has a default."""
 
     alone: ClassVar[bool] = False
     """Whether each client solves its own linear system, with its own Hessian."""
@@ -83,7 +83,7 @@ class Hypergradient(Part):
     def estimate(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> Estimate:
         """Estimate ∇Φ(x) at y by exchanges; the estimate has the shape of x.
 
-        A part without this function suits only methods whose rounds need no estimate at a given point, such as AFBO.
+        A part that does not define this function can only be used by methods whose rounds do not call it, such as AFBO.
         """
         raise ConfigurationError(f"{type(self).__name__} estimates no hypergradient at a given point")
 
@@ -93,12 +93,12 @@ class Hypergradient(Part):
 
     @property
     def fresh(self) -> int:
-        """Return the largest number of fresh cohorts that an estimate asks, besides the round's cohort."""
+        """Return the largest number of fresh cohorts that an estimate asks, in addition to the round's cohort."""
         return 0
 
     @property
     def allows(self) -> Allows:
-        """Return the optional features of a method with this part; its phases are named as in this part."""
+        """Return the optional features of a method with this part; phases have the names that they have in the part."""
         return Allows(late=tuple(sorted(self.phases)), submodels=UnitPolicy())
 
     @property
@@ -179,12 +179,15 @@ class Implicit(SolvedSystem):
 
     @phase(takes=("x", "y"), gives="y")
     def outer_gradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """Reply with ∇y f_i, like y; the mean of these replies is b."""
+        """Reply with ∇y f_i, in the shape of y; the mean of these replies is the system's right-hand side, ∇y F."""
         return outer_gradient(client, at, key)
 
     @phase
     def outer_gradients_by_length(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """Reply with N s ∇y f_i at the place of the client's random length N'_i, and zeros elsewhere: leaves (N, …)."""
+        """Draw the client's length N'_i, and reply with N s ∇y f_i at the place N'_i of a leading axis of N.
+
+        At all other places the reply is 0. N is the number of terms and s the step of the Neumann series.
+        """
         assert isinstance(self.solver, Neumann)
         draw_key, batch_key = jax.random.split(key)
         terms = self.solver.most_terms
@@ -195,18 +198,18 @@ class Implicit(SolvedSystem):
 
     @phase(takes=("x", "y", "y"), gives="y", multiplies=True)
     def hessian_product(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
-        """Reply with ∇²yy g_i v, like y."""
+        """Reply with ∇²yy g_i v at the (x, y, v) of the message, in the shape of y."""
         product = self.second_order.hess_v(client.problem, *at, client.inner_batch(key))
         return self.second_order.counted(Reply(product, hvps=1))
 
     @phase(takes=("x", "y", "y"), gives="x")
     def hypergradient_given(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
-        """Reply with ∇x f_i − ∇²xy g_i v, like x; ∇x f_i if v is None."""
+        """Reply with ∇x f_i − ∇²xy g_i v at the message's (x, y, v), in the shape of x; with ∇x f_i if v is None."""
         return hypergradient_given(client, at, key, self.second_order)
 
     @property
     def fresh(self) -> int:
-        """Return the number of fresh cohorts per round: for ∇y F, for each product, and for h."""
+        """Return the number of fresh cohorts per round: one for ∇y F, one for each product, and one for h."""
         apart = self.fresh_cohorts and isinstance(self.solver, Neumann)
         return self.solver.most_terms + 1 if apart else 0
 
@@ -220,7 +223,7 @@ class Implicit(SolvedSystem):
             "it asks for products with vectors that the server computes from all replies of the same round, so that an "
             "earlier reply belongs to another vector (replies may be late with hypergradient = LocalImplicit())"
         )
-        own_y = No("the server makes the vectors that clients multiply by ∇²yy g_i, and does not have clients' leaves")
+        own_y = No("clients multiply vectors of the server by ∇²yy g_i, and the server has no own leaves of clients")
         if isinstance(self.solver, CG):
             return Allows(
                 late,
@@ -293,7 +296,10 @@ class LocalImplicit(SolvedSystem):
         return self.second_order.counted(Reply(update, None, {"outer_loss": own.loss}, own.gradients, own.hvps))
 
     def own(self, client: Client, x: PyTree, y: PyTree, key: Array) -> LocalEstimate:
-        """Compute ∇x f_i − ∇²xy g_i [∇²yy g_i]⁻¹ ∇y f_i at (x, y); products by differences also count as hvps here."""
+        """Compute the client's own hypergradient ∇x f_i − ∇²xy g_i [∇²yy g_i]⁻¹ ∇y f_i at (x, y).
+
+        Products by differences of gradients also count as hvps here.
+        """
         problem = client.problem
         outer_key, system_key, last_key = jax.random.split(key, 3)
         last_key = outer_key if self.paired else last_key

@@ -1,4 +1,4 @@
-"""Run the inner loop: rounds of local steps that bring y near y*(x) at a fixed x, each with its own exchanges."""
+"""Run the inner loop: rounds of local steps at a fixed x, with exchanges of their own, that bring y near y*(x)."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class InnerSteps(InnerRounds):
     """Run rounds of local steps on y, in which the server changes y by the mean of the clients' changes.
 
     Args:
-        server_lr: the factor of the mean change of y, which is 1 in papers. If each entry of y appears in the loss of
-            one client only, the mean over M clients divides its change by M, and the factor can be up to M. With
-            submodels it can be up to the smallest number of clients that hold an entry.
+        server_lr: the factor by which the mean change of y is multiplied, 1 in papers. If each entry of y appears in
+            the loss of one client only, the mean over M clients divides the change of this entry by M, and the factor
+            can be up to M. With submodels it can be up to the smallest number of clients that hold an entry.
     """
 
     server_lr: Number = positive(default=1.0)
@@ -75,7 +75,7 @@ class LocalSGD(InnerSteps):
 
     @phase(takes=("x", "y"), gives="y", measures=True)
     def descent(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """Reply with the change of y after τ_i plain steps, like y."""
+        """Reply with the change of y after τ_i plain gradient steps, in the shape of y."""
         x, y = at
         steps = self.steps(client, key)
         change = local_descent(self.gradient_at(client, x, y), y, steps, self.lr / steps.tau)

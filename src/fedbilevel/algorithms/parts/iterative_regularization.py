@@ -1,4 +1,4 @@
-"""Solve simple bilevel problems by iterative regularization: fields, steps and stopping rule of these methods.
+"""Provide the fields, the steps and the stopping rule of methods that solve simple bilevel problems by regularization.
 
     min H(x) over the minimisers of F over X:   follow the minimisers of F + λ_k H over X, with λ_k → 0
 
@@ -40,7 +40,13 @@ class Standstill(NamedTuple):
         return cls(x, jnp.zeros(()), jnp.zeros(()), jnp.ones(()))
 
     def then(self, first: Array, x: PyTree, inner: Array, outer: Array) -> "Standstill":
-        """Return the quantities after a round that began at x, with F and H there; `first`: whether it is round 0."""
+        """Return the quantities after a round that began at x.
+
+        Args:
+            first: whether this is round 0.
+            x: the x at which the round began.
+            inner, outer: F and H at this x.
+        """
         moved = optax.tree.norm(optax.tree.sub(x, self.x)) / (optax.tree.norm(self.x) + 1)
         inner, outer = inner.astype(float), outer.astype(float)
         pairs = ((inner, self.inner), (outer, self.outer))
@@ -57,11 +63,11 @@ class State(NamedTuple):
     steps: Array  # Σ γ_k
     k: Array  # the number of rounds so far
     standstill: Standstill | None  # None without a tolerance
-    own: Any  # what a method keeps in addition
+    own: Any  # a value of the method, such as the x of the round before
 
 
 class IterativeRegularization(Algorithm):
-    """Share the fields, the start and the stopping rule of methods for simple bilevel problems.
+    """Base class of methods for simple bilevel problems, with their fields, start and stopping rule.
 
     Args:
         lr: γ₁, the first step size, for the loss of one sample or for the mean loss; a number or a schedule over
@@ -93,7 +99,7 @@ class IterativeRegularization(Algorithm):
 
     @abstractmethod
     def init_own(self, x: PyTree) -> Any:
-        """Return what the server keeps before round 0, in addition to x and its average."""
+        """Return the method's own value in the server's state before round 0, in addition to x and its average."""
 
     @property
     def asks(self) -> Asks:
@@ -109,7 +115,7 @@ class IterativeRegularization(Algorithm):
         )
 
     def check_convexity(self, problem: Problem, x: PyTree, anywhere: bool = False) -> None:
-        """Refuse a function `project` that is not a projection, an H that is not strongly convex, and too long steps.
+        """Refuse a `project` that is not a projection, an H that is not strongly convex, and steps that are too long.
 
         A start x outside of X is also refused, unless `anywhere` is true.
         """
@@ -143,9 +149,15 @@ class IterativeRegularization(Algorithm):
     def next_state(
         self, state: State, x: PyTree, gamma: Array, inner: Sequence[Array], outer: Array, own: Any
     ) -> State:
-        """Return the state after a round with step γ. The x at which the round began enters the average.
+        """Return the state after a round; the x at which the round began, state.x, enters the average.
 
-        `outer` is H at this x, and `inner` is (F,) at this x, or () if there is no tolerance.
+        Args:
+            state: the state before the round.
+            x: the new x.
+            gamma: γ, the step of the round.
+            inner: (F,) at state.x, or () if there is no tolerance.
+            outer: H at state.x.
+            own: the method's own value.
         """
         standstill = state.standstill and state.standstill.then(state.k == 0, state.x, inner[0], outer)
         steps = state.steps + gamma
@@ -161,7 +173,7 @@ class IterativeRegularization(Algorithm):
 
 
 class DecreasingSteps(IterativeRegularization):
-    """Share the decreasing steps γ_k = γ₁/k^a.
+    """Base class of methods with the decreasing steps γ_k = γ₁/k^a in rounds k = 1, 2, …
 
     Convergence to the solution is proved for a > ½, a > b > 0, a + b < 1 and γ₁λ₁μ ≤ 2, if H is μ-strongly convex. A
     number that violates a condition is refused, and the error says which condition. A schedule is not checked.
@@ -184,7 +196,7 @@ class DecreasingSteps(IterativeRegularization):
 
 
 def strong_convexity(problem: SimpleBilevel, points: PyTree) -> float:
-    """Return the strong convexity μ of H: the problem's, after a check, or else the least curvature between points.
+    """Return the strong convexity μ of H: the problem's own, after a check, or the least curvature between two points.
 
     The curvature from u to v is 2 (H(v) − H(u) − ⟨𝓗(u), v − u⟩)/‖v − u‖², up to rounding errors.
 

@@ -26,7 +26,7 @@ RETURNS: dict[str, tuple[type, str]] = {
 def checked(
     layer: Any, function: str, returned: Any, slots: Mapping[str, Any], inside: Any = None, undone: bool = False
 ) -> tuple[Any, Any]:
-    """Return the result of a function of a layer, (what it returns, what the layer keeps), after a check.
+    """Return the result of a function of a layer, a pair of its value and the layer's new state, after a check.
 
     The check runs while JAX traces, and adds nothing to the compiled program.
 
@@ -34,13 +34,14 @@ def checked(
         layer: the layer.
         function: the name of its function.
         returned: the result of the function.
-        slots: what all layers keep on this side, by the kind of layer.
-        inside: what the layer got from inside: the Reply, the Total or the state; None: it did not ask.
-        undone: whether the layer also has a function on the other side, which reverses this one's changes of updates.
+        slots: the states of all layers on this side, server or client, by the kind of layer.
+        inside: the Reply, the Total or the state that the layer got from inside; None: the layer did not ask for it.
+        undone: whether the layer also has a function on the other side, which reverses this function's changes of
+            updates.
 
     Raises:
-        ConfigurationError: the result is not such a pair; what the layer keeps differs from its start in structure,
-            shapes or dtypes; or an update, a state or a metric does not have the required shapes.
+        ConfigurationError: the result is not such a pair; the layer's new state differs from its first state in
+            structure, shapes or dtypes; or an update, a state or a metric does not have the required shapes.
     """
     where, (kind, name) = f"{layer.label}.{function}", RETURNS[function]
     if type(returned) is not tuple or len(returned) != 2 or not isinstance(returned[0], kind):
@@ -50,7 +51,7 @@ def checked(
     make = "client_slot" if function == "reply" else "server_slot"
     if layer.kind not in slots and kept is not None:
         nothing = f"{make} says that nothing is kept"
-        nothing += ", or this is a fresh cohort, where layers keep nothing: `kept` is None" * (function == "reply")
+        nothing += ", or this is a fresh cohort, in which layers keep nothing: `kept` is None" * (function == "reply")
         raise ConfigurationError(f"{where} keeps {described(kept)}, but {nothing}")
     if layer.kind in slots and (wrong := difference(kept, slots[layer.kind])):
         raise ConfigurationError(f"{where}: the state that it returns must be like the state that {make} made: {wrong}")

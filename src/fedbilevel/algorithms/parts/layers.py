@@ -1,4 +1,4 @@
-"""Change what happens around every exchange of a method by layers, for any method.
+"""Define layers, which change what happens around every exchange of a method, whatever the method is.
 
 A layer has a function for an exchange on the server, one for a reply at a client, and two for a round:
 
@@ -7,8 +7,8 @@ A layer has a function for an exchange on the server, one for a reply at a clien
     client   reply(asked, kept, client, run)     `run` runs the layers inside and then the phase
     server   after_round(…, before, after)       returns the state at the end of a round
 
-On each side a layer may keep a state (`server_slot`, `client_slot`) between exchanges and rounds. Layers do not know
-each other, with two exceptions: `excludes`, and the memory of last replies, which late and short replies share.
+On each side a layer may keep a state (`server_slot`, `client_slot`) between exchanges and rounds. Layers do not depend
+on each other, with two exceptions: `excludes`, and the memory of last replies, which late and short replies share.
 
 `layered` puts all layers of a run in one `Layered`. It has a field for each place, and the order of the fields is the
 order of the layers around a phase: parts that never leave a client are removed before the rest gets noise, and replies
@@ -118,7 +118,7 @@ class Around(Part):
 
     @property
     def cannot(self) -> str:
-        """Return, for the error, what a method cannot do that does not allow the layer."""
+        """Return a phrase for errors that says what a method cannot do if it does not allow the layer."""
         return f"cannot have {self.label}"
 
     @abstractmethod
@@ -181,11 +181,11 @@ class Layer(Around):
         """Raise ConfigurationError if the layer cannot be put around the method."""
 
     def asks(self, inside: Asks) -> Asks:
-        """Return what rounds ask of an engine. `inside` is what they ask without the layer."""
+        """Return what rounds ask of an engine with the layer; `inside` is what they ask without the layer."""
         return inside
 
     def allows(self, inside: Allows, method: Algorithm) -> Allows:
-        """Return which features the method supports in the layer. `inside` has those that it supports without it."""
+        """Return the features that the method supports with the layer; `inside` has those without the layer."""
         return inside
 
     def check(self, method: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> None:
@@ -204,21 +204,21 @@ class Layer(Around):
         return method, kept
 
     def exchange(self, asked: Asked, kept: Kept, ask: Ask) -> tuple[Total, Kept]:
-        """Ask clients once, on the server: `ask` sends the message on, toward the wire, and returns a `Total`.
+        """Make an exchange on the server; return its `Total`, and the layer's new state.
 
-        Return this total or another one, and the layer's new state. `kept` is its state. The update has the shapes of
-        the update that `ask` returns. If the layer changes updates in `reply`, this update has the shapes of the
-        method's replies.
+        `ask` sends a message on toward the clients, and returns a `Total`, which the layer may replace. `kept` is the
+        layer's state. The returned update has the shapes of the update that `ask` returns. But if the layer changes
+        updates in `reply`, it has the shapes of the method's replies.
         """
         return ask(asked), kept
 
     def reply(self, asked: Asked, kept: Kept, client: Client, run: Inside) -> tuple[Reply, Kept]:
-        """Reply once, at a client: `run` runs the layers inside and the phase, and returns a `Reply`.
+        """Make a reply at a client; return it, and the layer's new state.
 
-        Return this reply or another one, and the layer's new state. `kept` is its state; None in a fresh cohort, where
-        clients have no states. After `Coded` parts are decoded, the update has the shapes of the update that `run`
-        returns, unless the layer also has an `exchange`, which restores these shapes. At the place "kept" a part may be
-        None.
+        `run` runs the layers inside and the phase, and returns a `Reply`, which the layer may replace. `kept` is the
+        layer's state; None in a fresh cohort, where clients have no states. Once `Coded` parts are decoded, the update
+        has the shapes of the update that `run` returns, unless the layer also has an `exchange` that restores these
+        shapes. At the place "kept" a part may be None.
         """
         return run(asked, client), kept
 
@@ -280,7 +280,7 @@ class Stack(NamedTuple):
             layer.fits(self.method)
 
     def slots(self, make: str, *given: Any) -> Slots:
-        """Return the states of layers at the server or at a client, by kind of layer, without layers that keep none.
+        """Return the first states of layers at the server or at a client, by kind; layers without a state are left out.
 
         `make` is the name of the function that makes a layer's state, and `given` has its arguments.
         """
@@ -437,10 +437,10 @@ class Layered(Wrapper):
 
 
 def cut(algorithm: Algorithm, place: str) -> tuple[Algorithm, Algorithm, tuple[Layer, ...]]:
-    """Cut the layers of a method at a place; return three parts of it.
+    """Divide a method in layers at a place; return three parts.
 
     The parts are the method in the layers before the place, the method without layers, and the layers from the place
-    on. To run a phase of the first inside `around(layers, …)` is the same as to run it of the whole.
+    on. A phase of the first part that runs inside `around(layers, …)` replies as a phase of the whole does.
     """
     if isinstance(algorithm, Wrapper) and not isinstance(algorithm, Layered):
         inside, method, outside = cut(algorithm.algorithm, place)
@@ -510,7 +510,7 @@ class LayersFed:
         return self.through(self.asked(phase, message, key, first=First(n, max_staleness))).update
 
     def through(self, asked: Asked) -> Total:
-        """Ask clients through all layers: the first layer gets the method's message, and it gets the total last."""
+        """Make an exchange through all layers; the first layer gets the message first and the total last."""
         ask: Ask = self.ask
         for layer in reversed(self.stack.layers):
             ask = partial(self.one, layer, ask)

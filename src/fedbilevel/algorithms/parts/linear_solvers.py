@@ -42,13 +42,13 @@ Product = Callable[[Any, PyTree, Array, Any], PyTree]
 SAMPLES_FOR_CHECK, CLIENTS_FOR_CHECK = 1024, 8
 ENTRIES_FOR_CHECK = 10_000  # the largest number of entries of y for which the inner loss is checked for any method
 FLAT = 1e-3  # a curvature below this share of the largest one counts as 0, because of rounding
-FAR = 100  # a distance from y, in units of its norm, or of 1 if the norm is less
+FAR = 100  # the distance of the far points from y, in units of the norm of y, or of 1 if the norm is below 1
 
 
 class SolveInfo(NamedTuple):
     """Hold diagnostics of an approximate solution v."""
 
-    negative_curvature: Array  # the number of the first product that showed that H is not positive definite; or -1
+    negative_curvature: Array  # the number of the first product that showed that H is not positive definite; -1: none
     residual: Array  # ‖b − H v‖ / ‖b‖ at the end of conjugate gradient; 0 for a Neumann series, where it is unknown
 
     @classmethod
@@ -114,9 +114,10 @@ class Neumann(Part):
     def solve(self, loop: Any, product: Product, b: PyTree, key: Array, terms: int | Array) -> Solved:
         """Compute v ≈ H⁻¹ b. `loop.repeat` and `product` make exchanges, or run in a client's own loop.
 
-        The n-th step, n = 1, 2, …, is v ← (I − sH) v + e_n. For the series e_n = s b, and for a random length e_n = 0.
-        For a length of each client, `b` has leaves (N, …): for each length, the sum over the clients that drew it. e_n
-        is then the sum for the length that equals the number of products after step n.
+        The n-th step, n = 1, 2, …, is v ← (I − sH) v + e_n. For the series e_n = s b, and for one random length
+        e_n = 0. If each client draws its own length, `b` has leaves (N, …), with the sum over the clients that drew a
+        length at the place of this length. e_n is then the sum for the length that equals the number of products that
+        follow step n.
         """
         draw_key, loop_key = jax.random.split(key)
         count: Any = terms - 1
@@ -186,7 +187,7 @@ class CG(Part):
 
 
 def negative_curvature(info: SolveInfo, unit: str, where: str) -> str:
-    """Return a sentence about the negative curvature that was met; "" if there was none.
+    """Return a sentence about negative curvature in the linear system; "" if there was none.
 
     `where` names the system, and is "" for the system of all clients together. `unit` is "product" or "iteration".
     """
@@ -219,7 +220,7 @@ class InClient:
 
 
 def curves_down(v: PyTree, hv: PyTree) -> Array:
-    """Return whether vᵀHv < 0, by more than a rounding error; `hv` is H v."""
+    """Return whether vᵀHv is below 0 by more than a rounding error; `hv` is H v."""
     curvature = optax.tree.vdot(v, hv)
     return curvature < -jnp.sqrt(jnp.finfo(curvature.dtype).eps) * optax.tree.norm(v) * optax.tree.norm(hv)
 
@@ -291,10 +292,10 @@ def warn_without_minimum(problem: Problem, clients: Clients, x: PyTree, y: PyTre
 
 
 def without_minimum(problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> float:
-    """Return the smallest curvature of G(x, ·) at y if it is negative there and far away too, else 0.
+    """Return the smallest curvature of G(x, ·) at y if it is negative at y and also at two far points, else 0.
 
-    Far away are the two points at the distance FAR from y along the direction of the smallest curvature. The loss of a
-    network can have negative curvature near a start, but then rises or is flat far away.
+    The far points are at the distance FAR from y, on both sides, along the direction of the smallest curvature. The
+    loss of a network can have negative curvature near a start, but is flat or rises far away.
     """
     size = sum(leaf.size for leaf in jax.tree.leaves(y))
     if problem.implicit_term != "inverse" or problem.local is not None or not 0 < size <= ENTRIES_FOR_CHECK:
@@ -319,7 +320,7 @@ def product_at(whole: WeightedLoss, x: PyTree, y: PyTree, key: Any) -> partial[P
 
 
 def negative_eigenvalue(whose: str, smallest: float) -> str:
-    """Return a warning about a negative curvature in y at the start, with the ridge that makes it positive."""
+    """Return a warning about negative curvature in y at the start, with the size of a ridge that removes it."""
     return (
         f"at the start {whose} inner Hessian has a negative eigenvalue, at most {smallest:.3g}: y*(x) and v are not "
         "defined there, and the hypergradient may point anywhere. A ridge on the inner loss in y removes it: add "

@@ -96,8 +96,8 @@ class LocalWork(Part):
 def local_descent(gradient: Gradient, start: PyTree, steps: LocalSteps, lr: Any) -> PyTree:
     """Return the change of `start` after τ gradient steps of size lr, which are FedAvg's local steps.
 
-    The loop carries the iterate, and the start is subtracted at the end. In float32 the change has an error of 10^-7 of
-    the iterate, which it would also have after the server has added it to its iterate.
+    The loop carries the iterate, and the start is subtracted at the end. In float32 this gives the change an error of
+    10^-7 of the iterate. The addition of the change to the server's iterate would cause an error of this size anyway.
     """
 
     def step(k: Array, point: PyTree) -> PyTree:
@@ -107,10 +107,10 @@ def local_descent(gradient: Gradient, start: PyTree, steps: LocalSteps, lr: Any)
 
 
 def corrected_drift(gradient: Gradient, start: PyTree, mean_gradient: PyTree, steps: LocalSteps, lr: Any) -> PyTree:
-    """Return the drift of federated SVRG's local steps: their change beyond −lr·q, the part common to all clients.
+    """Return the drift of federated SVRG's local steps: their change minus −lr·q, the part common to all clients.
 
-    The steps have size lr/τ and go along ∇(point; ζ_ν) − ∇(start; ζ_ν) + q, where q is the mean gradient at the start.
-    For τ = 1 the drift is zero.
+    A step has the size lr/τ and the direction ∇(point; ζ_ν) − ∇(start; ζ_ν) + q, where ∇ is the client's gradient, ζ_ν
+    are the samples of step ν, and q is the mean gradient of all clients at the start. For τ = 1 the drift is zero.
 
     Jakub Konečný et al., arXiv:1610.02527; as FedLin: Aritra Mitra et al., NeurIPS 2021.
     """
@@ -262,7 +262,7 @@ def added_up(optimizer: LocalOptimizer, tau: Count) -> Array:
 
 
 class JointSteps(Algorithm):
-    """Share the fields and local steps of methods whose clients step on x, y and v together.
+    """Base class of methods whose clients step on x, y and v together, with their fields and local steps.
 
     Args:
         local_steps: τ, the number of a client's local steps in a round; `Clients.local_steps` takes precedence.
@@ -298,7 +298,8 @@ class JointSteps(Algorithm):
             anchor = self.directions(replace(client, batch_size=None), start, key).step
 
         def step(k: Array, carry: tuple[Directions, PyTree]) -> tuple[Directions, PyTree]:
-            (sums, outer_loss, inner_loss), memory = carry  # of the path, and with a mean also of the directions on it
+            # `sums` has the sum of steps on the path, and with a mean also the sum of the directions on the path
+            (sums, outer_loss, inner_loss), memory = carry
             local, samples = descend(start, self.client_lr, sums[0]), jax.random.fold_in(key, k)
             now = self.directions(client, local, samples)
             along = now.step
@@ -315,7 +316,7 @@ class JointSteps(Algorithm):
         return total._replace(step=total.step[-1])
 
     def no_directions(self, client: Client, like: XYV, key: Array) -> Directions:
-        """Return zeros in the shapes of the directions at `like`, at which sums of directions begin."""
+        """Return zeros in the shapes of the directions at `like`, to begin a sum of directions."""
         shapes = jax.eval_shape(lambda key: self.directions(client, like, key), key)
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
@@ -339,7 +340,7 @@ class JointSteps(Algorithm):
 
 
 class LocalDirections(JointSteps):
-    """Share the local steps of methods whose directions in x, y and v have exact products with ∇²g."""
+    """Base class of methods whose directions in x, y and v have exact products with the second derivatives of g."""
 
     def directions(self, client: Client, local: XYV, key: Array) -> Directions:
         """Return the three directions at `local`, on the samples that the key draws."""
@@ -358,7 +359,7 @@ class LocalDirections(JointSteps):
 
 
 class FirstDerivatives(JointSteps):
-    """Base class of methods that take their directions as derivatives of one function of a client's losses.
+    """Base class of methods whose directions in x, y and v are derivatives of one function of a client's losses.
 
     The class draws the samples of a local step, and a subclass defines `slopes`.
     """

@@ -11,14 +11,15 @@ asked for its last reply. After exchange t, the server keeps
 
     total = G        weight = Σ p_i        age = Σ p_i (t − t_i)         over the clients that have replied before
 
-From these it computes the mean, total/weight, also before all clients have replied, and the mean delay. It has no
-values of a single client, and needs the memory of a single model for any number of clients. A message also has the
-number t, and a reply has two more numbers.
+From these it computes the mean delay, and the mean reply, total/weight, even before all clients have replied. The
+server has no values of a single client, and needs the memory of one model for any number of clients. A message also has
+the number t, and a reply has two more numbers.
 
-With a compressor that sends only a part of the entries, replies are short. As the replies u_i converge, so do the g_i,
-and G converges to the exact mean, however little is sent. Without the memory, the mean of the C(u_i) has an error if
-the limits of clients' replies are not 0, which is the case if clients differ. (P. Richtárik, I. Sokolov and I.
-Fatkhullin, "EF21: A New, Simpler, Theoretically Better, and Practically Faster Error Feedback", NeurIPS 2021.)
+With a compressor that sends only a part of the entries, replies are short. As the replies u_i converge, the g_i
+converge too, and G converges to the exact mean, even if few entries are sent. Without the memory, the mean of the
+C(u_i) has an error if the limits of clients' replies are not 0, which is the case if clients differ. (P. Richtárik, I.
+Sokolov and I. Fatkhullin, "EF21: A New, Simpler, Theoretically Better, and Practically Faster Error Feedback", NeurIPS
+2021.)
 
 Old replies limit the steps. Suppose that all clients have the curvature λ, and that the replies in G have constant
 delays d, each with the share w_d. An error z of a variable, along which the server steps by η, then follows
@@ -78,7 +79,7 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import PyTree, join, over
 
-SHORTENED = 10  # the division of steps by the age of replies from which on a remark says so
+SHORTENED = 10  # if the age of replies divides steps by at least this number, a remark says so
 DELAY_PENALTY = 2.0  # the default of `Asynchronous.delay_penalty`, which is derived above
 ROUNDING = 1e-5  # the largest rounding error of a sum of all weights in float32
 
@@ -86,9 +87,9 @@ ROUNDING = 1e-5  # the largest rounding error of a sum of all weights in float32
 class Compressor(Around):
     """Base class of compressors, which make replies shorter: `coded` returns a form with fewer bytes.
 
-    Clients compress the difference from what they sent before, so that parts that were not sent are sent later
-    (`Memory`). The code C must be a contraction: ‖C(v) − v‖² ≤ (1 − δ)‖v‖² with some δ > 0 for every v. The smaller δ
-    is, the smaller steps have to be.
+    Clients compress the difference between a reply and the replies that they sent before, so that parts that were not
+    sent are sent later (`Memory`). Compression and decoding, v -> C(v), must be a contraction: ‖C(v) − v‖² ≤
+    (1 − δ)‖v‖² with some δ > 0 for every v. The smaller δ is, the smaller steps have to be.
     """
 
     place = "coded"
@@ -108,13 +109,13 @@ class Asynchronous(Around):
 
     Args:
         wait_for: the number of replies for which an exchange waits.
-        max_staleness: a number of exchanges of the same phase. An exchange also waits for every client that was asked
-            at least so many exchanges ago, and for every client that has been unavailable, or busy with another phase,
-            for longer. None: no bound.
+        max_staleness: s, a number of exchanges of the same phase. An exchange also waits for every client that was
+            asked s or more exchanges ago, and for every client that has been unavailable, or busy with another phase,
+            for more than s exchanges. None: no bound.
         delay_penalty: c; the mean of replies, and with it the server's step, is divided by 1 + c·(mean delay of these
-            replies, in exchanges of the phase). With 2, steps that are stable if every exchange waits for all clients
-            are also stable if clients are alike and their delays constant; a smaller c can be faster, and can diverge.
-            If clients keep x, give 0.
+            replies, in exchanges of the phase). With c = 2, steps that are stable if every exchange waits for all
+            clients are also stable if clients are alike and their delays constant. A run with a smaller c can be
+            faster, but can also diverge. If clients keep x, c must be 0.
     """
 
     place = "late"
@@ -151,10 +152,11 @@ class LastReplies(NamedTuple):
         return cls(total, jnp.zeros(()), jnp.zeros(()), jnp.zeros((), jnp.int32))
 
     def after(self, delta: ReplyDelta) -> LastReplies:
-        """Return the record after an exchange; `delta` is the weighted sum of its replies, Σ p_i (.).
+        """Return the record after an exchange; `delta` is the sum of its replies, weighted by p_i.
 
-        The age of every earlier reply grows by one exchange. If a reply is replaced, its age then falls by the
-        difference between the new and the old t_i. A first reply has the age t − t_i, which is (t + 1) − (t_i − (−1)).
+        The age of every earlier reply grows by one exchange. If a new reply replaces it, the age then falls by the
+        difference between the new and the old t_i. A client's first reply has the age t − t_i, which is
+        (t + 1) − (t_i − (−1)).
         """
         joins, exchanges = delta.joins.public, delta.exchanges.public
         age = self.age + self.weight + (self.exchanges + 1) * joins - exchanges
@@ -169,12 +171,15 @@ class LastReplies(NamedTuple):
 
     @property
     def age_in_mean(self) -> Array:
-        """Return Σ p_i (t − t_i) / Σ p_i over the clients that have replied before: the mean age of what `mean` has."""
+        """Return the mean age of the replies in `mean`: Σ p_i (t − t_i) / Σ p_i over the clients that have replied."""
         return over(self.age, self.weight)
 
     @property
     def delay(self) -> Array:
-        """Return Σ p_i (t − t_i) over all clients, in exchanges of this phase; t_i = −1 if a client has not replied."""
+        """Return the mean delay of all clients, Σ p_i (t − t_i), in exchanges of this phase.
+
+        For a client that has not replied, t_i is −1.
+        """
         missing = jnp.where(self.weight > 1 - ROUNDING, 0, 1 - self.weight)
         return self.age + missing * self.exchanges
 
@@ -192,8 +197,9 @@ class LastReply(NamedTuple):
 
 
 class ReplyDelta(NamedTuple):
-    """Hold what a client sends in place of a reply: the difference from its last reply, which the server adds up.
+    """Hold the difference between a client's new and last reply, which it sends in place of the new reply.
 
+    The server adds up the differences.
     `joins` and `exchanges` are public, since the server knows which clients have replied, and when it asked them.
     """
 
@@ -211,7 +217,7 @@ class ReplyDelta(NamedTuple):
             last: the record of the last reply.
             update: the update of the new reply.
             exchange: the number of the exchange in which the new reply was asked for.
-            compressor: what makes the difference shorter; None: it is sent whole.
+            compressor: the compressor of the difference; None: the difference is sent whole.
         """
         joins, exchanges = (jnp.asarray(n, float) for n in (last.exchange < 0, exchange - last.exchange))
         change = optax.tree.sub(update, last.update)
@@ -232,8 +238,8 @@ class Memory(Layer):
     """Let clients send differences from their last replies, whole or compressed, which the server adds up.
 
     Args:
-        compressor: what compresses the differences; None: they are sent whole.
-        late: for how many replies an exchange waits; None: for all clients that were asked.
+        compressor: the compressor of the differences; None: they are sent whole.
+        late: the rule by which an exchange ends after the first replies; None: it waits for all clients.
     """
 
     kind, place, needs = "memory", "coded", "late"
@@ -293,7 +299,7 @@ class Memory(Layer):
         return Total.of_mean(self._shortened(asked, last)), {**kept, asked.phase: last}
 
     def _slower(self, last: LastReplies) -> Any:
-        """Return the number by which old replies divide the server's step."""
+        """Return the number by which the server's step is divided because replies are old."""
         return 1 if self.late is None else 1 + self.late.delay_penalty * last.age_in_mean
 
     def _shortened(self, asked: Asked, last: LastReplies) -> PyTree:
@@ -337,10 +343,10 @@ class Memory(Layer):
 
 
 def warn_unless_contraction(compressor: Compressor, like: PyTree) -> None:
-    """Warn if a compressor is not a contraction for a random tree with the shapes of `like`, at three sizes.
+    """Warn if a compressor is not a contraction for a random tree v with the shapes of `like`, at three sizes of v.
 
-    It is not if the decoded tree is further from the tree than 0 is. A compressor that passes may still not be a
-    contraction for other trees.
+    It is no contraction if C(v), compressed and decoded, is further from v than 0 is. A compressor that passes this
+    check may still not be a contraction for other trees.
     """
     random = np.random.default_rng(0)
     tree = jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=jnp.shape(leaf)), jnp.result_type(leaf)), like)
@@ -362,7 +368,7 @@ def warn_unless_contraction(compressor: Compressor, like: PyTree) -> None:
 
 
 def gives(method: Algorithm, phase: str) -> PyTree:
-    """Return what a phase declares about the shapes of its update."""
+    """Return the declaration `gives` of a phase: the shapes of the parts of its update."""
     return takes_and_gives(method.phases[phase])[1]
 
 

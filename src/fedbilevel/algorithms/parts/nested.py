@@ -1,4 +1,4 @@
-"""Share the state, checks and findings of methods whose rounds step on y, and then on x along a hypergradient."""
+"""Define the base class of methods whose rounds step on y, and then on x along a hypergradient."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -26,8 +26,8 @@ class State(NamedTuple):
 
     x: PyTree
     y: PyTree
-    info: SolveInfo  # diagnostics of the last v, and the first negative curvature of the run
-    v: PyTree = None  # the state of the hypergradient: a v on the server (AFBO), or None
+    info: SolveInfo  # diagnostics of the last linear system, with the first negative curvature of the run
+    v: PyTree = None  # the state of the part `hypergradient`, such as AFBO's v; None: it has no state
 
 
 class Nested(Algorithm):
@@ -60,7 +60,7 @@ class Nested(Algorithm):
         return found
 
     def next_state(self, state: State, change: PyTree, y: PyTree, info: SolveInfo) -> State:
-        """Return the next state. x no longer changes after a negative curvature that ends the run."""
+        """Return the next state: x changes by `change`, unless negative curvature has ended the run; y is the new y."""
         before = state.info.negative_curvature
         first = jnp.where(before >= 0, before, info.negative_curvature)
         stays = (first >= 0) & self.hypergradient.stops
@@ -69,9 +69,9 @@ class Nested(Algorithm):
 
 
 def allowed_by(method: Nested) -> Allows:
-    """Return the optional features that the hypergradient allows.
+    """Return the optional features of a method that its part `hypergradient` allows.
 
-    If replies to the hypergradient's phases may be late, then replies to all phases of the method may be late.
+    If replies to the phases of this part may be late, then replies to all phases of the method may be late.
     """
     allows: Allows = method.hypergradient.allows
     return allows._replace(late=allows.late and tuple(sorted(method.phases)))
@@ -80,8 +80,8 @@ def allowed_by(method: Nested) -> Allows:
 def own_alone(method: Any, system: str) -> Mapping[str, OwnParts] | No:
     """Return by phase how clients step on their own leaves of y, or `No` with the reason why they cannot.
 
-    This is for methods whose clients compute the hypergradient alone, in the phase `system`. The mean of these
-    hypergradients is that of all clients if every leaf of y is a client's own.
+    This is for methods in which each client computes a hypergradient alone, in the phase `system`. If every leaf of y
+    is a client's own, the mean of these hypergradients is the hypergradient of all clients.
     """
     found: Mapping[str, OwnParts] | No = method.hypergradient.allows.own_y
     if isinstance(found, No):

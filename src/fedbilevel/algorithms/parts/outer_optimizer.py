@@ -58,16 +58,16 @@ def require_direction(
 class OuterOptimizer(Layer):
     """Let an optimizer make the steps on x: the method's change of x in a round takes the place of a gradient.
 
-    S. Reddi and others, "Adaptive Federated Optimization", ICLR 2021. The optimizer gets x before minus x after the
-    round, which the method's own step on x scales. This scale does not matter for Adam and AdaGrad, and for `dog` and
-    `prodigy` of `optax.contrib`, which choose their step themselves.
+    S. Reddi and others, "Adaptive Federated Optimization", ICLR 2021. The optimizer gets x before the round minus x
+    after it, which is in proportion to the method's own step on x. This factor does not matter for Adam and AdaGrad,
+    nor for `dog` and `prodigy` of `optax.contrib`, which choose their step themselves.
 
     `fb.OuterOptimizer(method, optimizer=…)` is short for `fb.layered(method, fb.OuterOptimizer(optimizer=…))`.
 
     Args:
-        optimizer: an optax optimizer; its learning rate is the step on x. If x is in a set that is no box
-            (`project_x`), it has to step along the gradient, as `optax.sgd` does: projected steps with a size for each
-            entry, as in Adam, would end at another point of the set.
+        optimizer: an optimizer of Optax; its learning rate is the step on x. If x is kept in a set other than a box
+            (`project_x`), the optimizer has to step along the gradient, as `optax.sgd` does: projected steps with a
+            size for each entry, as in Adam, would end at another point of the set.
     """
 
     kind, place = "outer_optimizer", "outer"
@@ -91,6 +91,6 @@ class OuterOptimizer(Layer):
         taken = optax.tree.sub(before.x, after.x)
         updates, optimizer = self.optimizer.update(taken, kept, before.x)
         moved = optax.apply_updates(before.x, updates), optimizer
-        some = optax.tree.norm(taken) != 0  # else nothing changes: `prodigy` returns NaN for a first gradient of 0
+        some = optax.tree.norm(taken) != 0  # if x has not moved, nothing changes: `prodigy` would return NaN
         x, optimizer = jax.tree.map(partial(jnp.where, some), moved, (before.x, kept))
         return with_x(method, after, x, "in an OuterOptimizer"), optimizer

@@ -19,8 +19,8 @@ from fedbilevel.core.tree import PyTree, move
 class OwnBlock(Layer):
     """Let every client keep its block of x.
 
-    At the client, its block replaces x in messages. The client adds −lr·p_i times the reply's part for x to its block,
-    and does not send this part.
+    At the client, its block takes the place of x in messages. The client adds −lr·p_i·u to its block, where lr is the
+    server's step on x, p_i is the client's weight, and u is the part of the reply for x. It does not send this part.
     """
 
     kind, place, needs = "own_block", "kept", "local_x"

@@ -24,9 +24,10 @@ from fedbilevel.core.tree import PyTree, is_none, join, move
 class OwnLeaves(Layer):
     """Let every client keep its own leaves of y.
 
-    At the client, its own leaves complete y in messages. The client steps on them along the reply's entries for these
-    leaves, and does not send these entries. The same holds for the leaves of other variables of y's shape, such as v.
-    `OwnParts.start_at_y` says which variables start at y0; all others start at 0.
+    A message has only the shared leaves of y, and the client adds its own leaves. The reply of a phase has entries for
+    both. The client steps on its own leaves along their entries, and does not send these entries. The same holds for
+    other variables with the shape of y, such as v. `OwnParts.start_at_y` says which variables start at y0; all others
+    start at 0.
     """
 
     kind, place, needs = "own_leaves", "kept", "own_y"
@@ -70,7 +71,7 @@ class OwnLeaves(Layer):
             leaves[name] = move(own, -1 if step is None else -step, mine)
             return jax.tree.map(lambda own, new: new if own is None else None, own, part, is_leaf=is_none)
 
-        sized = isinstance(asked.message, Sized)  # by the layer of adapted steps, which is nearer to the phase
+        sized = isinstance(asked.message, Sized)  # the layer of adapted steps, nearer to the phase, has added steps
         message = jax.tree.map(whole, takes, asked.message.message if sized else asked.message)
         reply = run(replace(asked, message=asked.message._replace(message=message) if sized else message), client)
         measured = isinstance(reply.update, WithMeasured)

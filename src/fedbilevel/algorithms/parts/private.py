@@ -9,11 +9,11 @@ report them, since it has the samples anyway. Quantiles are computed from the sh
 some bounds, since only sums over clients leave an exchange. Counts of work are kept: the simulated clock needs them,
 and a site does not hide the time of a reply either.
 
-Each client counts its replies for the privacy budget. It cannot keep a count in fresh cohorts, and if clients hold
-submodels. There every exchange counts for every client, which is an upper bound, and a method must use a different key
-for every exchange: two replies of a client with one key would have the same noise. A client without remaining budget is
-not absent, as it would be in a federation. Instead the run ends (engines/execution.py), since an empty cohort has no
-mean.
+Each client counts its replies for the privacy budget. A client cannot keep a count in fresh cohorts, nor if clients
+hold submodels. In these cases every exchange counts as a reply of every client, which is an upper bound. A method must
+then use a different key for every exchange, since two replies of a client with the same key would have the same noise.
+In a federation, a client without remaining budget is absent. Here the run ends instead (engines/execution.py), since an
+empty cohort has no mean.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Private(Privacy, Layer):
     """Clip the replies of every client and add noise to them, under the same terms of privacy for all clients.
 
     Args:
-        counts: whether clients count their replies; False if they can keep no state between rounds.
+        counts: whether clients count their replies; False if clients cannot keep a state between rounds.
     """
 
     kind, place, needs, cannot = "private", "privacy", "noise", "cannot have noise"

@@ -53,8 +53,8 @@ class RobustRule(Layer):
 def require_replies(path: str, bad: int, weights: Array, least: int) -> Array:
     """Refuse a number of bad clients if an exchange has too few replies for it; return a factor for the rule's result.
 
-    The factor is 1. It is NaN if there are enough rows, but some of them only pad the cohort and have the weight 0, and
-    the others are too few. This is known only when the rule is computed.
+    The factor is 1 if there are enough replies. Rows with the weight 0 only pad the cohort, and which rows these are is
+    known only when the rule is computed. If too few rows are left without them, the factor is NaN.
 
     Args:
         path: the name of the field in messages.
@@ -81,7 +81,7 @@ class TrimmedMean(RobustRule):
         enough = require_replies("TrimmedMean.trim", self.trim, weights, 2 * self.trim + 1)
         here = weights > 0
         count = jnp.sum(here)
-        ascending = jnp.sort(jnp.where(here[:, None], rows, jnp.inf), axis=0)  # padding comes last
+        ascending = jnp.sort(jnp.where(here[:, None], rows, jnp.inf), axis=0)  # rows that pad the cohort come last
         place = jnp.arange(len(rows))[:, None]
         inside = (place >= self.trim) & (place < count - self.trim)
         return enough.astype(rows.dtype) * jnp.sum(jnp.where(inside, ascending, 0), axis=0) / jnp.sum(inside)
@@ -128,7 +128,7 @@ class CentredClipping(RobustRule):
     In each step, the differences of all replies from the present point are clipped to the length `radius`.
 
     Args:
-        radius: τ, the largest length of a difference, in the unit of replies.
+        radius: the largest length of a difference; longer differences are shortened to it.
         steps: the number of steps.
     """
 

@@ -1,7 +1,6 @@
-"""Hold the states that layers keep beside a method's: a slot for each layer that has a state, on the server and at each
-client.
+"""Hold the states of layers together with the state of their method, on the server and at each client.
 
-Where no layer has a state, the method's own state stays as it is.
+Each layer that has a state has a slot. If no layer has a state, the method's own state stays as it is.
 """
 
 from __future__ import annotations

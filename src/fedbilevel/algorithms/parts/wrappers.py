@@ -1,4 +1,4 @@
-"""Change a method by wrapping it: a base class, and `Submodels`, which chooses the units of clients with capacities."""
+"""Define methods that wrap another method: a base class, and `Submodels`, which chooses the units that clients hold."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ class Wrapper(Algorithm):
 
 
 class Submodels(UnitPolicy, Wrapper):
-    """Choose the units of submodels by another policy than the method's own, which is by importance.
+    """Let clients of limited capacity hold units that another policy chooses than the method's own ("importance").
 
-    Without capacities of clients, this changes nothing.
+    If clients have no capacities, this wrapper changes nothing.
 
     Args:
         algorithm: the method, which must support submodels.
