@@ -1,4 +1,4 @@
-"""Federated bilevel optimization: choose x so that the model y trained on it, by many clients, is best."""
+"""Federated bilevel optimization: many clients train a model y, and x is chosen so that the trained y is best."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ __version__ = "0.2.0"
 if not TYPE_CHECKING:  # type checkers read the imports above, and so find a misspelt name
 
     def __getattr__(name: str) -> Any:
-        """Hand out a public name; they are loaded on first use, so that `fedbilevel --help` does not wait for JAX."""
+        """Return a public name, which is loaded on first use, so that `fedbilevel --help` does not wait for JAX."""
         if name.startswith("__") and name != "__all__":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         if name == "estimators":  # not among the public names: it needs scikit-learn
@@ -29,7 +29,7 @@ if not TYPE_CHECKING:  # type checkers read the imports above, and so find a mis
 
 
 def _elsewhere(name: str, here: list[str]) -> str:
-    """The public place of a name that `fedbilevel` itself does not have, or the nearest one that it has, or ""."""
+    """Return the place of a name that another public module has, or a suggestion of the nearest name here, or ""."""
     for module in ("fedbilevel.errors", "fedbilevel.parts", "fedbilevel.authoring"):
         if name in import_module(module).__all__:
             return f"{module}.{name}"

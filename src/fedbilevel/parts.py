@@ -1,6 +1,6 @@
 """Provide parts, which are values of methods' fields, and layers, which change the exchanges of any method.
 
-Parts are inner rounds, hypergradients, linear solvers and local steps:
+Parts are inner rounds, hypergradients, linear solvers and local steps. The last line has a layer:
 
     FedNest(inner=parts.SVRG(rounds=3), hypergradient=parts.Implicit(solver=parts.CG(max_steps=20)), outer_lr=0.1)
     layered(SimFBO(server_lr=0.05, client_lr=0.05), parts.TopK(share=0.1))

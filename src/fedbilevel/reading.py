@@ -67,7 +67,7 @@ def parse_printable(text: str | bytes, kinds: Kinds | None = None) -> Any:
     """
     try:
         value = of_others(parse_json(text))
-    except RecursionError:  # fewer levels than in the parser are too many for `of_others`
+    except RecursionError:  # `of_others` allows fewer nested levels than the parser
         raise ValueError(TOO_DEEP) from None
     if kinds is not None:
         require_object(value, ", ".join(kinds))
@@ -100,7 +100,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def newer_format(version: Any, format: int, known: int, here: str) -> str:
     """Return the message for a file whose format is newer than `known`, the newest format that this version reads.
 
-    The message says which version wrote the file. It is "" if the format is not newer.
+    The message says which version wrote the file. If the format is not newer, the result is "".
 
     Args:
         version: the version that wrote the file.

@@ -1,8 +1,9 @@
 """Run an algorithm with many values of its fields, and find the values that are best on held-out data.
 
-A `PointPlayer` runs a point with a seed: by `solve` for `fedbilevel.sweep`, or in a folder for the command `fedbilevel
-sweep`. Both share the points (`product`, `made`), the order of the runs (`played`), the table (`row_of`, `Sweep`), and
-the rule that test data must not decide (`require_holdout`). A search shares the player, the table and the rule.
+A point is a combination of values. A `PointPlayer` runs a point with a seed: by `solve` for `fedbilevel.sweep`, or in a
+folder for the command `fedbilevel sweep`. Both use the functions here for the points (`product`, `made`), the order of
+the runs (`played`), the table (`row_of`, `Sweep`), and the rule that test data must not decide (`require_holdout`). A
+search uses the player, the table and the rule.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ from fedbilevel.engines.tracking import TrackedRun, Tracking, tracked_group
 T = TypeVar("T")
 PointValues = Mapping[str, Any]
 """The values of the swept fields, by their dotted paths."""
-PRUNED = "pruned after"  # the beginning of the error of a run that was ended early because others were better
-ENDS = ("mean", "worst", "best", "p10")  # the statistics over clients that can select, for a per-client metric
-POLL = 0.1  # seconds until a run that another process has in progress is looked at again
+PRUNED = "pruned after"  # the first words of the error of a run that was ended early because other runs were better
+ENDS = ("mean", "worst", "best", "p10")  # the statistics of a per-client metric by which a point can be selected
+POLL = 0.1  # seconds until a run that is in progress in another process is tried again
 
 
 class PointPlayer(Protocol):
@@ -84,14 +85,14 @@ def sweep(
     """Run an algorithm with all combinations of some values of its fields, and find the best combination.
 
     Args:
-        algorithm: an algorithm, whose fields, and fields of parts, are replaced by their dotted paths; or a function
-            that returns the algorithm for the values of a point, which it gets as keyword arguments. The function is
-            called for each run.
+        algorithm: an algorithm, of which the fields named in `grid`, also those of its parts, are replaced; or a
+            function that returns the algorithm for a point. It gets the values of the point as keyword arguments, and
+            is called for each run.
         problem, clients, x0, y0, progress: as in `fedbilevel.solve`.
         grid: the values of each field, e.g. {"server_lr.x": [0.01, 0.1], "local_steps": [1, 5]}. Each combination is a
             point.
-        select: the metric that decides: its last value, as a mean over the seeds. It may be a loss, such as
-            "outer_loss".
+        select: the metric that decides which point is best, by its last value, averaged over the seeds. It may be a
+            loss, such as "outer_loss".
         seeds: the seeds with which each point is run; each is the `key` of `solve`.
         select_on_test: whether a metric with "test" in its name may decide.
         folder: the folder for a checkpoint of each run. A second call with the same arguments continues the runs, and
@@ -169,7 +170,7 @@ class Solving:
 def _maker(
     algorithm: Algorithm | Callable[..., Algorithm], fields: Sequence[str]
 ) -> Callable[[PointValues], Algorithm]:
-    """Return a function that makes the algorithm of a point."""
+    """Return a function that makes the algorithm of a point; `fields` are the names of the swept fields."""
     if isinstance(algorithm, Algorithm):
         return partial(with_values, algorithm)
     build: Callable[..., Algorithm] = algorithm
@@ -236,7 +237,7 @@ def made(points: Sequence[PointValues], make: Callable[[PointValues], T]) -> lis
 
 
 def require_seeds(seeds: Sequence[int]) -> None:
-    """Refuse seeds that are no list, an empty list, a seed that is given twice, and an entry that is no seed."""
+    """Refuse seeds unless they are a list of one or more different seeds, whole numbers from 0 to 2³² − 1."""
     fits = isinstance(seeds, Collection) and not isinstance(seeds, str) and len(seeds) > 0
     fits = fits and all(type(seed) is int and 0 <= seed < 2**32 for seed in seeds) and len(set(seeds)) == len(seeds)
     require(fits, "seeds", seeds, "one or more whole numbers, all different")
@@ -251,7 +252,8 @@ def require_known(select: str, metrics: Collection[str]) -> None:
 def measured_on_test(metric: str) -> bool:
     """Return whether a metric is measured on test data, according to its name.
 
-    A word of the name begins with "test", as in test_accuracy, acc_on_tests or accuracyTest, but not in "fastest".
+    This is so if a word of the name begins with "test", as in test_accuracy, acc_on_tests or accuracyTest, but not in
+    "fastest".
     """
     return re.search(r"(?<![a-z])test|Test|TEST", metric) is not None
 
@@ -278,8 +280,12 @@ def played(
     the other runs.
 
     Args:
+        player: runs a point with a seed.
+        points: the points.
+        seeds: the seeds.
+        select: the metric that decides which point is best.
         progress: as in `fedbilevel.solve`.
-        said: called with a row of `Sweep.trials` after each run.
+        said: a function that is called with a row of `Sweep.trials` after each run.
 
     Raises:
         ConfigurationError: every run is refused, for example because of its number of rounds.
@@ -316,7 +322,7 @@ def on_edge(points: Sequence[PointValues], best: PointValues) -> Iterator[str]:
     """Yield a warning for each field whose best value is the least or the largest number of its grid."""
     for name, value in best.items():
         values = [point[name] for point in points if is_number(point[name])]
-        smallest = value == 1 and is_count(value)  # no count lies beyond 1
+        smallest = value == 1 and is_count(value)  # 1 is the smallest count, so that no better value lies beyond it
         if is_number(value) and min(values) < max(values) and value in (min(values), max(values)) and not smallest:
             yield f"the best {name}, {value}, lies on the edge of the grid: better values may lie beyond it"
 

@@ -13,7 +13,8 @@ HOST = r"(?:localhost|\[[^\]/]*\]|[^:/?#@.]*\.[^:/?#@]*):\d{1,5}[/?#]"
 USER = re.compile(rf"://(?:(?!{HOST})[^:/?#@]*:.*|[^/?#]+(?=@|$))", re.IGNORECASE)
 """User name and password in a URL that is cut at its last "@"; the password may contain any character.
 
-Digits before a path are a port only after a name that is clearly one of a host: "me:123/a@host" has a password.
+Digits before a path count as a port only after a name that is clearly that of a host. So "me:123/a@host" has a
+password.
 """
 BLANKS = re.compile(r"://[^\s/?#:@]*:(?!\d{1,5} )[^\s/?#@]+(?: [^\s/?#@]+){1,3}(?=@)")
 """User name and a password with blanks, as in "https://me:my secret@host"."""
@@ -26,7 +27,7 @@ LIKELY = (
     r"token|jwt|credentials?|signature|session[-_]?(?:id)?|oauth\w{0,30}|"
     "(?<![a-z])(?:pass|pw|auth(?:[-_]code)?|sig)"
 )
-"""The ends of names of secrets in queries; elsewhere the value must be no number, unlike that of "token = 3"."""
+"""The ends of names of secrets in queries; elsewhere such a value is a secret only if it is no number ("token = 3")."""
 FUNCTION = r"""signature=\w+\([^()"']*\)(?:[\s,;.)]|$)"""
 """The signature of a function, as in "signature=f(x)"; in a query such a text is hidden, too."""
 TAIL = r"[\d_]*(?:\[\]|%5B%5D)?"
@@ -92,8 +93,8 @@ SEED = re.compile(r"((?<![a-z])seeds?(?:[-_]| ?[=:] ?| ))(\d+(?:, ?\d+)*)", re.I
 def missing(package: str, extra: str) -> str:
     """Return the name of a missing package with the command that installs it.
 
-    The command installs from a clone, since the library is on no package index: a package of its name there would be
-    foreign.
+    The command installs from a clone, since the library is on no package index: a package of this name on an index
+    would be another library.
 
     Args:
         package: the package that is not installed.
@@ -103,7 +104,7 @@ def missing(package: str, extra: str) -> str:
 
 
 SAME = {"seed": "key", "x_bounds": "project_x", "higher_is_better": "larger_is_better"}
-"""Names from other libraries, and the names of this library for the same."""
+"""Names that other libraries use, and the names for the same things in this library."""
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -1,1 +1,1 @@
-"""Check whether a hypergradient is right, and which step sizes suit a problem, without or before a run."""
+"""Check a hypergradient, a method, a task or a structure before a run, and suggest step sizes for a problem."""

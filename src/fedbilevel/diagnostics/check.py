@@ -66,17 +66,17 @@ class ReportRow:
 
 @dataclass(frozen=True, repr=False)
 class HypergradientReport:
-    """Hold the result of `check_hypergradient`; it prints as a table, and `report[NAME]` is a row.
+    """Hold the result of `check_hypergradient`, which prints as a table; `report[NAME]` is the row of an estimate.
 
     Args:
         rows: for each estimate, its distance from the exact hypergradient, and its cost.
         hypergradient: the exact hypergradient, like x, in float64.
         y: the y at which it was computed.
-        inner_gradient: ‖∇y G‖ at that y, 0 at y*(x).
-        smallest_curvature: the smallest eigenvalue of the inner Hessian at that y, by Lanczos' method; it is negative
+        inner_gradient: ‖∇y G‖ at this y, 0 at y*(x).
+        smallest_curvature: the smallest eigenvalue of the inner Hessian at this y, by Lanczos' method; it is negative
             if the Hessian is indefinite.
-        negative_curvature: whether that eigenvalue is negative, or conjugate gradient met negative curvature.
-        notes: sentences that qualify these numbers.
+        negative_curvature: whether this eigenvalue is negative, or conjugate gradient found negative curvature.
+        notes: sentences about the point, the reference and the accuracy of these numbers.
     """
 
     rows: tuple[ReportRow, ...]
@@ -115,7 +115,7 @@ def check_hypergradient(
     engine: Engine | None = None,
     key: int = 0,
 ) -> HypergradientReport:
-    """Compare estimates of ∇Φ(x), Φ(x) = F(x, y*(x)), with the implicit gradient over all samples of all clients.
+    """Compare estimates of the hypergradient ∇Φ(x), where Φ(x) = F(x, y*(x)), with the exact one on all samples.
 
     Everything is computed in float64, whatever the dtypes of x, y and the samples are, and even if JAX's 64-bit mode is
     off.
@@ -172,7 +172,7 @@ def check_hypergradient(
 
 
 class ReportRows:
-    """Collect the rows of a report, with the exact hypergradient that estimates are compared with."""
+    """Collect the rows of a report; each row compares an estimate with the exact hypergradient."""
 
     def __init__(self, at: DifferentiablePoint, found: Estimates) -> None:
         self.at, self.found = at, found
@@ -213,7 +213,7 @@ class ReportRows:
         self.rows.append(ReportRow(name, cosine, error, relative, cost, note))
 
     def add_own(self, plan: SamplingPlan) -> None:
-        """Add the estimates of this library, except the local hypergradient."""
+        """Add rows for the estimates of this library, except the local hypergradient."""
         found = self.found
         step, low = found.step, found.spectrum.smallest
 
@@ -272,7 +272,7 @@ class ReportRows:
                 "NEGATIVE CURVATURE: the inner Hessian is not positive definite, so that y*(x) and ∇Φ are not defined; "
                 "a ridge in y, added to the inner loss, helps"
             )
-        # the rounding error of a gradient is about ε·L·‖y‖; an error of a thousand times that is more than rounding
+        # the rounding error of a gradient is about ε·L·‖y‖; a norm above a thousand times this is not due to rounding
         limit = 1e3 * float(np.finfo(np.float64).eps) * max(high, 1.0) * max(1.0, float(optax.tree.norm(found.inner.y)))
         if plan.solve_inner and norm > limit:
             newton = int(found.inner.iterations)
@@ -337,7 +337,8 @@ def estimates(population: Population, x: PyTree, start: PyTree, plan: SamplingPl
     drawn = None
     if plan.solve_inner:
         report_stage("finite differences")
-        # truncation is of order h⁴, rounding of order ε/h: 1e-10 is enough, and a narrow step meets fewer kinks
+        # The truncation error is of order h⁴, and the rounding error of order ε/h. Errors of 1e-10 are small enough,
+        # and with a small h fewer kinks of the loss lie between the two points.
         width = float(np.finfo(np.float64).eps) ** (1 / 3) * max(1.0, float(optax.tree.norm(x)))
         drawn = slopes(population, x, y, plan.seed, directions=plan.directions, width=width)
         report_stage("comparing hypergradients")
@@ -365,10 +366,19 @@ def _series(population: Population, x: PyTree, y: PyTree, step: Array, *, terms:
 def local_hypergradient(
     each: Population, p: Array, x: PyTree, y: PyTree, *, implicit_term: ImplicitTerm = "inverse"
 ) -> tuple[PyTree, Array]:
-    """Compute (Σ p_i (∇x f_i − ∇²xy g_i v_i), as in LFedNest; the number of clients whose linear system failed).
+    """Compute the mean of the clients' own hypergradients, Σ p_i (∇x f_i − ∇²xy g_i v_i), as in LFedNest.
 
-    By `implicit_term`, v_i is (∇²yy g_i)⁻¹ ∇y f_i ("inverse"), ∇y f_i ("identity") or 0 ("none"). A system fails if the
-    client's Hessian is not positive definite or could not be inverted.
+    By `implicit_term`, v_i is (∇²yy g_i)⁻¹ ∇y f_i ("inverse"), ∇y f_i ("identity") or 0 ("none").
+
+    Args:
+        each: the losses of single clients, stacked.
+        p: the weights of the clients.
+        x, y: the point.
+        implicit_term: the rule for v_i.
+
+    Returns:
+        The mean, like x, and the number of clients whose linear system failed, since the client's Hessian is not
+        positive definite or the system could not be solved accurately.
     """
 
     def own(one: Population) -> tuple[PyTree, Array]:
@@ -397,7 +407,7 @@ class ProbeState(NamedTuple):
 def sample(
     given: Any, problem: Any, clients: Clients, x: PyTree, y: PyTree, draws: int, **options: Any
 ) -> tuple[PyTree, float, float]:
-    """Compute `given.hypergradient_at(fed, x, y, key)` in each of `draws` rounds, with schedules at round 0.
+    """Run `given.hypergradient_at(fed, x, y, key)` in each of `draws` rounds; schedules have their value in round 0.
 
     Returns:
         The mean of the estimates; its standard error, √(trace of the covariance / draws); and the exchanges per

@@ -28,10 +28,10 @@ UNDEFINED = (
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis(Shown):
-    """Hold the result of `diagnose`.
+    """Hold the result of `diagnose`: measurements of a problem, and the step sizes that follow from them.
 
-    Printing a diagnosis shows the call of a method with the suggested step sizes, and the reasons for this method and
-    these step sizes. `details` has all methods and measurements, and `fields` returns the fields of a method.
+    Printing a diagnosis shows the call of a method with the suggested step sizes, and the reasons for these step sizes.
+    `details` has all methods and measurements, and `fields` returns the suggested fields of a method.
 
     Args:
         measurements: the measurements of the losses: curvatures, the noise of batches, differences between clients.
@@ -51,7 +51,10 @@ class Diagnosis(Shown):
 
     @property
     def mu(self) -> float:
-        """Return μ, an upper bound of the least curvature of G in y at the given point; negative if G is not convex."""
+        """Return μ, the measured least curvature of G in y at the given point; negative if G is not convex there.
+
+        The true least curvature is at most μ.
+        """
         return self.measurements.here.inner.smallest
 
     @property
@@ -104,7 +107,10 @@ class Diagnosis(Shown):
         return SUGGESTED[algorithm](self.scales(batch_size, cohort), batch_size, self.work)
 
     def rounds_needed(self, algorithm: str, *, batch_size: int | None = None, cohort: int | None = None) -> float:
-        """Estimate the rounds after which these fields reduce the error a thousandfold; infinite if Φ is not convex."""
+        """Estimate after how many rounds a method with the fields of `fields` has a thousandth of its first error.
+
+        The result is infinite if Φ is not convex.
+        """
         chosen = self.fields(algorithm, batch_size=batch_size, cohort=cohort)
         s = self.scales(batch_size, cohort)
         if "outer_lr" in chosen:
@@ -117,10 +123,10 @@ class Diagnosis(Shown):
         return DIGITS * max(1 / (outer_step * s.phi_mu), 1 / (inner_step * s.mu))
 
     def safe_steps(self, batch_size: int | None = None, cohort: int | None = None) -> dict[str, float]:
-        """Return upper bounds of a round's whole step γ·τ, by name.
+        """Return upper bounds of the total step of a round, γ·τ for the server's step γ and τ local steps, by name.
 
-        "y, v" is for y and v. "x" is for x if y and v are exact, as in double loops, and "x, single loop" for x if they
-        move together with it.
+        "y, v" is for y and v. "x" is for x if y and v are exact, as in double loops. "x, single loop" is for x if x, y
+        and v move together.
         """
         s = self.scales(batch_size, cohort)
         inner = 1 / s.smoothness
@@ -161,7 +167,10 @@ class Diagnosis(Shown):
 
 
 def _without_steps(found: Diagnosis) -> str:
-    """Estimate whether adaptive steps, 1/L on y and v, are sufficient: n rounds leave (1 − 1/κ)^n of an error."""
+    """Return a line that says whether adaptive steps, 1/L on y and v, are enough for the planned number of rounds.
+
+    n rounds reduce an error of y or v to the share (1 − 1/κ)^n.
+    """
     needed = DIGITS * found.condition
     if found.mu <= 0:
         return "with adaptive steps: trouble is expected, since y*(x) may not be defined"
@@ -253,7 +262,7 @@ def diagnose(
 
     Args:
         problem, clients, x, y: as for `solve`.
-        rounds: the planned number of rounds, which only matters if κ is larger.
+        rounds: the planned number of rounds, which only matters if the condition number κ is larger than it.
         max_samples: the largest number of samples of each loss, taken evenly from clients.
         key: the seed of the random starts.
 

@@ -1,4 +1,4 @@
-"""Measure what step sizes depend on: curvatures, differences between clients, and the lag of single-loop methods.
+"""Measure the quantities that determine step sizes: curvatures, differences of clients, the lag of single-loop methods.
 
 The vector fields along which single-loop methods move x, y and v are linearised about a point where y and v are in
 equilibrium:
@@ -14,9 +14,9 @@ a − H⁻¹ȧ/γ, and b becomes b − H⁻¹ḃ/γ, so that
 
     ẋ = −γ_x (∇²Φ x − T ẋ/γ),        T d = h_y a' + h_v b',        a' = H⁻¹a,        b' = H⁻¹(b − s_y a')
 
-T is symmetric, as ∇²Φ is. The lag's effect on the motion of x is small if γ_x ‖T‖ < γ. In one dimension, with
-∇²Φ = φ = D B²/λ², T = 2φ/λ, and x, y and v are stable up to γ_x φ = 2γλ (Routh). The bound γ_x φ < ½γλ is a quarter of
-that.
+T is symmetric, as ∇²Φ is. The effect of the lag on the motion of x is small if γ_x ‖T‖ < γ. In one dimension, with
+∇²Φ = φ = D B²/λ² and T = 2φ/λ, the variables x, y and v are stable up to γ_x φ = 2γλ (Routh's criterion). There the
+condition γ_x ‖T‖ < γ is γ_x φ < ½γλ, a quarter of this bound.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Spread(NamedTuple):
     """Hold the differences between clients at (x, y)."""
 
     inner: float  # √ Σ p_i ‖∇y g_i − mean‖²
-    inner_share: float  # the square of `inner` divided by Σ p_i ‖∇y g_i‖²: 0 if all are equal, 1 if they cancel
+    inner_share: float  # `inner`² / Σ p_i ‖∇y g_i‖²: 0 if all gradients are equal, 1 if their mean is 0
     outer: float  # the same for ∇x f_i
     outer_share: float
     tops: list[float]  # the largest eigenvalue of each client's ∇²yy g_i
@@ -186,9 +186,9 @@ class Response(NamedTuple):
 def response(
     population: Population, x: PyTree, start: PyTree, delta: float, seed: int, *, iterations: int = 12
 ) -> Response:
-    """Compute both spectra at x, by Lanczos' method with `iterations` products each.
+    """Compute the extreme eigenvalues of ∇²Φ and of T at x, by Lanczos' method with `iterations` products each.
 
-    A product with ∇²Φ takes 2 linear systems, and a product with T takes 4.
+    A product with ∇²Φ takes 2 linear systems, and a product with T takes 4. y and v are at their equilibrium.
     """
     inner = solve_inner(population, x, start, pull=delta)
     y = inner.y
@@ -226,7 +226,7 @@ def response(
 
 @jax.jit
 def _solve(population: Population, x: PyTree, y: PyTree, delta: Array, b: PyTree) -> tuple[PyTree, Array]:
-    """Compute (H⁻¹b, whether H turned out not to be positive definite)."""
+    """Compute H⁻¹b by conjugate gradient; also return whether H was found not to be positive definite."""
 
     def shifted(v: PyTree) -> PyTree:
         return optax.tree.add_scale(population.inner.hess_v(x, y, v), delta, v)
@@ -249,7 +249,7 @@ def _moved(population: Population, x: PyTree, y: PyTree, v: PyTree, dx: PyTree, 
 
 @dataclass(frozen=True)
 class DifferentiablePoint:
-    """Hold a problem as functions of the floating arrays of x and y alone, and these arrays in float64."""
+    """Hold a problem whose losses take only the floating arrays of x and y, and these arrays in float64."""
 
     problem: Any
     x: PyTree

@@ -36,8 +36,9 @@ from fedbilevel.tasks.quadratic import quadratic
 TOLERANCE = 1e-10
 """The largest allowed difference of results in float64; see `difference`.
 
-Engines add up in different orders, which changes a sum by some units of rounding, 2e-16. Many local steps or an
-ill-conditioned system can multiply that by a few thousand. A mistake changes far more digits."""
+Engines add numbers in different orders, which changes a sum by some units of rounding, 2e-16. Many local steps or an
+ill-conditioned system can multiply this difference by a few thousand. A mistake in a method causes a far larger
+difference."""
 
 FEATURES = {
     "submodels": "clients of limited capacity",
@@ -45,7 +46,7 @@ FEATURES = {
     "own_y": "leaves of y that are each client's own",
     "project_x": "an x in a set",
 }
-"""Features that depend on the problem: what the method declares about them is reported, and nothing is run."""
+"""Features that depend on the problem. For them, the method's declaration is reported, and nothing is run."""
 
 ROUNDS_TO_REST = 2000
 SOLVED = 1e-6  # the relative error of x at which a quadratic problem counts as solved
@@ -53,7 +54,7 @@ SOLVED = 1e-6  # the relative error of x at which a quadratic problem counts as 
 
 @dataclass(frozen=True)
 class Runs:
-    """Make runs of one method from one start, whose results are compared."""
+    """Make runs of one method on one problem, from the same start, so that their results can be compared."""
 
     method: Algorithm
     problem: Any
@@ -155,7 +156,10 @@ def checks(runs: Runs, plain: Result) -> Iterator[NamedCheck]:
 
 
 def moved(runs: Runs, plain: Result) -> str:
-    """Check that x or y moved. Without a y0, y is no variable, but may be an average of x, as for simple problems."""
+    """Check that x or y moved, and return by how much; without a y0, only x counts.
+
+    Without a y0, y is not a variable, but may be an average of x, as for simple bilevel problems.
+    """
     start = [np.asarray(leaf) for leaf in jax.tree.leaves((runs.x0, runs.y0))]
     end = [np.asarray(leaf) for leaf in jax.tree.leaves((plain.x, None if runs.y0 is None else plain.y))]
     most = max(float(np.max(np.abs(a - b), initial=0)) for a, b in zip(end, start, strict=True))
@@ -173,7 +177,7 @@ def repeated(runs: Runs, plain: Result) -> str:
     try:
         return compared(plain, resumed, exact=True) + ", also resumed from a checkpoint"
     except CheckError as error:
-        compared(plain, runs.run(Local()), exact=True)  # raises if the checkpoint is not to blame
+        compared(plain, runs.run(Local()), exact=True)  # raises an error if two plain runs differ, too
         raise CheckError(f"resumed from a checkpoint: {error}") from error
 
 
@@ -247,7 +251,7 @@ def noised(runs: Runs) -> str:
 
 
 def solved(runs: Runs) -> str:
-    """Check that the method, with full batches, ends at the solution and at no other point."""
+    """Check that the method, with full batches, ends at the solution of a quadratic problem."""
     task = quadratic(clients=4, condition=3, samples=(2, 4))
     method = runs.method
     for entry in batch_sizes(method):
@@ -288,7 +292,7 @@ def leaves(result: Result) -> list[tuple[str, Any]]:
 
 
 def is_number_array(leaf: Any) -> bool:
-    """Return whether a leaf of a state holds numbers, not the key of a random generator."""
+    """Return whether a leaf of a state has numbers, and is not the key of a random generator."""
     return not jnp.issubdtype(getattr(leaf, "dtype", np.dtype(float)), jax.dtypes.prng_key)
 
 

@@ -1,4 +1,4 @@
-"""Measure the norms of clients' replies, by phase and part, and how far the noise of privacy moves x and y.
+"""Measure the norms of clients' replies, by phase and part, and how far x and y move because of the noise of privacy.
 
 The norms help to choose a clip, and the movement by noise helps to choose step sizes: see docs/explanation/privacy.md.
 """
@@ -27,12 +27,15 @@ from fedbilevel.engines.reference import Reference
 from fedbilevel.engines.solve import solve
 
 ALL = "all"
-SILENT = 1e-20  # a noise multiplier that amounts to clipping without noise
+SILENT = 1e-20  # a noise multiplier so small that replies are clipped and get practically no noise
 
 
 @dataclass(frozen=True)
 class Moved:
-    """Hold how far a variable moves in all rounds, in L2 norm, by noise (infinite: it diverges) and without noise."""
+    """Hold how far a variable moves in all rounds, in L2 norm: by the noise alone, and without noise.
+
+    By the noise it moves infinitely far if the run with noise diverges.
+    """
 
     by_noise: float
     without: float
@@ -98,7 +101,7 @@ def reply_norms(
     privacy: Privacy | None = None,
     key: int = 0,
 ) -> ReplyNorms:
-    """Run some rounds, and measure the norms of replies; with terms of privacy, also how far noise moves x and y.
+    """Run some rounds, and measure the norms of replies; with terms of privacy, also how far x and y move by noise.
 
     The norms are measured without clipping, in rounds without privacy. In a federation, only a site itself knows the
     norms of its replies.

@@ -13,7 +13,7 @@ from fedbilevel.wording import in_a_line
 LONGEST = 400  # characters of an error in the table
 
 NamedCheck = tuple[str, Callable[[], str] | No]
-"""The name of a check, and a function that returns a detail or raises an error; or why there is nothing to check.
+"""The name of a check, and a function that returns a detail or raises an error, or the reason why nothing is checked.
 
 A function returns "" if a feature is supported according to the method's declaration, and nothing was run."""
 
@@ -72,7 +72,7 @@ def report_of(subject: str, checks: Iterable[NamedCheck]) -> CheckReport:
 
 
 def outcome(name: str, check: Callable[[], str] | No) -> CheckOutcome:
-    """Run one check; an error of any class is its outcome, and does not end the others."""
+    """Run one check and return its outcome; an error of any class is a failure, and does not end other checks."""
     if isinstance(check, No):
         return CheckOutcome(name, "refused", check.why)
     try:

@@ -20,11 +20,11 @@ from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel
 from fedbilevel.core.tree import XYV
 from fedbilevel.diagnostics.measure import Measurements
 
-LOCAL_STEPS = 5  # with mini-batches: an exchange then averages the noise of five draws
+LOCAL_STEPS = 5  # the number of local steps with mini-batches, so that an exchange averages the noise of five draws
 INNER_ROUNDS = 20  # the largest number of inner rounds in FedNest's epoch
 TERMS = 10  # the largest number of terms of FedNest's series
 CG_TOLERANCE = 1e-6
-SOLVED = 8  # 8κ inner rounds leave e^−8 of the error of y and of a truncated series
+SOLVED = 8  # after 8κ inner rounds, e^−8 of the error of y and of a truncated series remains
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,13 @@ def single_loop(s: Scales, batch_size: int | None, work: int | None) -> dict[str
     """Return fields of SimFBO, ShroFBO, F2SA and CorrectedFBO, whose server makes the steps of FedBiO's clients."""
     chosen = plain(s, batch_size, work)
     server = chosen["client_lr"]
-    # with noise, local steps of the server's size average it; without noise they would only drift, and are tiny
+    # with noise, local steps of the server's size average the noise; without noise they only cause drift, so are tiny
     local = server if batch_size is not None else XYV(*(1e-3 * size for size in server))
     return {**chosen, "client_lr": local, "server_lr": server, "radius": s.radius}
 
 
 def nested(s: Scales, batch_size: int | None, work: int | None, inner: type[LocalSGD | SVRG] = SVRG) -> dict[str, Any]:
-    """Return fields of FedNest, with conjugate gradient if products are exact, and a short series if they are noisy.
+    """Return fields of FedNest, with conjugate gradient if products are exact, and with a short series if not.
 
     A client's step is `inner.lr` divided by the number of its steps, so that `work` has no effect.
     """
@@ -146,7 +146,10 @@ nested_plainly = partial(nested, inner=LocalSGD)
 
 
 def recursive(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]:
-    """Return fields of FedBiOAcc; if clients drift, the newest gradient has weight ½, since momentum adds up drift."""
+    """Return fields of FedBiOAcc; with several local steps, the newest gradient has the weight ½.
+
+    Clients then drift, and the momentum would add up their drift.
+    """
     chosen = plain(s, batch_size, work)
     return chosen if chosen["local_steps"] == 1 else {**chosen, "forgetting": 0.5}
 
@@ -191,8 +194,8 @@ _PLANES = "no measurement bounds the steps of the cutting planes' multipliers"
 _REASONS = {
     "adbo": _PLANES,
     "afbo": "the steps depend on the delays of replies, which only a run shows",
-    "fedavg-s": "both players move at once, and the steps also depend on ∇²xy F, which is not measured",
-    "fedex": "x is chosen among random draws, and no step moves it",
+    "fedavg-s": "x and y move at once, and the steps also depend on ∇²xy F, which is not measured",
+    "fedex": "x is chosen among random draws, so that there are no steps on x",
     "lfednest": _OWN,
     "meha": "it is for inner losses that are not convex in y, where y*(x) and Φ need not exist; its steps adapt",
     "rabo": _OWN,
@@ -206,7 +209,7 @@ _REASONS_BY_PROBLEM: dict[type[Problem], str] = {
 
 
 def not_suggested() -> dict[str, str]:
-    """Return, by name, why no fields are suggested for the other methods."""
+    """Return the methods for which no fields are suggested, by name, each with the reason."""
     unknown = "no rule derives the steps from the measurements"
     others = {name: cls.solves[0] for name, cls in sorted(ALGORITHMS.items()) if name not in SUGGESTED}
     return {name: _REASONS.get(name) or _REASONS_BY_PROBLEM.get(kind, unknown) for name, kind in others.items()}
@@ -222,12 +225,12 @@ def require_suggested(algorithm: str) -> None:
 
 
 def call(name: str, fields: Mapping[str, Any]) -> str:
-    """Write the Python expression that calls a class with these fields, numbers in three digits."""
+    """Return the Python expression that calls a class with these fields, with numbers of three digits."""
     return f"{name}({', '.join(f'{field}={_expression(value)}' for field, value in fields.items())})"
 
 
 def _expression(value: Any) -> str:
-    """Return the Python expression of a field's value; for a part, only what differs from its defaults."""
+    """Return the Python expression of a field's value; for a part, only fields that differ from their defaults."""
     if isinstance(value, Part):
         return call(f"fb.parts.{type(value).__name__}", own_values(value))
     if isinstance(value, XYV):

@@ -1,4 +1,4 @@
-"""Check a task: look at its losses, samples and start before a method runs on it."""
+"""Check the losses, the samples and the start of a task before a method runs on it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ LANCZOS_STEPS = 50
 
 
 def check_task(task: Task) -> CheckReport:
-    """Look at a task's losses, samples and start for mistakes that would give plausible but wrong numbers.
+    """Check a task's losses, samples and start for mistakes that would lead to plausible but wrong results.
 
     These checks are made:
 
     - x acts on the outer loss through y, and every leaf of x moves; otherwise losses may have been swapped.
     - Each loss is a mean over the samples of its batch, and not a sum.
     - Both losses, their gradients and the metrics are finite at the start.
-    - The inner loss is strongly convex in y at the start. If it is not, there is a warning, and no check fails, since y
-      may move to a region where it is.
+    - The inner loss is strongly convex in y at the start. If not, a warning is issued and no check fails, since y may
+      move to a region where the loss is strongly convex.
 
     A warning is also issued if a loss uses samples as indices outside of an axis, such as negative labels.
 
@@ -67,7 +67,7 @@ def checks(task: Task, at: DifferentiablePoint, seen: list[Warning]) -> Iterator
 
 
 def without(kind: type[Warning], seen: list[Warning]) -> str:
-    """Check that no warning of this kind was issued at the first look at the losses."""
+    """Check that no warning of this kind is among the warnings of the first look at the losses."""
     if found := [str(warning) for warning in seen if isinstance(warning, kind)]:
         raise CheckError("; ".join(found))
     return "as seen near the start"

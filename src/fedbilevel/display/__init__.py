@@ -172,7 +172,7 @@ class Bar:
         self.show(round, rounds)
 
     def show(self, done: float, whole: float, numbers: str = "") -> None:
-        """Show that `done` of `whole` is done, and `numbers` such as losses below."""
+        """Show that `done` of `whole` units are done, and, on the line below, `numbers` such as losses."""
         self.since = None
         self.speed.mark(done)
         self.live.start()
@@ -188,14 +188,14 @@ UNITS = {name: name for name in ("rounds", "exchanges", "bytes", "evaluations")}
 
 
 class Watch:
-    """Show the progress of a run in the cost of its budget, with the losses and metrics so far: a bar, or lines.
+    """Show how much of its budget a run has spent, with the losses and metrics so far, in a bar or in lines.
 
     An instance is both the display of a run, which gets stages, and a callback of the run, which gets numbers.
 
     Args:
         console: the console to write to. A terminal gets a bar, and other consoles get lines.
         metric: the metric that is shown after the outer loss.
-        budget: the cost that ends the run, a key of UNITS, and its limit.
+        budget: the cost that ends the run, which is a key of UNITS, and the limit of this cost.
         timed: whether the clock's time is shown as well.
     """
 
@@ -212,7 +212,7 @@ class Watch:
             self.speed.pause()
 
     def advance(self, round: int, rounds: int) -> None:
-        """Do nothing: the callback, which is called after each round, also has the numbers to show."""
+        """Do nothing: `__call__`, the callback of the run, shows the rounds together with the numbers."""
 
     def close(self) -> None:
         if self.bar:
@@ -255,11 +255,11 @@ class Speed:
         self.paused = False
 
     def pause(self) -> None:
-        """Exclude the time until the next mark."""
+        """Exclude the time until the next call of `mark` from the speed."""
         self.paused = True
 
     def mark(self, done: float) -> None:
-        """Record that `done` is done now."""
+        """Record the present time and `done`, the number of units that are done."""
         now = self.clock()
         self.marks = [] if self.paused else [mark for mark in self.marks if now - mark[0] < WINDOW] or self.marks[-1:]
         self.marks.append((now, done))

@@ -45,9 +45,9 @@ SHORT = {
 }
 OF_CLIENTS = "of clients: mean, 10 % to 90 %, worst (dotted)"
 ONCE = "measured once: eval_every gives more points"
-UNNAMED = "_nolegend_"  # a label that legend(["one", "other"]) skips when it names curves in turn
+UNNAMED = "_nolegend_"  # a label of lines that a call such as legend(["one", "other"]) leaves out
 SHOWN = ("p10", "p90", "worst")  # the statistics of a per-client metric that are drawn with its mean
-UNLIKE = 20  # above this ratio of two losses, each has its own panel, since the smaller would look flat
+UNLIKE = 20  # above this ratio of two losses, each has its own panel, since the smaller one would look flat
 SUFFIXES = (".png", ".pdf", ".svg")
 UNDATED = {".png": {"Software": None}, ".pdf": {"CreationDate": None}, ".svg": {"Date": None}}
 
@@ -285,9 +285,9 @@ def _draw_curve(axes: Any, line: Curve, panel: str, colour: str, dashes: str, sc
 def run_figure(history: NumberTable, metric: str, title: str, timed: bool = False) -> Any:
     """Draw a figure of one run, with panels in a row: the metric, the losses, and each per-client metric.
 
-    If there is the same metric of the average iterate, it is in the metric's panel. Losses of very different sizes have
-    a panel each. The costs of one run grow together, so curves are drawn against exchanges only, or, if `timed`,
-    against time, with the metric against both. The totals of all costs are printed below.
+    If the metric was also measured at the average iterate, both are in one panel. Losses of very different sizes have a
+    panel each. The costs of one run grow together, so curves are drawn against exchanges only. If `timed`, they are
+    drawn against time instead, and the metric against both. The totals of all costs are printed below.
     """
     measured: list[str] = [name for name in (metric, f"average_{metric}") if name in history.columns]
     losses: list[str] = [name for name in ("outer_loss", "inner_loss") if name in history.columns and name != metric]
@@ -319,8 +319,8 @@ def comparison_figure(
 ) -> Any:
     """Draw a figure that compares runs: a panel for each cost with all curves, then panels of per-client metrics.
 
-    The legend is in a free cell or below. With a `size` in inches there is no title, since a paper has it in the
-    caption.
+    The legend is in a free cell or below. A figure with a `size` in inches is for a paper, which has the title in the
+    caption, and so has no title.
     """
     for panel in panels:
         require_panel(panel, curves)
@@ -459,7 +459,7 @@ def typography(size: tuple[float, float] | None) -> Any:
 
 
 def axis_label(names: Sequence[str]) -> str:
-    """Return the label of the axis of some columns: the last words that all names share, without ends such as .p10."""
+    """Return the label of an axis for some columns: the last words that all names share, without ends such as .p10."""
     if len(names) == 1:
         return literal(words(names[0])) + (" (%)" if in_percent(names[0]) else "")
     last = [name.partition(".")[0].split("_")[::-1] for name in names]
@@ -487,7 +487,10 @@ def _ratio(values: np.ndarray) -> float:
 
 
 def _range_after_start(curves: Sequence[Curve], panel: str) -> tuple[float, float] | None:
-    """Return the lowest and the highest value, without the untrained model, beside which all others would look flat."""
+    """Return the lowest and the highest value of curves, without the values at the start.
+
+    The untrained model is left out, since next to its value all others would look flat.
+    """
     ends = [(line, value) for line in curves for value in (line.value, *(line.clients or {}).values())]
     values = np.concatenate([value[-1:] if line.level else value[line.costs[panel] > 0] for line, value in ends])
     return (float(values.min()), float(values.max())) if values.size else None

@@ -10,7 +10,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint")
 SAME_ENTRIES = ("broadcast_in_dim", "reshape", "squeeze", "transpose", "convert_element_type")
-SHIFTS = {"add": 1, "sub": -1, "lt": 0}  # the factor of a whole number in the shift that an operation with it makes
+SHIFTS = {"add": 1, "sub": -1, "lt": 0}  # how an operation with a whole number n shifts an index: by n, −n or 0
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
@@ -31,12 +31,12 @@ class IndexedAxis(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Name the argument that a value comes from.
+    """Name the argument from which a value is computed.
 
     Args:
         argument: the number of the argument. Changes of its shape or type are ignored.
         shift: the whole number that was added to the argument.
-        compared: whether the value says if the argument is less than a number.
+        compared: whether the value is a truth value: whether the argument is less than a number.
     """
 
     argument: int
@@ -64,7 +64,7 @@ def indexed_axes(program: ClosedJaxpr) -> set[IndexedAxis]:
         return read(jaxpr.outvars)
 
     def origins(step: JaxprEqn, inputs: list[Any]) -> list[Any]:
-        """Return the origins of an operation's results, a list of origins for concatenated columns, else nothing."""
+        """Return the origins of an operation's results: a list of origins for concatenated columns; [] if unknown."""
         name, params, of_arguments = step.primitive.name, step.params, [isinstance(each, Origin) for each in inputs]
         if params.get("name") == "_one_hot":
             add("one_hot", inputs[:1], params["jaxpr"].out_avals[0].shape[-1:])

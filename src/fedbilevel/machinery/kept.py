@@ -1,7 +1,7 @@
 """Cache compiled programs, and results of tracing, within a process; hash arrays and traced functions.
 
-The keys of the cache are hashes of traced functions. It holds no data of a run and no function of a user: a function
-that closes over much data, or that calls back into Python, is compiled anew for each run.
+The keys of the cache are hashes of traced functions. The cache has no data of a run and no function of a user: a
+function with much data in its closure, or with calls back into Python, is compiled anew for each run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 T = TypeVar("T")
 LIMIT = 64  # the largest number of cached objects
-MUCH = 2**20  # bytes: a program with more constants is not cached
+MUCH = 2**20  # a program whose constants have more bytes is not cached
 QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 _KEPT: OrderedDict[Hashable, Any] = OrderedDict()
@@ -29,7 +29,7 @@ _LOCK = threading.Lock()
 
 
 def kept(key: Hashable | None, make: Callable[[], T]) -> T:
-    """Return the cached object of an equal key, or call `make` and cache its result.
+    """Return the cached object for a key, or call `make` and cache its result under the key.
 
     Beyond `LIMIT` objects, the least recently used one is dropped. Without a key, or with a key that cannot be hashed,
     nothing is cached.
@@ -64,18 +64,20 @@ def compiled(
 ) -> Callable[..., Any]:
     """Compile a function for arguments of the shapes and types of `like`, or take its program from the cache.
 
-    Later arguments on other devices are compiled for at their first call.
+    If later arguments are on other devices, the function is compiled for them at the first such call.
 
     Args:
-        key: everything that the function depends on, except its name and the leaves of its arguments. With an equal key
-            the function is not traced again. Without a key it is traced each time, and an earlier program of an equal
-            trace is taken.
+        function: the function.
+        like: arguments whose shapes and types count.
+        key: everything on which the function depends, except its name and the leaves of its arguments. With an equal
+            key the function is not traced again. Without a key it is traced each time, and if an earlier trace was
+            equal, the program of that trace is used.
         quickly: whether to compile in less time, on CPUs, to a slower program.
     """
     leaves, tree = jax.tree.flatten(like)
     options = QUICKLY if quickly and jax.default_backend() == "cpu" else None
 
-    @jax.disable_jit(False)  # jax_disable_jit is for stepping through the functions of a user; ours stay compiled
+    @jax.disable_jit(False)  # jax_disable_jit is for stepping through a user's functions; this one stays compiled
     def program_for(leaves: list[Any]) -> tuple[Callable[[list[Any]], list[Any]], Any]:
         structures = []
 
@@ -134,10 +136,11 @@ def has_rules(traced: ClosedJaxpr) -> bool:
 
 
 def shapes_of(arguments: Any) -> Hashable:
-    """Return what a trace depends on: the structure, shapes and types of the arguments, and JAX's settings.
+    """Return a key of everything in the arguments and in JAX's settings on which a trace depends.
 
-    The static fields 1, 1.0 and True are equal but are traced differently, so the key also has the printed structure.
-    A structure keeps its nodes alive: if these may be objects of a user, pass the leaves alone.
+    These are the structure, shapes and types of the arguments. The static fields 1, 1.0 and True are equal but are
+    traced differently, so the key also has the structure as text. A structure keeps its nodes in memory: if they may be
+    objects of a user, pass only the leaves.
     """
     leaves, structure = jax.tree.flatten(arguments)
     kinds = tuple((aval.shape, str(aval.dtype), aval.weak_type) for aval in map(jax.typeof, leaves))
@@ -187,9 +190,9 @@ def _settings() -> Hashable:
     return str(jnp.result_type(float)), jax.default_backend(), tuple(str(getattr(jax.config, name)) for name in named)
 
 
-WHOLE = 2**24  # bytes: a larger memory-mapped array is read in part, a larger array in memory hashed by CRC-32
+WHOLE = 2**24  # of arrays with more bytes, memory-mapped ones are read in part, and others are hashed by CRC-32
 BLOCKS = 64  # the number of blocks of clients, each with its own hash, so that a message can name clients that differ
-ROWS = 32  # the number of rows, evenly spaced, that are read of each block of a larger memory-mapped array
+ROWS = 32  # the number of evenly spaced rows that are read of each block of a large memory-mapped array
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # the address of an object in this process
 
 
@@ -203,7 +206,7 @@ def short(*parts: str | bytes) -> str:
 
 
 def of_program(program: ClosedJaxpr) -> str:
-    """Return a hash of what a traced function computes, without names and addresses: the same in every process."""
+    """Return a hash of the operations of a traced function, without names and addresses: equal in every process."""
     return short(*description(program))
 
 

@@ -1,8 +1,8 @@
 """Compute JAX's default random numbers by a program that compiles quickly on CPUs.
 
-On CPUs JAX runs the 20 rounds of its hash Threefry as a loop. Each place where a key is split or bits are drawn then
-gives about ten kernels, which take half the compilation time of a small program. This module writes the rounds out, as
-JAX does on other devices, which gives one kernel. The bits are the same.
+On CPUs JAX runs the 20 rounds of its hash Threefry as a loop. Every split of a key and every draw of bits then becomes
+about ten kernels, which take half the compilation time of a small program. This module writes the rounds one after the
+other, as JAX does on other devices, so that they become one kernel. The bits are the same.
 
 J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw. "Parallel random numbers: as easy as 1, 2, 3". SC 2011.
 """
@@ -28,8 +28,8 @@ TAG = "fbl"  # the name in JAX's types of these keys: key<fbl>[]
 def written_out(key: Array) -> Array:
     """Return a key that gives the same bits as `key` by a program that a CPU compiles quickly.
 
-    On other devices, and for keys of other generators, the result is `key` itself. `jax.random.poisson` takes JAX's own
-    keys alone: for the new key it raises NotImplementedError.
+    On other devices, and for keys of other generators, the result is `key` itself. `jax.random.poisson` takes only
+    JAX's own keys: for the new key it raises NotImplementedError.
     """
     default = jax.random.key_impl(key) == NAME and jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
     if not default or jax.default_backend() != "cpu":
@@ -38,7 +38,7 @@ def written_out(key: Array) -> Array:
 
 
 def about_keys(error: Exception) -> bool:
-    """Return whether an error was raised because a function takes JAX's own keys alone."""
+    """Return whether an error was raised because a function takes only JAX's own keys."""
     missing_rule = any(isinstance(one, NotImplementedError) for one in (error, error.__cause__))
     return missing_rule or f"key<{TAG}>" in str(error)
 
@@ -46,10 +46,10 @@ def about_keys(error: Exception) -> bool:
 def computed_once(drawn: Array) -> Array:
     """Return the integers `drawn`, (..., n), unchanged, and make XLA compute each of them only once.
 
-    XLA fuses the computation of an index into the loop that reads the samples there. The hash of a drawn index would be
-    computed again for every entry of the sample, which took two thirds of a round on a CPU, and two fifths on a GPU. On
-    a GPU an optimization barrier prevents this. On a CPU it does not, nor does a sum over windows of one number; a sum
-    over windows of one number and a zero does.
+    XLA fuses the computation of an index into the loop that reads the samples at this index. The hash of a drawn index
+    would then be computed again for every entry of the sample, which took two thirds of a round on a CPU, and two
+    fifths on a GPU. An optimization barrier prevents this on a GPU, but not on a CPU. On a CPU a sum over windows
+    prevents it, if each window has one number and a zero.
     """
     if jax.default_backend() != "cpu":
         return lax.optimization_barrier(drawn)

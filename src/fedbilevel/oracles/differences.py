@@ -1,4 +1,4 @@
-"""Approximate products with second derivatives by differences of gradients, where exact ones cost too much or fail.
+"""Approximate products with second derivatives by differences of gradients, if exact products cost too much or fail.
 
 Let η be the length of a difference and ε the machine precision, and suppose that third derivatives are about as large
 as second ones. A central difference in y has a truncation error of η²/6 and a rounding error of ε(1 + ‖y‖)/η. Their sum
@@ -24,7 +24,7 @@ from fedbilevel.oracles.fixed_x import inner_loss_on
 
 
 class Differences(Part):
-    """Approximate products with second derivatives by central differences of gradients along v, two gradients each.
+    """Approximate products with second derivatives by central differences: two gradients, at y + μv and y − μv.
 
     Use it for losses that JAX cannot differentiate twice. The truncation error grows as the square of the length of a
     difference; a very short difference loses digits to rounding.
@@ -43,18 +43,21 @@ class Differences(Part):
         return reply._replace(gradients=reply.gradients + 2 * reply.hvps, hvps=0)
 
     def hess_v(self, problem: Problem, x: PyTree, y: PyTree, v: PyTree, batch: PyTree) -> PyTree:
-        """Return ∇²yy g·v ≈ [∇y g(x, y + μv) − ∇y g(x, y − μv)]/2μ, of the shape of y."""
+        """Return ∇²yy g·v ≈ [∇y g(x, y + μv) − ∇y g(x, y − μv)]/2μ on a batch, in the shape of y."""
         return self.hess_of(lambda y: problem.inner(x, y, batch), y, v)
 
     def hess_of(
         self, loss: Callable[[PyTree], Array], y: PyTree, v: PyTree, share: float | Array | None = None
     ) -> PyTree:
-        """Return ∇²loss(y)·v ≈ [∇loss(y + μv) − ∇loss(y − μv)]/2μ of a function of y alone, of the shape of y.
+        """Return ∇²loss(y)·v ≈ [∇loss(y + μv) − ∇loss(y − μv)]/2μ for a function of y alone, in the shape of y.
 
         One `vmap` computes both gradients, so that values that do not depend on y, such as features, are computed once.
 
         Args:
-            share: the share of the usual length that the difference has; None: all of it.
+            loss: the function, which returns a scalar.
+            y: the point.
+            v: a vector in the shape of y.
+            share: the length of the difference as a share of the usual length; None: the usual length.
         """
         mu = self.step(y, v) if share is None else share * self.step(y, v)
         gradients = jax.vmap(lambda size: jax.grad(loss)(move(y, size, v)))(jnp.stack([mu, -mu]))
@@ -81,9 +84,10 @@ class Differences(Part):
         return loss, f_x if v is None else optax.tree.sub(f_x, self.cross_v(problem, x, y, v, inner_batch))
 
     def step(self, y: PyTree, v: PyTree) -> Array:
-        """Return μ, the length of the difference over ‖v‖; for v = 0 the length itself, as the difference is 0 anyway.
+        """Return μ, the length of the difference divided by ‖v‖.
 
-        The precision ε is that of y, since only y is moved.
+        For v = 0, return the length itself; the difference is then 0 anyway. The precision ε is that of y, since only y
+        is moved.
         """
         size = optax.tree.norm(v)
         length = jnp.cbrt(epsilon(y) * (1 + optax.tree.norm(y)))
@@ -93,13 +97,13 @@ class Differences(Part):
 def value_and_derivative(function: Callable[[PyTree], PyTree], y: PyTree, v: PyTree) -> tuple[PyTree, PyTree]:
     """Return function(y) and its derivative along v, as `jax.jvp` does, for measurements of curvature.
 
-    Where JAX cannot differentiate the function, as the gradient of a loss with a `jax.custom_vjp`, the derivative is a
-    central difference. Methods do not fall back to it: their fields say how they make products.
+    If JAX cannot differentiate the function, such as the gradient of a loss with a `jax.custom_vjp`, the derivative is
+    a central difference. Methods do not fall back to this: their fields say how they compute products.
     """
-    try:  # within `jit`, which leaves nothing behind of an attempt that fails
+    try:  # within `jit`, so that an attempt that fails has no effects
         value, derivative = jax.jit(lambda y, v: jax.jvp(function, (y,), (v,)))(y, v)
         return value, derivative
-    except (TypeError, ValueError):  # an error that is the function's own comes again below
+    except (TypeError, ValueError):  # if the function itself is wrong, its error is raised again below
         value, mu = function(y), Differences().step(y, v)
         ends = function(move(y, mu, v)), function(move(y, -mu, v))
         return value, jax.tree.map(lambda high, low: ((high - low) / (2 * mu)).astype(high.dtype), *ends)
@@ -110,8 +114,8 @@ def coordinate_slopes(
 ) -> PyTree:
     """Return Σ_p ⟨δ_p, weight⟩ e_p over the places p, where δ_p = [function(x + μ e_p) − function(x)]/μ.
 
-    The result has the shape of x, and is 0 at all other places. `function` is evaluated at one place after the other,
-    so that memory does not grow with the number of places.
+    e_p is the unit vector of entry p of x. The result has the shape of x, and is 0 at all other places. `function` is
+    evaluated at one place after the other, so that memory does not grow with the number of places.
 
     Args:
         function: returns a tree of the shape of `weight`.

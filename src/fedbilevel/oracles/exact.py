@@ -1,4 +1,4 @@
-"""Compute the exact hypergradient over all samples of all clients in three ways, as a reference for estimates.
+"""Compute the exact hypergradient over all samples of all clients, as a reference for estimates, in three ways:
 
 - By the implicit function theorem.
 - By differences of Φ(x) = F(x, y*(x)), with the inner problem solved up to rounding.
@@ -78,7 +78,7 @@ class Inner(NamedTuple):
     gradient_norm: Array  # the norm of the gradient at y: ‖∇y G‖, with the pull's term if there is a pull
     iterations: Array
     products: Array  # the number of Hessian-vector products
-    negative_curvature: Array  # True if the Hessian proved not to be positive definite: y may then be no minimiser
+    negative_curvature: Array  # whether the Hessian was found not to be positive definite; y may then be no minimiser
 
 
 class _Newton(NamedTuple):
@@ -90,11 +90,12 @@ class _Newton(NamedTuple):
 def solve_inner(
     population: Population, x: PyTree, y: PyTree, *, pull: float | Array = 0.0, tolerance: float = 1e-3
 ) -> Inner:
-    """Minimise G(x, z) + ½ pull ‖z − y‖² over z by Newton's method from z = y. Without a pull, the minimiser is y*(x).
+    """Minimise G(x, z) + ½ pull ‖z − y‖² over z by Newton's method from z = y; with pull = 0 the minimiser is y*(x).
 
-    Conjugate gradient solves each system to a relative residual of `tolerance`. A step is halved until it makes the
-    gradient's norm smaller. If the Hessian is positive definite, a short enough step does so, since the derivative of
-    ½‖∇y G‖² along the step is at most −(1 − tolerance)‖∇y G‖². The method ends when rounding errors prevent this.
+    Conjugate gradient solves each system to a relative residual of `tolerance`. A step is halved until it reduces the
+    norm of the gradient. If the Hessian is positive definite, a short enough step reduces it, since the derivative of
+    ½‖∇y G‖² along the step is at most −(1 − tolerance)‖∇y G‖². The method ends when no step reduces the norm, because
+    of rounding errors.
     """
 
     def gradient(z: PyTree) -> PyTree:
@@ -136,7 +137,8 @@ def inner_solution(problem: Problem, clients: Clients, x: PyTree, y0: PyTree) ->
     """Minimise the inner loss over y at a fixed x, on all samples of all clients, by Newton's method up to rounding.
 
     Args:
-        problem: its inner loss must be strongly convex in y near the path from y0 to the minimiser.
+        problem: a problem whose inner loss is strongly convex in y near the path from y0 to the minimiser.
+        clients: the population.
         x: a tree of arrays.
         y0: the start, a tree of arrays.
     """
@@ -149,7 +151,7 @@ class Slopes(NamedTuple):
 
     directions: np.ndarray  # (directions, dim x), of unit norm, entries in the order of ravel_pytree
     values: np.ndarray
-    errors: np.ndarray  # the change of each value when the width is halved: a bound on its error, rounding aside
+    errors: np.ndarray  # the change of each value if the width is halved: a bound on its error, except for rounding
 
 
 def slopes(population: Population, x: PyTree, y: PyTree, seed: int, *, directions: int, width: float) -> Slopes:
@@ -190,9 +192,9 @@ class Unrolled(NamedTuple):
 def unrolled_gradient(population: Population, x: PyTree, y: PyTree, *, steps: int, lr: float | Array) -> Unrolled:
     """Return d/dx F(x, y_N(x)) with y_0 = y fixed and y_{n+1} = y_n − lr·∇y G(x, y_n), by reverse mode.
 
-    Let μ be the strong convexity and L the smoothness of G in y. For lr ≤ 1/L the result tends to ∇Φ(x) like
-    (1 − lr·μ)^N. From y = y*(x) it equals the hypergradient by a Neumann series of N terms. Memory holds N copies of y;
-    other intermediate values are computed again in the backward pass.
+    Let N be the number of steps, μ the strong convexity and L the smoothness of G in y. For lr ≤ 1/L the result tends
+    to ∇Φ(x) like (1 − lr·μ)^N. From y = y*(x) it equals the hypergradient by a Neumann series of N terms. N copies of y
+    are kept in memory; other intermediate values are computed again in the backward pass.
     """
     require_count("unrolled steps", steps)
 

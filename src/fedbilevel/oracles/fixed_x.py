@@ -1,8 +1,8 @@
-"""Prepare a client's inner loss at a fixed x for many steps on y: compute once per sample what does not depend on y.
+"""Prepare a client's inner loss at a fixed x for many steps on y: values that do not depend on y are computed once.
 
-If x is the first layers of a network, these values are the features, and the steps on the head use them in place of the
-images. The loss is traced on a sample or on a batch. Its operations are then sorted by their inputs: x alone, x and the
-samples, or y.
+If x is the first layers of a network, these values are the features of the samples, and the steps on the head use the
+features in place of the images. The loss is traced on a sample or on a batch. Its operations are then sorted by their
+inputs: x alone, x and the samples, or y.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +20,11 @@ from fedbilevel.core.tree import PyTree, join, split
 
 BYTES_AT_ONCE = 2**24
 """The bytes of intermediate values of a client's features that are computed together; more would not fit a cache."""
-FIXED, SAMPLE, VARIABLE = range(3)  # an operation depends on x and constants alone; also on the sample; also on y
+FIXED, SAMPLE, VARIABLE = range(3)  # an operation depends on x and constants only; also on the sample; also on y
 
 
 class InnerLoss(NamedTuple):
-    """Hold g_i(x, ·): `loss(y, take(draw))` is g_i(x, y) on the samples that a key or their places select."""
+    """Hold g_i(x, ·), a client's inner loss at a fixed x: `loss(y, take(draw))` is its value on a draw of samples."""
 
     take: Callable[[Draw], PyTree]
     loss: Callable[[PyTree, PyTree], Array]
@@ -35,9 +35,9 @@ class InnerLoss(NamedTuple):
 
 
 def inner_loss_at(client: Client, x: PyTree, y: PyTree, batch_size: int | None, steps: int) -> InnerLoss:
-    """Prepare g_i(x, ·) for about `steps` draws. Of `y` only the shapes and types are used."""
+    """Prepare a client's inner loss at a fixed x for about `steps` draws; only the shapes and types of `y` matter."""
     problem, samples = client.problem, client.inner
-    few = steps * (batch_size or samples.longest) <= samples.longest  # each sample is drawn once at most on average
+    few = steps * (batch_size or samples.longest) <= samples.longest  # on average, each sample is drawn at most once
     if few or "inner" in problem.draws:
         take_batch = partial(client.inner_batch, batch_size=batch_size)
         return InnerLoss(take_batch, lambda y, batch: problem.inner(x, y, batch))
@@ -83,7 +83,7 @@ class OnBatch(NamedTuple):
 
 
 def inner_loss_on(problem: Problem, x: PyTree, y: PyTree, batch: PyTree) -> OnBatch:
-    """Prepare g on a batch for many y, and for gradients in x. Of `y` only the shapes and types are used."""
+    """Prepare the inner loss on a batch for many y, and for gradients in x; only shapes and types of `y` matter."""
     parts = partition_by_dependence(problem.inner, x, y, batch)
 
     def features(x: PyTree) -> tuple[PyTree, PyTree]:
@@ -104,9 +104,9 @@ def loss_at_points(
 ) -> Callable[[PyTree, Sequence[PyTree]], list[Array]]:
     """Return the function (x, several y) -> [loss(x, y, batch) for each y], which can be differentiated in all of them.
 
-    What does not depend on y is computed once, and differentiated once. One call after the other is quicker on a CPU
-    than a `vmap` over the points, whose products of matrices have other weights for each point. Of `x` and `y` only the
-    shapes and types are used.
+    Values that do not depend on y are computed once, and differentiated once. The points y are evaluated one after the
+    other, which is quicker on a CPU than a `vmap`: in a `vmap`, matrix products would have other weights for each
+    point. Only the shapes and types of `x` and `y` matter.
     """
     parts = partition_by_dependence(loss, x, y, batch)
 
@@ -128,7 +128,7 @@ class Parts(NamedTuple):
 
 
 def partition_by_dependence(function: Callable[..., Array], x: PyTree, y: PyTree, sample: PyTree) -> Parts:
-    """Cut a scalar function into three parts by what its operations depend on, each as early as its inputs allow."""
+    """Divide a scalar function into three parts; each operation is in the earliest part that has its inputs."""
     closed = jax.make_jaxpr(_inlined(function, x, y, sample))(x, y, sample)
     jaxpr = closed.jaxpr
     kinds = [kind for kind, tree in ((FIXED, x), (VARIABLE, y), (SAMPLE, sample)) for _ in jax.tree.leaves(tree)]

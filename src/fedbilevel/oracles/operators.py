@@ -1,4 +1,4 @@
-"""Solve H v = b approximately, and find extreme eigenvalues of H, for symmetric H known only by products H v.
+"""Solve H v = b approximately, and find extreme eigenvalues of a symmetric H, by products H v alone.
 
 Each solution has diagnostics. Eigenvalues are found by the method of Lanczos, "An iteration method for the solution of
 the eigenvalue problem of linear differential and integral operators", J. Res. Nat. Bur. Standards 45, 1950, with full
@@ -46,7 +46,7 @@ def neumann(operator: Operator, b: PyTree, *, terms: int, step: float | Array) -
 
 
 class Iteration(NamedTuple):
-    """Hold the state of a conjugate gradient iteration whose caller computes the products with H."""
+    """Hold the state of a conjugate gradient iteration; the caller computes the products with H."""
 
     v: PyTree
     r: PyTree  # the residual b − H v, by its recurrence
@@ -58,7 +58,7 @@ class Iteration(NamedTuple):
 
     @classmethod
     def start(cls, b: PyTree, tolerance: float | Array) -> "Iteration":
-        """Start at v = 0, with ‖b − H v‖ ≤ tolerance·‖b‖ as the condition to end."""
+        """Return the state at v = 0, for an iteration that ends when ‖b − H v‖ ≤ tolerance·‖b‖."""
         size = optax.tree.vdot(b, b)
         zero = optax.tree.scale(0, b)  # keeps a NaN of b
         return cls(zero, b, b, size, tolerance**2 * size, jnp.asarray(0), jnp.asarray(-1))
@@ -122,9 +122,10 @@ class Extremes(NamedTuple):
 def extreme_eigenvalues(operator: Operator, like: PyTree, seed: int, *, iterations: int = 60) -> Extremes:
     """Approximate the extreme eigenvalues by k = min(iterations, dim) steps of Lanczos from a random vector.
 
-    The iteration runs in NumPy and calls `operator` once per step. When it reaches an invariant subspace, it goes on
-    with a new random direction, so that k = dim gives the whole spectrum whatever its multiplicities. Memory holds 2k
-    vectors of the size of `like`, in float64. If a product is not finite, all eigenvalues and residuals are NaN.
+    The iteration runs in NumPy and calls `operator` once per step. When it reaches an invariant subspace, it continues
+    with a new random direction. So k = dim steps give the whole spectrum, even with multiple eigenvalues. Memory is
+    needed for 2k vectors of the size of `like`, in float64. If a product is not finite, all eigenvalues and residuals
+    are NaN.
 
     Args:
         like: a tree of arrays with the shapes and types that `operator` takes.

@@ -1,7 +1,7 @@
 """Compute the losses of a whole population, their gradients and second-order products, without a loop over clients.
 
-A client's loss is a mean over its samples, plus terms without samples. Let client i have n_i samples, and let
-w_s = p_i/n_i for each of them. Then
+A client's loss is a mean over its samples, plus terms without samples. Let client i have the weight p_i and n_i
+samples, and let w_s = p_i/n_i be the weight of each of these samples s. Then
 
     F(x, y) = Σ_s w_s f(x, y, [s])    and    G(x, y) = Σ_s w_s g(x, y, [s]),    with Σ_s w_s = 1.
 
@@ -30,17 +30,20 @@ CHUNK = 256  # the number of samples that are vectorised together
 
 
 def hess_v(total: WeightedLoss, x: PyTree, y: PyTree, v: PyTree) -> PyTree:
-    """Return ∇²yy F·v, like y, without compiling: JAX would keep the loss and all data that it closes over."""
+    """Return ∇²yy F·v, in the shape of y; F is the loss `total`.
+
+    The function is not compiled, since JAX would keep the loss and all data in its closure.
+    """
     return total.stream(lambda loss: value_and_derivative(lambda y: jax.grad(loss, 1)(x, y), y, v)[1])
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class WeightedLoss:
-    """Hold a loss as a weighted sum over samples: a pytree, so that its data are arguments of compiled functions.
+    """Hold a loss F as a weighted sum over samples, in a pytree, so that its data are arguments of compiled functions.
 
-    In compositional problems g = ½‖y − r(x)‖² is not a mean over samples, but r is. There `value` differs from G by a
-    function of x alone, while ∇y G and all products with second derivatives are exact.
+    In a compositional problem g = ½‖y − r(x)‖² is not a mean over samples, although r is. For such a problem `value`
+    differs from G by a function of x alone, while ∇y G and all products with second derivatives are exact.
     """
 
     samples: PyTree  # leaves of shape (chunks, size, ...)
@@ -68,7 +71,7 @@ class WeightedLoss:
         return hess_v(self, x, y, v)
 
     def stream(self, of_chunk: Callable[[Callable[[PyTree, PyTree], Array]], PyTree]) -> PyTree:
-        """Return the sum of `of_chunk`(loss of a chunk) over all chunks; `of_chunk` must be linear in the loss."""
+        """Return the sum of `of_chunk`(the loss of a chunk) over all chunks; `of_chunk` must be linear in the loss."""
 
         def share(part: tuple[PyTree, Array]) -> PyTree:
             samples, weights = part
@@ -154,24 +157,22 @@ class Population:
 
     @jax.jit
     def hypergradient(self, x: PyTree, y: PyTree, v: PyTree) -> tuple[PyTree, PyTree]:
-        """Return ∇x F − ∇²xy G·v, and the residual ∇²yy G·v − ∇y F of v's linear system.
-
-        The first has the tree structure and the shapes of x, and the second those of y.
-        """
+        """Return ∇x F − ∇²xy G·v, like x, and the residual of the linear system for v, ∇²yy G·v − ∇y F, like y."""
         (f_x, f_y), (cross, hess) = self.outer.gradients(x, y), self.inner.products(x, y, v)
         return jax.tree.map(jnp.subtract, f_x, cross), jax.tree.map(jnp.subtract, hess, f_y)
 
 
 def chosen(rows: Ragged, ids: np.ndarray, p: np.ndarray, limit: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Return the places of all samples of clients `ids`, or of `limit` of them, in the flat arrays, and their weights.
+    """Return the places of samples of some clients in the flat arrays, and the weights of these samples.
 
-    If k of a client's samples are taken, each has the weight p_i/k. The weights are then scaled to sum to 1, so that
-    the weight of a client without samples goes to the others.
+    If k of a client's samples are taken, each has the weight p_i/k. The weights are then scaled to sum to 1. So if no
+    sample of a client is taken, its weight is distributed over the others.
 
     Args:
+        rows: the samples of all clients.
         ids: numbers of clients.
         p: the weights of these clients.
-        limit: the largest number of samples; None: all.
+        limit: the largest number of samples, which are spread evenly over these clients' samples; None: all samples.
     """
     sizes = rows.size[ids]
     ends = np.cumsum(sizes)
@@ -214,7 +215,7 @@ def _chunked(
 
 
 def _loss_and_samples(problem: Problem, clients: Clients, name: str) -> tuple[Loss, Ragged]:
-    """Return a loss and its samples. If the loss takes all samples of a client at once, these form one sample."""
+    """Return a loss and its samples; for a loss of all samples of a client at once, these samples form one sample."""
     loss: Loss = getattr(problem, name)
     rows: Ragged = getattr(clients, name)
     if name not in problem.whole:

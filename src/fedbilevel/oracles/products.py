@@ -14,12 +14,12 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import XYV, PyTree
 
 NOT_DIFFERENTIABLE = re.compile("differentiat|support JVP", re.IGNORECASE)
-"""What JAX's errors say of a function that has no derivative; those of wrong shapes do not."""
+"""Words of JAX's errors for a function that has no derivative; its errors for wrong shapes do not have them."""
 FIRST_DERIVATIVES = "fb.F2SA, fb.MEHA and fb.RAFBO need only first derivatives"
 
 
 class Directions(NamedTuple):
-    """Hold the directions of single-loop bilevel methods for x, y and v, and both losses, all on the same batches."""
+    """Hold the directions for x, y and v along which single-loop methods step, and both losses on the same batches."""
 
     step: XYV
     outer_loss: Array
@@ -28,10 +28,10 @@ class Directions(NamedTuple):
 
 @contextmanager
 def second_derivatives() -> Iterator[None]:
-    """Explain an error of JAX where the gradient of a loss cannot be differentiated.
+    """Explain JAX's error in the block if the gradient of a loss cannot be differentiated.
 
     Raises:
-        ConfigurationError: JAX cannot differentiate the gradient, as where a `jax.custom_vjp` makes it outside of JAX.
+        ConfigurationError: JAX cannot differentiate the gradient, for example because a `jax.custom_vjp` computes it.
     """
     try:
         yield
@@ -39,7 +39,7 @@ def second_derivatives() -> Iterator[None]:
         cause = str(error).partition("\n")[0].rstrip(".")
         if isinstance(error, FedbilevelError) or not NOT_DIFFERENTIABLE.search(cause):
             raise
-        text = f"JAX cannot differentiate the gradient of a loss, as this method needs it: {cause}"
+        text = f"JAX cannot differentiate the gradient of a loss, which this method needs: {cause}"
         raise ConfigurationError(f"{text}. {FIRST_DERIVATIVES}") from error
 
 
@@ -107,14 +107,16 @@ def independent_directions(
     system_batches: tuple[PyTree, PyTree],
     outer_batches: tuple[PyTree, PyTree],
 ) -> Directions:
-    """Return the three descent directions at (x, y, v), each on samples of its own.
+    """Return the three descent directions at (x, y, v), each on separately drawn samples.
 
     The directions of v and of x need ∇f and a product with ∇²g, and therefore a pair (outer batch, inner batch).
 
     Args:
-        inner_batch: for the direction of y; the papers call its draw ζ.
-        system_batches: the pair for the direction of v; ψ in the papers.
-        outer_batches: the pair for the direction of x; ξ in the papers.
+        problem: the problem.
+        iterate: (x, y, v).
+        inner_batch: the samples for the direction of y, ζ in the papers.
+        system_batches: the pair of batches for the direction of v, ψ in the papers.
+        outer_batches: the pair of batches for the direction of x, ξ in the papers.
     """
     x, y, v = iterate
     inner_loss, dy = jax.value_and_grad(problem.inner, 1)(x, y, inner_batch)

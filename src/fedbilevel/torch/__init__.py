@@ -8,7 +8,7 @@
     load(backbone, result.x)
 
 To divide the parameters of one module into x and y, use `split`; the losses then call apply(x | y, inputs). PyTorch is
-imported at the first use of a name of this package; without PyTorch, the error says which command installs it.
+imported at the first use of a name of this package; if it is missing, an error says which command installs it.
 """
 
 from importlib import import_module

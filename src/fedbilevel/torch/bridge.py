@@ -1,8 +1,8 @@
 """Translate modules and parameters from PyTorch to JAX and back; the only file that imports PyTorch.
 
 `torch.export` traces a module once. Its decompositions then replace every operator that has no rule in this package,
-and turn changes in place into pure functions. The remaining operators become a `Graph`. `torch.no_grad` and batch
-statistics are lost on the way, and are therefore refused before.
+and turn changes in place into pure functions. The remaining operators become a `Graph`. Tracing would drop
+`torch.no_grad` and batch statistics; modules with them are therefore refused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PLACEMENT = ("device", "layout", "memory_format", "pin_memory", "requires_grad")
 """The arguments of operators that say where and how PyTorch stores a tensor; they are left out."""
 
 WRAPPERS = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
-"""The classes that wrap a module, first that of torch.compile, and their attribute with the module."""
+"""The classes that wrap a module (the first is that of torch.compile), and the attribute in which they have it."""
 
 
 def from_torch(module: nn.Module, *example: Any, batch_axis: int | None = 0) -> tuple[Callable[..., Any], Parameters]:
@@ -69,8 +69,8 @@ def from_torch(module: nn.Module, *example: Any, batch_axis: int | None = 0) -> 
         flat, spec = pytree.tree_flatten((inputs, {}))
         if spec != expected:
             raise ConfigurationError(
-                "the inputs are nested in another way than the example: give apply inputs like the example of "
-                "from_torch"
+                "the inputs are nested in another way than the example: pass inputs to apply that are nested like the "
+                "example of from_torch"
             )
         if missing := sorted(set(graph.parameters.values()) - set(parameters)):
             raise ConfigurationError(
@@ -189,7 +189,7 @@ def _traced(module: nn.Module, example: tuple[Any, ...], batch_axis: int | None)
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Silence warnings and diagnostics of tracing, and prevent a fused encoder layer, which has no rule."""
+    """Silence warnings and diagnostics of tracing, and turn off the fused encoder layer, which has no rule here."""
     fused = torch.backends.mha.get_fastpath_enabled()
     disabled = logging.root.manager.disable
     logging.disable(logging.ERROR)
@@ -258,7 +258,7 @@ def _step(node: Any) -> Step:
 
 
 def _rule(target: Any, where: str) -> Rule:
-    """Return the rule of an operator; operators on sizes, which are whole numbers here, are their own rules."""
+    """Return the rule of an operator; an operator on sizes, which are whole numbers here, is its own rule."""
     name = str(target)
     if name in RULES:
         return RULES[name]

@@ -34,9 +34,9 @@ class Input(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Describe the application of an operator: `name` = rule(*args, **kwargs), with arrays cast to PyTorch's `dtypes`.
+    """Describe the application of an operator: `name` = rule(*args, **kwargs).
 
-    `draws` says whether the rule draws random numbers.
+    The results are cast to PyTorch's `dtypes`. `draws` says whether the rule draws random numbers.
     """
 
     name: str

@@ -36,9 +36,9 @@ def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
 
 
 def taps(x: Array, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> list[Array]:
-    """Return an array for each position in a sliding window: the entries of x there, over all places of the window.
+    """Return an array for each position inside a sliding window: the entries of x that this position has seen.
 
-    x is (…, *space), and already padded.
+    Such an array has an entry for each place of the window. x is (…, *space), and already padded.
     """
     n = len(kernel)
     counts = [(s - d * (k - 1) - 1) // t + 1 for s, k, t, d in zip(x.shape[-n:], kernel, stride, dilation, strict=True)]
@@ -168,7 +168,8 @@ def windows(
 ) -> list[Array]:
     """Pad x (…, *space) and return its `taps`.
 
-    The padding has the value `edge`. With `ceil`, a last window may reach beyond the padding, where it sees `outside`.
+    The padding has the value `edge`. With `ceil`, a last window may reach beyond the padding, where entries have the
+    value `outside`.
     """
     n = len(kernel)
     stride, padding, dilation = several(stride or kernel, n), several(padding, n), several(dilation, n)
@@ -334,7 +335,7 @@ def one_direction(
 ) -> tuple[tuple[Array, ...], Array]:
     """Run one layer in one direction, and return (last states, outputs (length, samples, width)).
 
-    `weights` are those of inputs and of states, then two biases and a projection, if there are any.
+    `weights` has the weights of inputs and of states, then two biases and a projection, if there are any.
     """
     of_inputs, of_states, *rest = weights
     b_inputs, b_states, *projection = rest if biases else (None, None, *rest)

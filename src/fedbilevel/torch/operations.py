@@ -1,8 +1,8 @@
-"""Define the rules for operators of PyTorch: for each, a function of JAX arrays with the operator's arguments.
+"""Define the rules for operators of PyTorch: a function of JAX arrays for each, with the operator's arguments.
 
 This module does not import PyTorch. At a kink or a tie, derivatives are those of PyTorch: relu'(0) = 0, clamp'(edge) =
-1, and the first of equal maxima gets the gradient. NaN propagates as in PyTorch. A result may have another dtype than
-in PyTorch; `Graph.run` casts it.
+1, and the first of equal maxima gets the gradient. NaN propagates as in PyTorch. The result of a rule may have another
+dtype than in PyTorch; `Graph.run` casts the result.
 
 The rule of an operator that draws random numbers has a function `key` as its first argument. `key()` returns a key of
 JAX, or raises ConfigurationError if the caller gave none.
@@ -45,7 +45,7 @@ REFUSED = {
 
 
 def rule(*names: str, draws: bool = False) -> Callable[[Rule], Rule]:
-    """Enter a function as the rule of some operators: "add.Tensor" is aten.add.Tensor, "relu" is aten.relu.default."""
+    """Make a function the rule of some operators: "add.Tensor" is aten.add.Tensor, and "relu" is aten.relu.default."""
 
     def enter(function: Rule) -> Rule:
         full = [f"aten.{name}" if "." in name else f"aten.{name}.default" for name in names]
@@ -289,7 +289,7 @@ def places(indices: Sequence[Array | None]) -> tuple[Any, ...]:
 
 
 def around(dim: int, index: Array) -> tuple[Array, ...]:
-    """Return the places of gather and scatter: the place of each entry of `index`, with the entry on axis `dim`."""
+    """Return the places that gather and scatter use: those of the entries of `index`, with the entry on axis `dim`."""
     grid = list(jnp.ogrid[tuple(map(slice, index.shape))])
     grid[dim] = index
     return tuple(grid)
