@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 
-if not TYPE_CHECKING:  # type checkers read the imports above, and so find a misspelt name
+if not TYPE_CHECKING:  # type checkers read only the imports above, by which they find a misspelt name
 
     def __getattr__(name: str) -> Any:
         """Return a public name, which is loaded on first use, so that `fedbilevel --help` does not wait for JAX."""

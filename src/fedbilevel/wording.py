@@ -38,7 +38,7 @@ NAME = re.compile(rf"(?:(?:{STRONG})s?|{LIKELY}){TAIL}(?:\.|$)", re.IGNORECASE |
 class SecretForm(NamedTuple):
     """Describe a form in which a secret, such as a password, appears in a text."""
 
-    pattern: str  # of what is before the secret, or of the secret
+    pattern: str  # a regular expression of the text before the secret, or of the secret itself
     example: str
 
 
@@ -56,7 +56,7 @@ NAMED = {
     ),
     "after bearer": SecretForm(r"\bbearer\ (?=\S*\d|\S{20})", "Bearer secret1"),
 }
-"""What is before a secret that follows its name."""
+"""The forms of a name and the sign after it, which are followed by a secret."""
 VALUES = {
     "in quotes": SecretForm(r"""b?"(?:(?s:\\.)|[^"\\])*"?|b?'(?:(?s:\\.)|[^'\\])*'?""", '"my \\"secret\\""'),
     "in quotes with backslashes": SecretForm(r"""\\"[^"]*"?|\\'[^']*'?""", '\\"my secret\\"'),
@@ -67,7 +67,7 @@ VALUES = {
         "Basic secret",
     ),
 }
-"""The secret after its name. A word ends where the next name of a query begins."""
+"""The forms of the secret that follows a name. A word ends where the next name of a query begins."""
 NOTHING = r"""(?!(?:none|null|true|false)(?:[\s;&,)}\]"']|$))"""
 HEADER = r"""((?:(["'])[\w-]{0,30})?(?<!/)(?:authorization|cookie)[ \t]*:[ \t]*+)
     (?(2)(?:\\.|="[^"]*"|(?!\2)[^\r\n])*|(?!b?["'{(\[])[^\r\n]+)"""
@@ -85,7 +85,7 @@ SECRETS = {
     "a header": SecretForm(HEADER, "Cookie: theme=dark; id=secret"),
     "a name and its secret": SecretForm(rf"({_one_of(NAMED)}){NOTHING}(?:{_one_of(VALUES)})", "password=secret"),
 }
-"""The patterns of secrets, with what is before the secret as the first group; they are replaced in this order."""
+"""The patterns of secrets. The text before the secret is the first group. Patterns are replaced in this order."""
 HIDDEN = [re.compile(form.pattern, re.IGNORECASE | re.VERBOSE) for form in SECRETS.values()]
 SEED = re.compile(r"((?<![a-z])seeds?(?:[-_]| ?[=:] ?| ))(\d+(?:, ?\d+)*)", re.IGNORECASE)
 

@@ -303,7 +303,7 @@ def test_what_cannot_be_together_says_why():
         (lambda: fb.solve(layered(fb.ADBO(wait_for=2), EveryReply()), *few, rounds=1), "ends with the first replies"),
         (
             lambda: played(BareReply()),
-            "BareReply.reply returned Reply.*it must return a Reply and what the layer keeps",
+            "BareReply.reply returned Reply.*it must return a Reply and the layer's new state",
         ),
         (lambda: played(KeepsAtOnce()), "KeepsAtOnce.exchange keeps .*, but server_slot says that nothing is kept"),
         (lambda: played(OneEntry()), "OneEntry.coded: decoding must return a tree like the encoded one"),

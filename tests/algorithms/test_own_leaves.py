@@ -484,7 +484,7 @@ def test_a_client_keeps_its_own_leaves_alone_and_sends_none():
 @pytest.mark.parametrize(
     ("algorithm", "problem", "words"),
     [
-        (fb.FedNest(), MIXED, r"FedNest cannot leave parts of y .*vectors that clients multiply by .*SimFBO"),
+        (fb.FedNest(), MIXED, r"FedNest cannot leave parts of y .*clients multiply vectors of the server by .*SimFBO"),
         (fixed(fb.FedMBO()), MIXED, r"FedMBO cannot leave parts of y .*has no own leaves of clients"),
         (fixed(fb.AggITD()), MIXED, r"AggITD cannot leave parts of y .*it needs all of y on the server"),
         (fixed(fb.LFedNest(joint=True)), ALL, r"joint=False"),

@@ -61,7 +61,8 @@ class ShortOnBothSides(ShortReply):
 @pytest.mark.parametrize("engine", [fb.Local(), fb.Reference()])
 def test_an_update_of_another_shape_is_no_mean_of_all_entries(engine, others):
     """x has 6 entries and y 3: one entry would be added to all of them."""
-    text = r"ShortReply.reply: Reply.update must have the shapes of that of `run`: \.x is float\d+\[1\], not .*\[6\]"
+    shapes = r"Reply.update must have the shapes of the update that `run` returned"
+    text = rf"ShortReply.reply: {shapes}: \.x is float\d+\[1\], not .*\[6\]"
     refused(lambda: run(ShortReply(), *others, engine=engine), text)
 
 
@@ -138,7 +139,7 @@ def test_a_layer_keeps_what_it_began_with(function, new, got):
         (
             "before_round",
             lambda self, method, kept: method,
-            "returned SimFBO.*: it must return a method and what",
+            "returned SimFBO.*: it must return a method and the layer",
         ),
         (
             "after_round",

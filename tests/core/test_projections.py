@@ -150,7 +150,7 @@ LIARS = {
     "rounds": (jnp.round, "not a projection onto a convex set"),
     "disjoint sets": (
         projections.intersection(projections.box(1, 2), projections.half_space(1, 1), max_steps=100),
-        r"\(x0\) is not finite; X may be empty",
+        r"\(x0\) is not finite; the set may be empty",
     ),
     "changes the shape": (lambda x: x[:1], r"\(x0\) = \(\(1,\).* of the shapes and types of x0"),
     "changes the type": (lambda x: jnp.clip(x, -1, 1).astype(jnp.float32), r"\(x0\) = .*float32.*float64"),

@@ -79,7 +79,7 @@ SOLVED = {
         lambda: solved(
             project=fb.projections.intersection(fb.projections.box(1, 2), fb.projections.half_space(1, 1), max_steps=50)
         ),
-        r"SimpleBilevel\.project\(x0\) .*X may be empty",
+        r"SimpleBilevel\.project\(x0\) .*the set may be empty",
     ),
     "H unknown": (lambda: solved(outer=None), r"SimpleBilevel\.outer = None .*a function \(x\) on the server"),
     "y0": (lambda: solved(y0=jnp.zeros(2)), r"y0 = .*None, as SimpleBilevel problems have no inner variable"),

@@ -42,5 +42,7 @@ def test_costs_that_are_not_fixed_are_refused():
         cost_of_round(METHODS["submodels"], task.problem, task.clients, task.x0, task.y0)
     growing = replace(METHODS["submodels"], inner=replace(LOCAL, rounds=lambda round: 1 + round))
     task = task_of("submodels")
-    with pytest.raises(fb.errors.ConfigurationError, match=r"decides while it runs how many clients inner\S* asks"):
+    with pytest.raises(
+        fb.errors.ConfigurationError, match=r"decides only during a round how many clients run the phase inner"
+    ):
         cost_of_round(growing, task.problem, task.clients, task.x0, task.y0)

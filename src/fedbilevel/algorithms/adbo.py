@@ -194,9 +194,9 @@ class Planes(NamedTuple):
 class Totals(NamedTuple):
     """Hold sums over the clients that have replied to at least one step."""
 
-    weight: Array  # Σ p_i
-    theta: PyTree  # Σ p_i θ_i
-    excluded: Array  # the largest Σ p_i, in any step, over the clients that have no part in some plane
+    weight: Array  # Σ p_i, the total weight of these clients
+    theta: PyTree  # Σ p_i θ_i over these clients
+    excluded: Array  # the weight Σ p_i of clients without a part in some plane, in the step where it was largest
     complete: Array  # whether all clients that made the last plane had replied to a step before
 
 
@@ -213,7 +213,7 @@ class State(NamedTuple):
 class Point(NamedTuple):
     """Hold a client's variables in the estimate of φ."""
 
-    y: PyTree  # y'_i
+    y: PyTree  # y'_i, the client's inner variable in the estimate
     psi: PyTree  # ψ_i, the multiplier of y'_i = z'
 
 
@@ -376,8 +376,8 @@ class CuttingPlanes(Algorithm):
         """Take a step on θ_i, and then a step on x_i and y_i together; reply with θ_i and the products b_il·y_i.
 
         Planes in which this client has no part are left out. Two numbers of the reply are public: whether the client
-        has replied before, and whether there are planes without it. Both follow from the requests that the client got,
-        and not from its data.
+        has replied before, and whether there are planes in which it has no part. Both follow from the messages that the
+        client got, and not from its data.
         """
         x, multiplier, serial = at
         own: ClientState = client.state
@@ -475,7 +475,7 @@ def products(table: PyTree, tree: PyTree) -> Array:
 
 
 def combined(weights: Array, table: PyTree) -> PyTree:
-    """Return Σ_l weights_l · (row l of the table)."""
+    """Return the sum of the rows of a table, row l multiplied by weights[l]."""
     return jax.tree.map(lambda rows: jnp.tensordot(weights.astype(rows.dtype), rows, 1), table)
 
 
@@ -560,6 +560,6 @@ class ADBO(CuttingPlanes):
         )
         share = 1 / totals.weight
         changes = planes.changes + changes
-        # All available clients make a plane. Their weight is known once all have replied to a step; until then it is 1.
+        # `changes` are sums over all available clients. Until all of them have replied, 1 is used for their weight.
         inner = planes.start + changes * jnp.where(totals.complete, share, 1)
         return totals, scaled(share, totals.theta), planes._replace(changes=changes, inner=inner)

@@ -64,7 +64,7 @@ class State(NamedTuple):
     """Hold the server's state of CorrectedFBO."""
 
     inside: RobustState
-    mean: XYV  # m
+    mean: XYV  # m, the mean direction of the round before
 
     @property
     def x(self) -> PyTree:
@@ -89,11 +89,12 @@ class CorrectedFBO(Normalised):
     facts = Facts(
         paper="after Konečný et al. 2016, arXiv:1610.02527",
         needs="g strongly convex in y; products of vectors with its second derivatives",
-        good_for="clients that differ and make many local steps: with full batches of all it ends at the solution",
+        good_for="clients that differ and make many local steps: if all take part with full batches, it ends at the "
+        "solution",
         exchanges="one",
         up="1 like x, 2 like y",
         hvps="4τ",
-        cost="two gradients of g and two joint passes, each f's gradient and both products with ∇²g",
+        cost="two gradients of g, and two joint passes, each for f's gradient and both products with ∇²g",
         bias="nothing",
     )
     allows = Allows(

@@ -59,7 +59,7 @@ from fedbilevel.oracles.products import Directions
 
 
 def own_changes(*variables: str) -> OwnParts:
-    """Declare that replies have the changes of these variables, which a client adds to its own leaves of y."""
+    """Declare that a reply has the changes of these variables; a client adds them to its own leaves of y."""
     return OwnParts(variables, tuple((name, lambda method: -1.0) for name in variables))
 
 

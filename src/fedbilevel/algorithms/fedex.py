@@ -125,7 +125,7 @@ class TrainingAtX(LocalWork, Algorithm):
         return jnp.full_like(start, self.low), jnp.full_like(start, self.high)
 
     def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
-        """Refuse bounds of x if the point of all lower or all upper bounds is outside of the problem's set of x."""
+        """Refuse bounds of x if all lower bounds, or all upper bounds, are a point outside the problem's set of x."""
         for side in (0, 1):
             corner = jax.tree.map(lambda leaf, side=side: self.bounds(leaf)[side], x)
             nearest = corner if problem.project_x is None else problem.project_x(corner)

@@ -126,7 +126,7 @@ class SVRG(InnerSteps):
 
     @phase(takes=("x", "y", "y"), gives="y")
     def corrected_descent(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
-        """Reply with d_i, like y: the change of y after τ_i corrected steps, without the common part −βq."""
+        """Reply with d_i, the change of y after τ_i corrected steps without −βq, the part common to all clients."""
         x, y, q = at
         steps = self.steps(client, key)
         drift = corrected_drift(self.gradient_at(client, x, y), y, q, steps, self.lr)
@@ -163,7 +163,7 @@ class Epochs(Nested):
 
     @phase(takes=("x", "y", "x"), gives="x")
     def outer_descent(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
-        """Reply with the change of x after τ_i corrected steps (FedOut), like x, without the common part −αh."""
+        """Reply with the change of x after τ_i corrected steps (FedOut), without −αh, which all clients share."""
         x, y, h = at
 
         def gradient(x: PyTree, draw: Draw) -> PyTree:

@@ -145,7 +145,7 @@ class FISM(Incremental):
         exchanges="one",
         up="1 like x",
         cost="a subgradient of a sample's f and a projection; with `refresh`, also a subgradient of H",
-        bias="drift of clients, which vanishes with γ_k; λ_k",
+        bias="drift of clients, and the weight λ_k of H; both vanish as γ_k and λ_k fall",
     )
 
     refresh: bool = static(default=False)
@@ -183,7 +183,8 @@ class IRIG(Incremental):
         exchanges="one",
         up="1 like x",
         cost="a subgradient of a sample's f, a subgradient of H, and a projection",
-        bias="steps along single samples in place of their mean, which vanishes with γ_k; λ_k",
+        bias="steps along single samples in place of their mean, and the weight λ_k of H; both errors vanish as γ_k "
+        "and λ_k fall",
     )
 
     @property

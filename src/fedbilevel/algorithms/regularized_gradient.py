@@ -75,7 +75,7 @@ class WholeSubgradient(IterativeRegularization):
         return Reply(update, metrics={"inner_loss": loss}, gradients=1)
 
     def step_from(self, fed: Fed, state: State, z: PyTree, own: Any, key: Array) -> State:
-        """Take a projected step from z; return the new state, in which the method's own value is `own`."""
+        """Take a projected step from z, and return the new state, with `own` as its field `own`."""
         problem: Any = fed.problem
         gamma, penalty = self.step_sizes(state)
         other = None if self.tolerance is None or z is state.x else state.x
@@ -99,7 +99,7 @@ class IRG(WholeSubgradient, DecreasingSteps):
         exchanges="one",
         up="1 like x",
         cost="a subgradient of f on the whole batch, once per round",
-        bias="λ_k",
+        bias="the weight λ_k of H, which falls",
     )
 
     @property
@@ -133,7 +133,7 @@ class BiFISTA(WholeSubgradient):
         exchanges="one",
         up="1 like x",
         cost="a subgradient of f on the whole batch, once per round",
-        bias="λ_k",
+        bias="the weight λ_k of H, which falls",
     )
 
     momentum: Number = positive(default=4.0)

@@ -202,7 +202,7 @@ class JointExchange(SingleLoop):
         return self.own_updates(client, start, key)
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
-        q = fed.mean(self.local_updates, state.iterate, key, unbiased=True)  # q of (4), with its factor M/P
+        q = fed.mean(self.local_updates, state.iterate, key, unbiased=True)  # q of equation (4), with its factor M/P
         return State(*self.server_update(state.iterate, state.optimizer, q))
 
 
@@ -340,7 +340,7 @@ class ShroFBO(Normalised):
         return self.normalised(client, self.own_updates(client, start, key))
 
     def round(self, fed: Fed, state: RobustState, key: Array) -> RobustState:
-        replies = fed.mean(self.normalised_updates, state.iterate, key, unbiased=True)  # with (6)'s factor M/P
+        replies = fed.mean(self.normalised_updates, state.iterate, key, unbiased=True)  # with M/P, as in equation (6)
         return self.robust_step(fed, state, replies)
 
 

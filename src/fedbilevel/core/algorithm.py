@@ -122,7 +122,7 @@ class Part(ABC):
     """
 
     kind: ClassVar[str]
-    """The name of the part in specs, among the parts that a field may have."""
+    """The name of the part in specs. Among the parts that a field may have, no other has this name."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -189,7 +189,7 @@ class Listed(Part):
             cls.__doc__ = f"{cls.__doc__}\n\n{cls.facts}"
         if "name" in vars(cls):
             method: Any = cls
-            # the same class defined again, as in a notebook's cell, replaces the earlier
+            # if the same class is defined again, as in a notebook's cell, it replaces the earlier one
             holder = ALGORITHMS.setdefault(cls.name, method)
             same = (holder.__module__, holder.__qualname__) == (cls.__module__, cls.__qualname__)
             has_it = f"another name: {holder.__module__}.{holder.__qualname__} has it"
@@ -281,7 +281,7 @@ class Algorithm(Listed):
         return Allows()
 
     def client_state(self, problem: Problem, x: PyTree, y: PyTree) -> PyTree:
-        """Return a client's state before round 0 by `init_client`, which gets only the server's parts of x and y."""
+        """Return a client's state before round 0: `init_client` of the parts of x and y that the server has."""
         return self.init_client(local_x.server_x(problem, x), server_y(problem.own, y))
 
     def hypergradient_at(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:

@@ -335,13 +335,13 @@ def _own(where: str, count: int, local_steps: Any, own: Mapping[str, Any] | None
 def read_capacity(where: str, count: int, capacity: Any) -> np.ndarray | None:
     """Return the clients' capacities, (M,) or (T, M).
 
-    They must be fixed numbers, since each capacity compiles its own shapes.
+    Capacities must be fixed numbers, since programs are compiled for the shapes of each capacity.
     """
     if capacity is None:
         return None
     allowed = f"None or {count} numbers, one for each client, above 0 and at most 1; or a row of them for each round"
     drawn = callable(capacity) or isinstance(capacity, Mapping)
-    require(not drawn, where, capacity, f"{allowed}: fixed numbers only, since each capacity compiles its own shapes")
+    require(not drawn, where, capacity, f"{allowed}: fixed numbers only, since programs are compiled for each capacity")
     values = read(where, list(capacity) if isinstance(capacity, tuple) else capacity, count, allowed)
     assert isinstance(values, Given)
     c = np.asarray(values.values, float)
@@ -515,8 +515,8 @@ class Client:
         outer: the client's samples for the outer loss.
         inner: the client's samples for the inner loss.
         id: the client's number, from 0 to M − 1.
-        weight: the client's weight p_i. The engine applies it, so that a phase rarely needs it.
-        state: the client's state between rounds, as `init_client` made it. It is never sent.
+        weight: the client's weight p_i. The engine multiplies replies by it, so that a phase rarely needs it.
+        state: the client's state between rounds, which `init_client` made at first. It is never sent.
         own: the client's own numbers in this round, by the path of the method's field. The method's fields already
             have these values in a phase.
         batch_size: the default number of samples of a batch, the method's field of this name; None: all samples.

@@ -1,8 +1,8 @@
 """Define hyperparameters as fields of frozen dataclasses that are pytrees and are checked when built.
 
 Numbers are leaves of the pytree, so that a sweep is a `vmap` over the configuration. A change of a static field needs a
-new compilation. The default of a field is a keyword, `lr: float = positive(default=0.1)`, since type checkers do not
-see it otherwise. The functions that read a configuration are in core/hyperparameters.py.
+new compilation. The default of a field is passed by keyword, as in `lr: float = positive(default=0.1)`, since type
+checkers recognise a default only in this form. The functions that read a configuration are in core/hyperparameters.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fedbilevel.core.tree import XYV
 SECTION = re.compile(r"^Args:\n((?:    .*\n?)+)", re.MULTILINE)
 ENTRY = re.compile(r"^    (\w+):.*(?:\n        .*)*", re.MULTILINE)
 KINDS = {bool: "True or False", optax.GradientTransformation: "an optax optimizer, such as optax.adam(1.0)"}
-"""The kinds of static fields that their defaults determine, and the allowed values in words."""
+"""Type of the default of a static field -> the allowed values, which have this type, in words."""
 StepKind = Literal["x", "local x", "shared", "total", "local", "drift", "short"]
 """The use of a step size that may be None and then adapts.
 
@@ -69,7 +69,7 @@ class Schedule:
         return positional(self.function) == 2
 
     def at(self, round: Any) -> Any:
-        """Return the value in a round; if the function also takes the inner round, the schedule of k in this round."""
+        """Return the value in a round, or the schedule over inner rounds in this round if the function takes both."""
         return Schedule(functools.partial(self.function, round)) if self.by_k else self.function(round)
 
 
@@ -293,7 +293,10 @@ def _is_zero(value: Any) -> bool:
 
 
 def refuse_no_number(name: str, value: Any, allowed: str) -> None:
-    """Refuse a value that is neither a number nor a possible placeholder for a number in a tree map."""
+    """Refuse a value that cannot be a number.
+
+    Objects of unknown classes are accepted, since JAX puts placeholders in the place of numbers.
+    """
     none = isinstance(value, str | bool | list | tuple | dict | set | None) or dataclasses.is_dataclass(value)
     require(not none, name, value, allowed)
 
@@ -324,7 +327,7 @@ def _prepare_step_sizes(optional: bool, name: str, value: Any) -> Any:
         elif callable(value) or isinstance(value, int | float | str | np.number | np.ndarray | Array):
             value = _prepare_number(f"{name}.x", value, largest)
             return XYV(value, value, value)
-        else:  # a placeholder in a tree map is allowed; sequences are refused, since their order is ambiguous
+        else:  # placeholders of JAX are allowed; sequences are refused, since their order is ambiguous
             refuse_no_number(name, value, "a number, or one for each of x, y and v by name")
             return value
     sizes, wrong = dict[str, Any](), list[ConfigurationError]()

@@ -151,7 +151,7 @@ class TrackerWarning(UserWarning):
 class ExchangeError(FedbilevelError):
     """Report that too few clients replied; the message names the round, the phase and the reasons of refusals."""
 
-    carry: object = None  # the carry to continue from, if it differs from that at the start of the stretch
+    carry: object = None  # the carry to continue from; None: the carry at the start of the stretch of rounds
 
 
 class FloorError(FedbilevelError):

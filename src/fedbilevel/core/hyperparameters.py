@@ -172,8 +172,8 @@ def is_step(name: str) -> bool:
 def given_steps(configuration: Any, halvings: int = 0) -> list[str]:
     """Return the paths of the step sizes that the user gave, also in parts; x, y and v share one path.
 
-    A step counts as given if it differs from the default of its field. If no step was given and none adapts, all steps
-    are returned.
+    A step counts as given if it differs from the default of its field. If no step was given and none adapts, the paths
+    of all steps are returned.
 
     Args:
         configuration: a method or a part.

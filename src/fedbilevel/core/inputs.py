@@ -276,7 +276,7 @@ def _shapes_by_key(entry: PyTree) -> dict[str, tuple[int, ...]]:
 
 
 def _odd_one(values: Sequence[Hashable]) -> tuple[int, int] | None:
-    """Return the first index with an unusual value and the first with the most frequent value; None if all agree."""
+    """Return two indices: the first with an unusual value, and the first with the most frequent; None if all agree."""
     (usual, count), *_ = Counter(values).most_common(1)
     if count == len(values):
         return None

@@ -33,7 +33,9 @@ def held() -> Iterator[list[int]]:
 
 
 def end(came: list[int], words: str) -> NoReturn:
-    """End the run as the first held signal would have ended it: SIGTERM by its handler, or with exit status 143.
+    """End the run after signals that were held back, as the first of them would have ended it at once.
+
+    SIGTERM is passed to its handler; without a handler, the exit status is 143.
 
     Args:
         came: the numbers of the signals that this process held back; empty if another process got the signal.

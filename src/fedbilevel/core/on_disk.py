@@ -57,12 +57,12 @@ def bytes_of(array: np.ndarray) -> Iterator[bytes]:
 
 
 def on_disk(tree: PyTree) -> PyTree:
-    """Return a tree whose leaves are tables: those that are tables already, and copies of the others."""
+    """Return a tree whose leaves are tables: leaves that are no tables are copied into tables."""
     return jax.tree.map(lambda leaf: leaf if is_table(leaf) else _table_like(np.asarray(leaf)), tree)
 
 
 def repeated(tree: PyTree, rows: int) -> PyTree:
-    """Return tables (rows, ...), each of whose rows is a leaf of the tree."""
+    """Return a table (rows, ...) for each leaf of a tree; every row of the table is a copy of the leaf."""
     return jax.tree.map(lambda leaf: _table_like(np.broadcast_to(leaf, (rows, *np.shape(leaf)))), tree)
 
 

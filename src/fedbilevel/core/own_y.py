@@ -36,7 +36,7 @@ IsOwn = Callable[[str], bool]
 class OwnY(NamedTuple):
     """Hold the leaves of y, and of v, that a client keeps for itself."""
 
-    leaves: dict[str, PyTree]  # by variable, "y" first: like y, with None in place of shared leaves
+    leaves: dict[str, PyTree]  # for each variable, "y" first: a tree like y, with None in place of shared leaves
 
 
 def path_of(path: tuple[jax.tree_util.KeyEntry, ...]) -> str:

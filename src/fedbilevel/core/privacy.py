@@ -164,7 +164,7 @@ class Privacy:
         return PrivacyAccount({float(self.noise_multiplier): replies} if replies else {}).epsilon(self.delta)
 
     def what_to_lower(self) -> str:
-        """Return the advice for a run that diverges: the size of the noise, and how to lower it; it has no data."""
+        """Return advice for a run that diverges: the size of the noise and how to lower it. The text holds no data."""
         deviation = f"standard deviation {self.clip * self.noise_multiplier:g} (noise multiplier × clip)"
         noise = f"privacy adds noise of {deviation} to every number, and the step size scales this noise"
         return f"{noise}: lower the step sizes, clip or the noise multiplier"

@@ -135,7 +135,7 @@ class Problem(Shown):
 
     def card(self) -> Card:
         said = {
-            "structure": "what small clients may leave out of x and y",
+            "structure": "parts of x and y that small clients may leave out",
             "local": "x stays with its clients",
             "own": "leaves of y are each client's own",
             "project_x": "x stays in a convex set",
@@ -176,7 +176,7 @@ class Problem(Shown):
         vars(self).update(project_x=project_x, couples_x=project_x is not None, key=None)
 
     def with_couples_x(self, couples_x: bool) -> Self:
-        """Return a copy that says, also in its key, whether the projection of an entry of x depends on others."""
+        """Return a copy with another value of `couples_x`, which is also part of the copy's key."""
         changed = copy.copy(self)
         vars(changed).update(couples_x=couples_x, key=self.key and (self.key, couples_x))
         return changed
@@ -188,7 +188,7 @@ class Problem(Shown):
         return changed
 
     def with_losses(self, change: Callable[[Loss], Loss], inner: Callable[[Loss], Loss] | None = None) -> Self:
-        """Return a copy of this problem with both losses changed by `change`, or the inner one by `inner`."""
+        """Return a copy of this problem with both losses changed by `change`; the inner loss by `inner`, if given."""
         changed = copy.copy(self)
         vars(changed).update(
             outer=change(self.outer), inner=(inner or change)(self.inner), takes_padded=False, key=None

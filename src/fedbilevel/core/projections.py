@@ -171,7 +171,7 @@ def check_projection(field: str, project: Project, x: PyTree, points: PyTree) ->
     images = of_each(project, points)
     finite = np.all(np.isfinite(as_rows(images)), axis=1)
     if not finite[0]:
-        raise ConfigurationError(f"{field}(x0) is not finite; X may be empty (disjoint sets?)")
+        raise ConfigurationError(f"{field}(x0) is not finite; the set may be empty, as for sets that do not meet")
     points, images = (jax.tree.map(lambda leaf: leaf[finite], tree) for tree in (points, images))
     u, p, again = map(as_rows, (points, images, of_each(project, images)))
     scale = 1 + np.linalg.norm(u, axis=1)

@@ -333,7 +333,7 @@ def _check_arguments(function: Callable[..., Any], given: Fields) -> None:
     for name, value in given.items():
         if name not in known:
             wrong.append(unknown(f"argument of {function.__name__}", name, known))
-        elif isinstance(value, bool) and known[name] is not bool:  # Optax would take a boolean for a number
+        elif isinstance(value, bool) and known[name] is not bool:  # Optax would use a boolean as a number
             wrong.append(ConfigurationError(path=f"{name} of {function.__name__}", got=value, allowed="a number"))
         elif isinstance(value, Mapping) and not all(_fits(float, one) for one in value.values()):
             got = dict(value)

@@ -85,7 +85,7 @@ def rows_at(tree: PyTree, index: Array) -> PyTree:
 
 
 def on_device(tree: PyTree) -> PyTree:
-    """Return arrays of NumPy as arrays of JAX, in JAX's precision, without a compilation as in jnp.asarray."""
+    """Return arrays of NumPy as arrays of JAX, in JAX's precision; unlike jnp.asarray, this compiles nothing."""
     return jax.device_put(jax.tree.map(lambda leaf: leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype)), tree))
 
 

@@ -55,7 +55,7 @@ class WeightLayout(UnitLayout):
 
     @classmethod
     def over(cls, unit_layout: UnitLayout, x: PyTree, y: PyTree, pruned: Pruned, *, biased: bool) -> WeightLayout:
-        """Return the layout of the weights of all arrays of `pruned` that `unit_layout` can cut."""
+        """Return the layout of all weights in those arrays that `unit_layout` can cut; `pruned`: "x", "y" or "both"."""
         like = dict(zip("xy", jax.eval_shape(lambda *trees: trees, x, y), strict=True))
         masked = {
             part: tuple(
@@ -151,7 +151,7 @@ class PlacedWeights:
     layout: WeightLayout = field(metadata={"static": True})
 
     def on_whole_models(self, problem: Problem) -> Problem:
-        """Return the problem in a client's parts of x and y, whose losses are those of the whole model."""
+        """Return the problem whose losses take a client's parts of x and y, and evaluate the whole model with them."""
         layout, sizes = self.layout, self.layout.sizes
 
         def whole(kind: str, part: PyTree) -> PyTree:

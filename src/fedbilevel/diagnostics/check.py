@@ -1,4 +1,4 @@
-"""Check a hypergradient: compare several ways of computing it with the implicit gradient in float64."""
+"""Check a hypergradient: compare several ways of computing it with the exact one, in float64."""
 
 from __future__ import annotations
 
@@ -309,7 +309,7 @@ class SamplingPlan:
 class Estimates:
     """Hold hypergradients at (x, y), like x, and the quantities that the notes on them need."""
 
-    inner: Inner  # the y of the comparison, and how it was computed
+    inner: Inner  # the y at which estimates are compared, with the diagnostics of its computation
     spectrum: Extremes  # the eigenvalues of ∇²yy G at (x, y)
     step: float  # the step of the series and of the unrolled descent
     yardstick: ExactHypergradient

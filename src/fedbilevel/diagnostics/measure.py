@@ -50,15 +50,15 @@ RESPONSE_SAMPLES = 512  # samples of each loss for quantities that need many lin
 class Curvature(NamedTuple):
     """Hold the curvatures of both losses at some y."""
 
-    inner: Extremes  # the eigenvalues of ∇²yy G
-    outer: Extremes  # the eigenvalues of ∇²yy F
+    inner: Extremes  # the extreme eigenvalues of ∇²yy G
+    outer: Extremes  # the extreme eigenvalues of ∇²yy F
     outer_gradient: float  # ‖∇y F‖
 
 
 class Spread(NamedTuple):
     """Hold the differences between clients at (x, y)."""
 
-    inner: float  # √ Σ p_i ‖∇y g_i − mean‖²
+    inner: float  # √ Σ p_i ‖∇y g_i − mean‖², the spread of the clients' inner gradients about their mean
     inner_share: float  # `inner`² / Σ p_i ‖∇y g_i‖²: 0 if all gradients are equal, 1 if their mean is 0
     outer: float  # the same for ∇x f_i
     outer_share: float
@@ -144,7 +144,7 @@ def spread(problem: Any, clients: Clients, x: PyTree, y: PyTree, max_samples: in
 
 
 def tops(each: WeightedLoss, x: PyTree, y: PyTree, seed: int) -> list[float]:
-    """Return the largest eigenvalue of ∇²yy for each of some stacked losses."""
+    """Return the largest eigenvalue of the Hessian in y for each of several losses, which are stacked in one tree."""
 
     def top(i: int) -> float:
         return extreme_eigenvalues(lambda v: _hess_v_of(each, i, x, y, v), y, seed, iterations=20).largest
@@ -174,13 +174,13 @@ PRODUCTS = 500  # the largest number of products for a linear system
 
 
 class Response(NamedTuple):
-    """Hold the equilibrium and the spectra of ∇²Φ and T."""
+    """Hold y and v in equilibrium at x, and the extreme eigenvalues of ∇²Φ and of T, the matrix of the lag."""
 
     y: PyTree  # argmin G + ½δ‖· − start‖²
     v: PyTree  # (∇²yy G + δ)⁻¹ ∇y F
     curvature: Extremes  # the eigenvalues of ∇²Φ
     lag: Extremes  # the eigenvalues of T
-    negative_curvature: bool  # whether H was not positive definite, so that the other values mean nothing
+    negative_curvature: bool  # whether H was not positive definite; the other values are then meaningless
 
 
 def response(

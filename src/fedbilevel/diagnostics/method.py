@@ -203,7 +203,7 @@ def batch_sizes(method: Algorithm) -> list[Any]:
 
 
 def one_by_one(runs: Runs, plain: Result) -> str:
-    """Check that `Reference` agrees, and that the ledger has the bytes of the replies that it has seen."""
+    """Check that `Reference` agrees with `Local`, and that the ledger has the bytes of all replies."""
     sizes = list[int]()
     result = runs.run(Reference(on_reply=lambda phase, client, reply: sizes.append(nbytes(reply.update))))
     if not runs.method.asks.asynchronous and sum(sizes) != result.ledger.bytes_up:

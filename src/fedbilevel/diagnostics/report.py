@@ -13,7 +13,7 @@ from fedbilevel.wording import in_a_line
 LONGEST = 400  # characters of an error in the table
 
 NamedCheck = tuple[str, Callable[[], str] | No]
-"""The name of a check, and a function that returns a detail or raises an error, or the reason why nothing is checked.
+"""The name of a check; and either its function, which returns a detail or raises an error, or why nothing is checked.
 
 A function returns "" if a feature is supported according to the method's declaration, and nothing was run."""
 

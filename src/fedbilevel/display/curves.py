@@ -348,7 +348,7 @@ def comparison_figure(
 
 
 def _draw_clients(axes: Any, panel: ClientPanel) -> None:
-    """Draw a panel of a per-client metric, with the statistics and the runs without this metric in its title."""
+    """Draw a panel of a per-client metric; the title names the statistics, and the runs without this metric."""
     require_panel(panel.cost, panel.curves)
     draw_panel(axes, panel.curves, panel.cost, percent=in_percent(panel.metric), places=panel.places)
     axes.set_ylabel(axis_label([panel.metric]))

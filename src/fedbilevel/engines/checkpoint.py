@@ -24,7 +24,7 @@ from fedbilevel.reading import newer_format, parse_json, require_regular
 from fedbilevel.wording import in_a_line, printable
 
 META = "__meta__"
-FORMAT = 3  # the format of files; files of a later format are refused, and of an earlier one if their leaves differ
+FORMAT = 3  # the format of files; a file of a later format is refused, one of an earlier format if its leaves differ
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -97,7 +97,7 @@ def trouble(path: Path) -> str:
         with as_checkpoint_error(path), _opened(path) as archive:
             _header(archive)
             if damaged := archive.testzip():
-                raise ValueError(f"{damaged} does not have the content that it was written with")
+                raise ValueError(f"the content of {damaged} has changed since it was written")
     except CheckpointError as error:
         return str(error)
     return ""

@@ -34,7 +34,7 @@ class ExchangeCount(NamedTuple):
 
     exchanges: Any
     asked: Any  # messages sent to clients, summed over the exchanges
-    replies: Any  # replies that counted
+    replies: Any  # replies that the server has used
 
 
 class RoundCosts(NamedTuple):
@@ -188,18 +188,18 @@ class Sums(NamedTuple):
     sent: Sent | None = None  # bytes from each client; None in sums over clients that sent different numbers of bytes
 
     def total(self, population: Any, rows: Any = None) -> Total:
-        """Return the part of these sums that a method's server side receives."""
+        """Return these sums without metrics and counts of work, as a method's program on the server gets them."""
         return Total(self.update, self.weight, self.responders, population, self.held, rows)
 
     @property
     def row(self) -> tuple[PyTree, Array]:
-        """Return a single client's (unweighted update, weight); the weight is 0 for a place that pads the cohort."""
+        """Return (update without its weight, weight) for the sums of a single client; a padding place has weight 0."""
         weight = jnp.where(self.weight > 0, self.weight, 1)
         return jax.tree.map(lambda leaf: leaf / weight.astype(leaf.dtype), self.update), self.weight
 
 
 def weigh(reply: Reply, weight: Array, counts: Array) -> Sums:
-    """Multiply a client's reply by its weight, to be summed; `counts` is 1, or 0 for a place that pads the cohort."""
+    """Return a client's reply multiplied by its weight, to be added up; `counts` is 0 for a place without a client."""
     weight = weight * counts
 
     def weighted(leaf: Array) -> Array:

@@ -180,8 +180,8 @@ def not_finite_at(name: str, total: WeightedLoss, x: PyTree, y: PyTree) -> str:
     if nonfinite_leaves((total.gradients(x, y), total.products(x, y, v))):
         return (
             f"a derivative of the {name} loss is not finite even at the start, whatever the steps, although the loss "
-            "is. A square root, a norm or a power at 0 causes this: start elsewhere, or add a small number inside, "
-            "as in jnp.sqrt((y**2).sum() + 1e-12)"
+            "itself is finite. A square root, a norm or a power at 0 causes this: start elsewhere, or add a small "
+            "number inside, as in jnp.sqrt((y**2).sum() + 1e-12)"
         )
     return ""
 

@@ -166,11 +166,12 @@ def trained(problem: Problem, clients: Clients, x: PyTree, y: PyTree, evaluation
 
 
 def blocks(clients: Clients, name: str, whole: bool) -> Iterator[tuple[np.ndarray, PyTree, np.ndarray]]:
-    """Cut the samples of each client into blocks, and stack blocks of equal length, as many as fit into BLOCK.
+    """Divide the samples of each client into blocks, and yield stacks of blocks of equal length.
 
-    Yields (owner, samples, weights). `owner`, (blocks,), has the client of each block; `samples` has leaves
-    (blocks, length, ...), `Padded` if the blocks are shorter than the others; `weights`, (blocks,), are p_i times the
-    block's share of its client's samples, and 0 for blocks that only fill up a stack.
+    A stack has at most BLOCK samples. It is yielded as (owner, samples, weights). `owner`, (blocks,), has the client of
+    each block. `samples` has leaves (blocks, length, ...), and is `Padded` if blocks are shorter than this length.
+    `weights`, (blocks,), are p_i times the block's share of its client's samples, and 0 for blocks that only fill up a
+    stack.
 
     Args:
         clients: the population whose samples are read.

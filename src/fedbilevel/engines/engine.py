@@ -60,12 +60,12 @@ class Carry(NamedTuple):
 
     @property
     def x(self) -> PyTree:
-        """Return the server's x; if clients keep x, return x at the start, which has the shapes of a result's x."""
+        """Return the server's x. If clients keep x, return x at the start, whose shapes are those of the current x."""
         return self.state.x if self.local_x is None else self.local_x
 
 
 class Stretch(NamedTuple):
-    """Hold the result of `Run.advance`."""
+    """Hold what `Run.advance` returns after some rounds."""
 
     carry: Carry
     rounds: int  # rounds that were done
@@ -211,7 +211,10 @@ def check_everyone(algorithm: Algorithm, population: int, cohort: Cohort, field:
 
 
 def check_drawn_again(cohort: Cohort, carry: Carry) -> None:
-    """Reject drawing with replacement if clients keep a state between rounds: two draws would leave two states."""
+    """Reject drawing with replacement if clients keep a state between rounds.
+
+    A client that is drawn twice would have two new states.
+    """
     kept = cohort.replacement and bool(jax.tree.leaves(carry.clients))
     allowed = (
         "False if clients keep a state between rounds, as under privacy and with steps of None; give steps as numbers"
@@ -335,7 +338,7 @@ class Cohorts:
         return replace(self, keys=self.keys.of_fresh(number))
 
     def repeated(self, i: Array | int) -> Cohorts:
-        """Return the object for the same clients with their own numbers in the i-th repetition."""
+        """Return a copy for the i-th repetition of a loop: the same clients, with their own numbers for it."""
         return replace(self, repetition=i)
 
     def ids(self) -> Array:

@@ -178,7 +178,7 @@ def spread(name: str, values: np.ndarray, weights: np.ndarray, larger: bool | No
     """Summarise the clients' values of a metric, (M,), in columns.
 
     NAME.mean is weighted by the clients' weights, (M,). NAME.worst, NAME.best and the deciles NAME.p10 … NAME.p90,
-    interpolated linearly, count every client once. `larger`: whether a larger value is better.
+    interpolated linearly, count every client once. `larger` says whether a larger value is better.
     """
     low, high = float(values.min()), float(values.max())
     worst, best = (low, high) if larger_is_better(name, larger) else (high, low)
@@ -229,7 +229,7 @@ class PerClientEvaluation:
         return np.concatenate([np.asarray(part, np.float64) for part in self.group.gather(mine.tolist())])
 
     def means(self, name: str, rows: Ragged, first: int, x: PyTree, y: PyTree) -> np.ndarray:
-        """Compute the mean over the samples of each row, (rows,) float64; `first`: the client of the first row."""
+        """Compute the mean over the samples of each row, (rows,) float64; `first` is the client of the first row."""
         ends = np.cumsum(rows.size)
         sums = np.zeros(len(rows.size))
         y, every = parted_y(self.own, y)

@@ -34,8 +34,8 @@ from fedbilevel.engines.recorder import known_flops
 class Execution:
     """Hold a method, the problem posed to it, and the engine that runs it.
 
-    No field may refer back to the execution: in a reference cycle, samples would stay in memory until the garbage
-    collector runs.
+    No field may refer back to this object: because of such a reference cycle, samples would stay in memory until the
+    garbage collector runs.
     """
 
     method: Algorithm  # the method within the layers that the run asks for, with its steps after halvings

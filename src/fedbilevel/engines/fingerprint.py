@@ -35,7 +35,7 @@ from fedbilevel.machinery.kept import BLOCKS, ROWS, WHOLE, bytes_of, description
 PYTHON = f"Python {sys.version_info[0]}.{sys.version_info[1]}"
 VERSIONS = f"fedbilevel {__version__}, jax {jax.__version__}, optax {optax.__version__}, {PYTHON}"
 LIBRARIES = ("fedbilevel", "optax", "jax", "jaxlib", "chex", "numpy", "builtins")
-"""Packages whose functions read no state that changes."""
+"""Packages whose functions depend only on their arguments and captured values, and not on variables that change."""
 Hashes = dict[str, str]
 """Name of a function, array, … -> its hash; messages use the name if hashes differ."""
 
@@ -48,14 +48,14 @@ class Fingerprint:
     hashed: Hashes  # the start, and the population without its samples
     functions: Hashes  # losses, schedules, …
     by_round: dict[str, list[str]] = field(default_factory=dict)
-    """Name -> hashes of numbers that are given for each round, one hash per round: later rounds may be added."""
+    """Name -> a hash per round of numbers that are given for each round; a resumed run may have further rounds."""
     samples: dict[str, list[str | None]] = field(default_factory=dict)
     """Loss -> a hash for each block of clients' samples; None for a block that no process has as a whole.
 
     Empty if the samples were not read.
     """
     metrics: Hashes = field(default_factory=dict)
-    """Metrics may be added or left out; a metric may not change under the same name."""
+    """Metric -> its hash. A resumed run may have more metrics or fewer, but no other metric under the same name."""
     versions: str = VERSIONS
     """Versions of the libraries. Another version may trace or compile the same function to another program."""
 
@@ -123,7 +123,7 @@ def take(
 
 
 def of_rules(own: Mapping[str, Values | None]) -> Hashes:
-    """Hash the program of each rule for clients' own numbers, traced anew, by name."""
+    """Return a hash of the program of each function that gives clients' own numbers, by name; it is traced anew."""
     rules = {name: values for name, values in own.items() if isinstance(values, Computed)}
     return {
         f"clients' rule for {name}": of_program(
@@ -313,5 +313,5 @@ def _closed_over(function: FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # an empty cell
+        except ValueError:  # the variable was never set
             continue

@@ -34,13 +34,13 @@ from fedbilevel.oracles.population import chosen
 
 PAIRS = 16  # pairs of samples, each from one client; in the first half of the pairs, both samples are the same
 LOOKS = 50  # looks at other points, clients and samples, before a derivative counts as 0, or a loss as a mean
-ENOUGH = 4  # enough pairs that can distinguish a mean from a sum, or from a loss whose samples depend on each other
+ENOUGH = 4  # pairs of each kind that could show that a loss is no mean; if there are so many, no more are evaluated
 FEWEST = 2  # the least number of pairs whose loss must differ from the mean; a single pair may differ by rounding
 LONGEST = 64  # the largest number of a client's samples for a loss that takes all of them
-TOLERANCE = 1e-4  # the relative difference from a mean of two values that may be rounding
+TOLERANCE = 1e-4  # a pair's loss may differ from the mean of its two values by this share, because of rounding
 ROWS = 2**22  # the largest number of samples whose labels are read
 MAPPED_ROWS = 2**12  # the same for a memory-mapped array
-SHARE = 0.25  # if a smaller share of the pairs that can distinguish differs from a mean, the difference is rounding
+SHARE = 0.25  # of the pairs that could show that a loss is no mean, more than this share must show it
 
 
 class Seen(NamedTuple):
@@ -119,7 +119,7 @@ def first_look(problem: Problem, clients: Clients, x: PyTree, y: PyTree, program
         paths = [f"x{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(x)]
         fixed = listed([path for path, moved in zip(paths, leaves, strict=True) if not moved])
         text = f"no derivative moves {fixed}, which will stay as at the start {near_start}"
-        warn(InfluenceWarning(f"{text}. Leave leaves that no loss reads out of x; {BLOCKED}"))
+        warn(InfluenceWarning(f"{text}. Remove from x the leaves that no loss reads; {BLOCKED}"))
     if problem.implicit_term != "none" and not leaves_the_start(look, x, (y, still)):
         text = "x will not move from this start: all derivatives that move it are 0 there, and stay 0 as y moves"
         warn(InfluenceWarning(f"{text}. Unless it is the solution, start at random numbers, such as random weights"))
@@ -159,7 +159,10 @@ class FirstLook:
         return np.resize(self.rng.choice(clients, min(clients, PAIRS), replace=False), PAIRS)
 
     def batches(self, name: str, ids: np.ndarray) -> PyTree:
-        """Draw a pair of samples of each client, (PAIRS, 2, …); for a loss of all samples, LONGEST at most."""
+        """Draw samples of the clients `ids`: a pair of each, or one sample if `count` is 1, leaves (PAIRS, count, ...).
+
+        In the first half of the pairs, one sample is drawn and taken twice. For a loss that needs all samples of a
+        client, up to LONGEST samples are drawn."""
         rows, whole = self.rows[name], name in self.problem.whole
         count = min(LONGEST, int(rows.size.max())) if whole else self.count
         own = [self.rng.choice(rows.size[i], min(count, rows.size[i]), replace=False) for i in ids]
@@ -169,7 +172,7 @@ class FirstLook:
         return Padded(values, np.arange(count) < rows.size[ids][:, None]) if whole else values
 
     def seen(self, x: PyTree, y: PyTree, v: PyTree, weights: Array, batches: Mapping[str, PyTree]) -> Seen:
-        """Differentiate and evaluate the losses on all pairs, with random weights, so that nothing cancels."""
+        """Differentiate and evaluate the losses on all pairs; random weights of the pairs prevent cancellation."""
         problem = self.problem
 
         def on_pairs(name: str, x: PyTree, y: PyTree) -> Array:
@@ -227,9 +230,9 @@ class Evidence(NamedTuple):
         """Tell whether no further pairs are needed."""
         return bool(self.why_no_mean() or (self.doubled[0] >= ENOUGH and np.all(self.mixed[0] >= ENOUGH)))
 
-    @np.errstate(invalid="ignore")  # infinite losses show nothing
+    @np.errstate(invalid="ignore")  # comparisons with the NaN of infinite losses are False
     def and_on(self, values: OnPairs) -> Evidence:
-        """Return the counts with further pairs added, on which a loss was evaluated at one point."""
+        """Return the counts with further pairs added; `values` has the values of a loss on these pairs at one point."""
         pairs, alone, differs = np.asarray(values.pairs, float), np.asarray(values.alone, float), values.differs
         size = np.maximum(np.abs(pairs), np.abs(alone).max(1))
         off = np.abs(pairs - alone.mean(1)) > max(TOLERANCE, 30 * epsilon(values.pairs)) * size
@@ -253,10 +256,10 @@ class Evidence(NamedTuple):
             )
         if mixed:
             return (
-                "what a sample adds depends on the other samples. One cause is a difference of arrays of shapes (n, 1) "
-                "and (n,), which JAX broadcasts to (n, n): give both the same shape, for example by [:, 0]. Others are "
-                "the root of a mean, a largest value, and values that are centred within a batch: use fb.WholeLoss for "
-                "such a loss"
+                "a sample's share of the loss depends on the other samples. One cause is a difference of arrays of "
+                "shapes (n, 1) and (n,), which JAX broadcasts to (n, n): give both the same shape, for example by "
+                "[:, 0]. Others are the root of a mean, a largest value, and values that are centred within a batch: "
+                "use fb.WholeLoss for such a loss"
             )
         return ""
 

@@ -1,4 +1,4 @@
-"""Find what a round costs by tracing it, without computing anything."""
+"""Determine the costs of a round by tracing it, without computing anything."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def cost_of_round(algorithm: Algorithm, problem: Problem, clients: Clients, x: P
     for number, (cut, count) in enumerate(groups_of(algorithm, problem, clients, x, y)):
         for exchange, (phase, down, up), cost in calls_of(algorithm, problem, clients, x, y, cut):
             if exchange.early or not math.isfinite(exchange.times):
-                raise ConfigurationError(f"{algorithm.label} decides while it runs how many clients {phase} asks")
+                raise ConfigurationError(
+                    f"{algorithm.label} decides only during a round how many clients run the phase {phase}"
+                )
             times = int(exchange.times)
             ledger.exchanges += times if number == 0 else 0
             ledger.replies += times * count

@@ -118,7 +118,7 @@ class History(RowTable):
 
     @property
     def judged(self) -> list[str]:
-        """Return the columns for which it is known which values are better: first metrics, then losses."""
+        """Return the columns whose better direction (larger or smaller) is known: first metrics, then losses."""
         metrics = [name for name in self.columns if metric_of(name) in self.directions]
         return metrics + [name for name in LOSSES if name in self.columns]
 
@@ -208,7 +208,7 @@ class History(RowTable):
             if not all(map(is_number, row.values())):
                 raise ValueError(f"row {number} of the history is not an object of numbers")
             if type(row.get("round")) is not int or row["round"] < 0:
-                raise ValueError(f"row {number} of the history has no valid round")
+                raise ValueError(f"row {number} of the history has no round, or a round that is not a whole number ≥ 0")
         directions = {} if directions is None else directions
         if not isinstance(directions, dict) or not all(type(larger) is bool for larger in directions.values()):
             raise ValueError("larger_is_better must be an object with true or false by the names of metrics")
@@ -307,7 +307,7 @@ class Result(Shown):
         count = len(leaves[0])
         known = isinstance(client, int | np.integer) and 0 <= client < count
         require(known, "Result.own: client", client, f"a client's number, 0 to {count - 1}")
-        # The rounds of a run change tables in place.
+        # A copy is returned of leaves that are tables on disk, which later rounds change in place.
         mine = jax.tree.map(lambda leaf: np.array(leaf[client]) if is_table(leaf) else leaf[client], own)
         return jax.tree.map(lambda one, leaf: leaf if one is None else one, mine, self.y, is_leaf=is_none)
 

@@ -24,14 +24,14 @@ from fedbilevel.engines.recorder import exchanges_of
 from fedbilevel.engines.virtual_time import ClockState, Pace
 
 IDLE = -1
-NEVER = 2**31 - 1  # ticks
+NEVER = 2**31 - 1  # the time in ticks until a reply that will not arrive
 
 
 class PhaseQueue(NamedTuple):
     """Hold the replies of one phase that are in flight, for methods that do not wait for all clients."""
 
     exchanges: Array  # the number of exchanges of this phase so far
-    since: Array  # (M,) exchange of this phase in which the client last got a message or replied, whichever is later
+    since: Array  # (M,) the last exchange of this phase in which the client got a message or replied
     replies: Sums  # leaves (M, ...): the weighted reply that each client computes, or computed last
     early: Sums  # the sum of replies that arrived during exchanges of other phases
     early_asked: Array  # Σ p_i·(number of the exchange in which client i was asked) over the replies in `early`
@@ -55,7 +55,7 @@ class ExchangePlan(NamedTuple):
 
     asked: Array  # (M,) whether the client is sent the message of this exchange
     arriving: Array  # (M,) whether the client's reply to this phase arrives and counts
-    over: Array  # (M,) number of another phase whose reply the client delivers during this exchange, or IDLE
+    over: Array  # (M,) the number of the phase, if the client delivers a reply to another phase; else IDLE
     ticks: Array  # length of the exchange
     kind: Array  # (M,) `InFlight.kind` after the exchange
     left: Array  # (M,) `InFlight.left` after the exchange
@@ -89,9 +89,9 @@ def early_replies(
 
 
 def nothing_in_flight(replies: dict[str, Sums], clients: int, remote: bool = False) -> InFlight:
-    """Make the queues before round 0, for the phases of `early_replies`.
+    """Make the empty queues before round 0, one for each phase in `replies`, which has the shapes of a reply.
 
-    With `remote` clients the tables are empty, since these clients themselves keep the replies that they compute.
+    With `remote` clients the tables have no rows, since such clients keep the replies that they compute.
     """
     real, rows, by_phase = jax.dtypes.canonicalize_dtype(float), 0 if remote else clients, {}
     for phase, shape in replies.items():
@@ -163,7 +163,7 @@ def everyone(queues: InFlight, pace: Pace, now: ClockState, units: Any) -> Excha
 
 
 def handed_in(queues: InFlight, plan: ExchangePlan, total: SumRows) -> InFlight:
-    """Carry out a plan: return the queues after the exchange, in which replies to other phases are kept for later.
+    """Return the queues after an exchange that follows a plan. Replies to other phases are kept there for later.
 
     `queues` are the queues before the exchange, whose tables already have the replies of the clients that it asks.
     `total` sums rows of a table.

@@ -61,11 +61,11 @@ class Loop:
     callbacks: Sequence[Callback]
     display: Display = field(default_factory=Silent)  # shows the progress
     carry: Carry = field(init=False)
-    result: Result = field(init=False)  # a snapshot of the carry
+    result: Result = field(init=False)  # the result at the current carry
     speed: float = 0.0  # rounds per second; 0 before the first stretch
 
     def play(self, carry: Carry) -> Result:
-        """Run from a carry to the last round, or until the method, a callback or a signal ends the run."""
+        """Run from the state `carry` to the last round, or until the method, a callback or a signal ends the run."""
         self.execution.start(carry)
         try:
             self.carry, self.result = carry, self.snapshot(carry)
@@ -178,7 +178,7 @@ class Loop:
         return row
 
     def keep_safe(self, row: Row | None) -> None:
-        """Keep a copy of the carry if there is a new row, so that the run can return to it."""
+        """Keep a copy of the run's state if there is a new row, so that the run can return to this state."""
         if row is not None:
             best = self.measurements.best
             self.rescue.keep(self.carry, is_best=best is not None and best.round == row["round"])
@@ -226,7 +226,7 @@ class Loop:
         """
 
         def here() -> tuple[str, float, bool]:
-            reasons = [callback(self.result, row) for callback in self.callbacks]  # every one is called
+            reasons = [callback(self.result, row) for callback in self.callbacks]  # all, whatever the first returns
             due = self.plan.save_is_due(self.result.round, self.saver.is_due)
             return next((str(reason) for reason in reasons if reason), ""), self.speed, due
 

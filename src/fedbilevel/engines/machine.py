@@ -116,7 +116,7 @@ def keep_on_disk(folder: str | Path | None = None, megabytes: int = MEGABYTES) -
     require_count("megabytes", megabytes)
     if importlib.util.find_spec("filelock") is None:
         raise ConfigurationError(f"programs on disk need {missing('filelock', 'cli')}")
-    own = os.environ.get("JAX_COMPILATION_CACHE_DIR") if folder is None else None  # the user may bound its size
+    own = os.environ.get("JAX_COMPILATION_CACHE_DIR") if folder is None else None  # the user may limit its size
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     chosen = user / "fedbilevel" / "programs" if folder is None else Path(folder)
     if "://" not in (own or ""):

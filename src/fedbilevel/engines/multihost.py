@@ -90,10 +90,10 @@ def join(
 def _initialize(
     group: ProcessGroup, coordinator: str, processes: int | None, process: int | None, patience: int
 ) -> None:
-    from jax._src import distributed  # the only access to the store; jax.distributed itself only starts and ends it
+    from jax._src import distributed  # the public jax.distributed only starts and ends the store, and cannot access it
 
     auto = coordinator == AUTO
-    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM for itself
+    jax.config.update("jax_enable_preemption_service", False)  # this service would catch SIGTERM
     try:
         for which in ("local", "global"):
             jax.config.update(f"jax_cpu_get_{which}_topology_timeout_minutes", TOPOLOGY_MINUTES)

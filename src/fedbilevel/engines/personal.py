@@ -45,7 +45,7 @@ def personalise(problem: Bilevel, result: Result, samples: PyTree, *, start: PyT
             there,
             "personalise: start",
             None,
-            "given, like y0: the result has no own leaves of clients, which have not left their sites",
+            "given, like y0: the result has no own leaves of clients, since these stay at their sites",
         )
         first = jax.tree.map(lambda leaf: jnp.mean(leaf, 0), own)
     else:

@@ -58,7 +58,7 @@ class KeyValueStore:
             self.service.key_value_set_bytes(f"{key}/{number}", len(pieces).to_bytes(4) + piece)
 
     def piece(self, key: str, number: int) -> tuple[int, bytes] | None:
-        """Read (number of a message's pieces, one of them); None if it does not arrive within LISTEN_MILLISECONDS."""
+        """Read a piece of a message, as (the number of its pieces, this piece); None after LISTEN_MILLISECONDS."""
         try:
             piece = bytes(self.service.blocking_key_value_get_bytes(f"{key}/{number}", LISTEN_MILLISECONDS))
         except jax.errors.JaxRuntimeError as error:
@@ -142,7 +142,7 @@ class ProcessGroup:
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """Turn errors that XLA and JAX's service raise in the block when a process is gone into `LostProcess`."""
+        """Raise `LostProcess` in place of those errors of XLA and JAX that mean that another process is gone."""
         try:
             yield
         except (jax.errors.JaxRuntimeError, ValueError) as error:
@@ -259,7 +259,7 @@ class ProcessGroup:
                 if found is not None:
                     total, content, number = found[0], content + found[1], number + 1
                     continue
-                if gone:  # and the process has written no message before it ended
+                if gone:  # a process has ended, and no message was in the store when it was read once more
                     raise LostProcess(self.saved.after(gone))
                 with self.exchange():
                     gone = self.shared.who_left()

@@ -43,7 +43,7 @@ class RecordedExchange(NamedTuple):
     reply: Reply
     early: bool  # whether `fed.sum_first` makes the exchange
     state: PyTree  # the client's state; None in a fresh cohort
-    times: float  # how often a round makes this exchange, at most; infinite if values of the run decide it
+    times: float  # the largest number of times in a round; infinite if it depends on values of the run
 
 
 def exchanges_of(
@@ -257,14 +257,14 @@ def known_flops(
 
 
 def _key(algorithm: Algorithm, problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> Hashable | None:
-    """Return a key of everything that the operations on whole models depend on."""
+    """Return a cache key from everything that determines the operations of clients with whole models."""
     rows = clients.outer, clients.inner
     sizes = [(int(own.size.max()), bool(np.all(own.size == own.size[0]))) for own in rows]
     return key_of_round(algorithm, problem, x, y, "operations", *sizes, *sorted(clients.own), repr(_same(clients)))
 
 
 def _same(clients: Clients) -> dict[str, Any]:
-    """Return the own numbers that are the same for all clients and rounds, so that lengths of loops are known."""
+    """Return those of the clients' own numbers that are the same for all: they may be lengths of loops."""
     ends = {name: values.ends for name, values in clients.own.items() if values.ends}
     return {name: low for name, (low, high) in ends.items() if low == high}
 

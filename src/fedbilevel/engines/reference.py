@@ -220,7 +220,7 @@ class ReferenceRun:
     def one_round(self, carry: Carry) -> tuple[ReferenceFed, Any]:
         """Run a round; return its exchanges, which have the clients' new states, and the server's new state."""
         keys = round_keys(self.key, int(carry.round))
-        algorithm = at(self.algorithm, carry.round)  # an array, as compiled schedules see it
+        algorithm = at(self.algorithm, carry.round)  # schedules get the round as an array, as in Local
         models = models_of_round(self.submodel_plan, algorithm, self.key, carry.round, carry.state)
         fed = ReferenceFed(self, algorithm, keys, carry, models)
         with jax.disable_jit():  # loops over exchanges run in Python
@@ -269,7 +269,7 @@ class Reference:
 
 
 def total_of(table: Sums, asked: Array, who: Array) -> tuple[Sums, Array]:
-    """Return the sum of the chosen rows, and the sum of weight·asked over them: see `in_flight.SumRows`."""
+    """Return the sum of the replies that `who` chooses, and the sum of their weight·asked: see `in_flight.SumRows`."""
     rows = jax.tree.map(lambda leaf: leaf[np.flatnonzero(who)], (table, table.weight * asked))
     total: tuple[Sums, Array] = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0, dtype=leaf.dtype), rows)
     return total

@@ -93,7 +93,7 @@ class Saver:
         return carry, meta, file
 
     def read(self, copy: Path, like: Carry, anew: bool) -> tuple[Carry, dict[str, Any]]:
-        """Read a copy of the checkpoint; only its best row, if the run diverged and is to start `anew`.
+        """Read a copy of the checkpoint. If the run diverged and is to start `anew`, read only the best row.
 
         Raises:
             CheckpointError: the checkpoint does not fit; if it is another algorithm's, the message names both.
@@ -113,7 +113,7 @@ class Saver:
             raise
 
     def misfit(self, stated: dict[str, Any]) -> str:
-        """Say why the state of a run with these stated values does not fit this run; "" if it fits."""
+        """Say why this run cannot continue from the state of a run with this `Fingerprint.stated`; "" if it can."""
         mine = self.fingerprint.stated
         before, now = stated.get("algorithm"), mine["algorithm"]
         terms = {name for name in stated.keys() ^ mine.keys() if name.endswith("privacy.clip")}

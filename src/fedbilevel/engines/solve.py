@@ -252,7 +252,7 @@ def halvings_at_most(execution: Execution, carry: Carry, options: RunOptions) ->
     shrinks = options.on_divergence == "shrink"
     here = execution.posed.simulated and current_group().processes == 1
     if options.on_divergence is None and here and options.privacy is None and open_steps(execution.method):
-        shrinks = nbytes((carry.state, carry.clients)) <= KEPT  # up to two copies are kept, to return to
+        shrinks = nbytes((carry.state, carry.clients)) <= KEPT  # a run that may return keeps up to two copies
     return HALVINGS * shrinks
 
 

@@ -40,7 +40,7 @@ class SubmodelPlan:
     unit_layout: UnitLayout
     kept: tuple[dict[str, int], ...]  # for each class, the number of units of each group
     places: tuple[int, ...]  # for each class, the largest number of its clients in any round
-    peers: tuple[int, ...]  # for each class, the smallest number in any round of its clients, without unavailable ones
+    peers: tuple[int, ...]  # for each class, the smallest number of its available clients in any round
     number: np.ndarray  # (M,) the class of each client; (T, M) if it changes with the round
     rank: np.ndarray  # the client's number within its class, of the same shape
 
@@ -80,8 +80,8 @@ class SubmodelPlan:
     ) -> SubmodelPlan | None:
         """Plan which units clients hold; return None if all clients hold the whole model.
 
-        They do without capacities, or if the algorithm does not support submodels. `never_available` has the ids of
-        clients that are never available; submodels are divided among the others.
+        They hold it if no capacities are given, or if the algorithm does not support submodels. `never_available` has
+        the ids of clients that are never available; submodels are divided among the others.
         """
         if clients.capacity is None:
             return None
@@ -227,7 +227,7 @@ class RoundSubmodels:
         return self.units(number, client, rank)
 
     def representative(self, client: int) -> int:
-        """Return the smallest id among the clients that hold the same units; classes are the same in every round."""
+        """Return the smallest id of a client that holds the same units as this client."""
         classes = self.submodel_plan.number
         return int(np.argmax(classes == classes[client])) if self.alike else client
 

@@ -42,11 +42,11 @@ from fedbilevel.core.tree import PyTree, epsilon, is_none, near, on_device
 from fedbilevel.machinery.kept import compiled
 from fedbilevel.oracles.differences import Differences
 
-LOOKS = 8  # points at which the two numbers must differ before a loss is refused
-ROUNDING = 20.0  # u must be longer than so many times the rounding error of a difference
-SHARE = 0.1  # the share of ‖u‖² by which the two numbers may differ
+LOOKS = 8  # points at which ‖u‖² and ⟨v, Ju⟩ must differ before a loss is refused
+ROUNDING = 20.0  # the norm of u must exceed the rounding error of a product by this factor
+SHARE = 0.1  # the share of ‖u‖² by which ⟨v, Ju⟩ may differ from it
 LENGTHS = 1.0, 0.25  # the lengths of the differences, in units of the usual length
-CHANGE = 0.05  # the share of ‖u‖² by which a number may change with the length of the difference
+CHANGE = 0.05  # the share of ‖u‖² by which ⟨u, Jv⟩ and ⟨v, Ju⟩ may change with the length of the difference
 REFUSAL = (
     "the derivative of the inner loss in y is not the gradient of one function: shared leaves of y act on a client's "
     "own leaves (Bilevel.own), which do not act on the shared ones in the same way, or the reverse. The cause is a "
@@ -94,7 +94,7 @@ def check_symmetry(
     raise ConfigurationError(REFUSAL)
 
 
-@np.errstate(invalid="ignore", over="ignore")  # infinite products show nothing
+@np.errstate(invalid="ignore", over="ignore")  # with infinite products the answer is False
 def is_lopsided(times: Callable[[PyTree], tuple[PyTree, Array]], v: PyTree, other: PyTree) -> bool:
     """Tell whether J is asymmetric between two parts of y: the leaves where v is not 0, and the leaves of `other`.
 

@@ -86,7 +86,7 @@ class TrackedRun:
         self.files = [file for file in self.files if file not in self.with_seed]
 
     def adopt(self, inner: TrackedRun) -> None:
-        """Add the values that only the inner block's description of the same run has."""
+        """Take over from `inner`, another description of the same run, the values that this one lacks."""
         self.parameters = {**inner.parameters, **self.parameters}
         self.memory = self.memory or inner.memory
         self.resumed = self.resumed or inner.resumed
@@ -106,7 +106,7 @@ class TrackedRun:
 
     @contextmanager
     def at_end(self) -> Iterator[list[Path]]:
-        """Yield the files to attach, with those of the result, which exist only within the block."""
+        """Yield the files to attach. Files of the result are among them, and exist only within the block."""
         if self.result is None:
             yield self.attached()
             return
@@ -188,7 +188,7 @@ class Record:
         """Add a row of the history, at the step row["round"]."""
 
     def close(self, ending: Ending, outcome: Mapping[str, Any], files: Sequence[Path]) -> None:
-        """Add the outcome, which are values by name, and files, and say how the run has ended.
+        """Close the record: store how the run has ended, the values in `outcome`, and the files.
 
         The files may be temporary: they are copied or sent before this method returns.
         """

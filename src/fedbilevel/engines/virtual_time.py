@@ -77,7 +77,7 @@ class Clock:
         require(whole, "Clock.stragglers", self.stragglers, "a whole number, at least 0")
         seeded = isinstance(self.seed, int) and not isinstance(self.seed, bool) and 0 <= self.seed < 2**32
         require(seeded, "Clock.seed", self.seed, "a whole number from 0 to 2³² − 1")
-        for name in ("compute", "network", "spread", "slowdown", "drift", "period", "availability"):  # to be compared
+        for name in ("compute", "network", "spread", "slowdown", "drift", "period", "availability"):  # for ==
             numbers = np.asarray(getattr(self, name), float)
             object.__setattr__(self, name, tuple(numbers.tolist()) if numbers.ndim else float(numbers))
         if self.arrivals is not None:
@@ -232,8 +232,8 @@ class Pace(NamedTuple):
 class ClockState(NamedTuple):
     """Hold the state of the clock, a part of the carry. The total duration is summed on the host."""
 
-    exchanges: Array  # made so far
-    periods: Array  # periods completed
+    exchanges: Array  # the number of exchanges so far
+    periods: Array  # the number of completed periods
     moment: Array  # ticks since the last completed period
 
     @classmethod
@@ -261,7 +261,7 @@ def _factors(sigma: float) -> np.ndarray | None:
 
 
 def _draws(key: Array, ids: Array, count: int) -> Array:
-    """Draw (P, count) indices of factors."""
+    """Draw `count` random places in a table of factors for each client of `ids`, (clients, count)."""
     bits = jax.vmap(lambda i: jax.random.bits(jax.random.fold_in(key, i), (count,), jnp.uint32))(ids)
     return bits >> (32 - (QUANTILES - 1).bit_length())
 

@@ -128,7 +128,7 @@ class Parts(NamedTuple):
 
 
 def partition_by_dependence(function: Callable[..., Array], x: PyTree, y: PyTree, sample: PyTree) -> Parts:
-    """Divide a scalar function into three parts; each operation is in the earliest part that has its inputs."""
+    """Divide a scalar function into the parts of `Parts`; each operation is in the first part that has its inputs."""
     closed = jax.make_jaxpr(_inlined(function, x, y, sample))(x, y, sample)
     jaxpr = closed.jaxpr
     kinds = [kind for kind, tree in ((FIXED, x), (VARIABLE, y), (SAMPLE, sample)) for _ in jax.tree.leaves(tree)]

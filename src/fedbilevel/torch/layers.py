@@ -36,7 +36,7 @@ def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
 
 
 def taps(x: Array, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> list[Array]:
-    """Return an array for each position inside a sliding window: the entries of x that this position has seen.
+    """Slide a window over x, and return an array for each position inside the window: the entries of x found there.
 
     Such an array has an entry for each place of the window. x is (…, *space), and already padded.
     """

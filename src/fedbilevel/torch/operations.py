@@ -289,7 +289,7 @@ def places(indices: Sequence[Array | None]) -> tuple[Any, ...]:
 
 
 def around(dim: int, index: Array) -> tuple[Array, ...]:
-    """Return the places that gather and scatter use: those of the entries of `index`, with the entry on axis `dim`."""
+    """Return an index for gather and scatter: `index` on axis `dim`, and the places of its entries on other axes."""
     grid = list(jnp.ogrid[tuple(map(slice, index.shape))])
     grid[dim] = index
     return tuple(grid)

@@ -79,10 +79,10 @@ class AdaGrad(NamedTuple):
     """Hold the server's record of the hypergradients and of x."""
 
     norms: PyTree  # √(Σ h²) for each entry, computed without overflow or underflow of squares
-    start: PyTree  # x_0
+    start: PyTree  # x_0, the x at the start
     farthest: PyTree  # max |x_s − x_0| for each entry
     step: Array  # ‖x_{t+1} − x_t‖ / ‖h_t‖ of the last round
-    rounds: Array  # t
+    rounds: Array  # t, the number of rounds so far
     way: PyTree  # Σ_s (s/t)³ (x_{s+1} − x_s): the displacement of each entry in about the last quarter of the rounds
     path: PyTree  # Σ_s (s/t)³ |x_{s+1} − x_s|: the length of the path of each entry in these rounds
 

@@ -98,7 +98,7 @@ class Sized(NamedTuple):
 
 
 class WithMeasured(NamedTuple):
-    """Hold an update of the method together with the client's measurement."""
+    """Hold an update of the method together with the client's measurement of its curvature."""
 
     update: PyTree
     measured: Measured
@@ -155,7 +155,7 @@ class AdaptiveSteps(Layer):
         numbers = f"; give numbers for {', '.join(open_)}"
         return Allows(
             late=No(f"its steps follow this round's curvature, and late replies have steps of other rounds{numbers}"),
-            submodels=No(f"its steps follow the curvature in the whole y; a part of y has another curvature{numbers}"),
+            submodels=No(f"its steps follow the curvature in the whole y, and a part of y has another one{numbers}"),
             noise=No(f"a client's curvature depends on its data, and with noise steps could have any size{numbers}"),
             local_x=No(f"its steps are computed from the server's x{numbers}"),
             project_x=inside.project_x,
@@ -258,10 +258,10 @@ class AdaptiveSteps(Layer):
         return jnp.where(tau > 1, jnp.minimum(step, several), step)
 
     def _own_steps(self, asked: Asked, client: Client, steps: Steps, largest: Array, reply: Reply) -> Reply:
-        """Return the reply with the client's own entries of y and v scaled to the client's own step.
+        """Return the reply with the entries of the client's own leaves of y and v scaled to the client's own step.
 
-        If the server's step adapts, the client's own step is c/(a_i L_i). If the client's step adapts, it is bounded by
-        1/L_i.
+        If the server's step adapts, the client's own step is c/(a_i L_i), where c is `y_lr`, a_i the number of
+        directions in the reply, and L_i the client's curvature. If the client's step adapts, it is bounded by 1/L_i.
         """
         if (own := client.problem.own) is None or isinstance(parts := asked.method.allows.own_y, No):
             return reply
@@ -308,7 +308,7 @@ class AdaptiveSteps(Layer):
 
 
 def adaptive(algorithm: Algorithm, problem: Problem, remember: bool = True) -> Algorithm:
-    """Return the method, within AdaptiveSteps if it has step sizes that are None and are used on this problem.
+    """Return a method, with AdaptiveSteps around it if some of its step sizes are None and are used on this problem.
 
     Args:
         algorithm: the method.

@@ -1,7 +1,7 @@
-"""Measure the largest curvature of each client's inner loss; on the server, their mean bounds that of all clients.
+"""Measure the largest curvature of each client's inner loss; the mean of these bounds the curvature of the mean loss.
 
-A client keeps a unit vector u_i. When the server asks it, it adds a random unit vector w and makes AGAIN steps of the
-power method at the x and y of the message, each on a new batch of its samples:
+A client keeps a unit vector u_i. When the server asks for a measurement, the client adds a random unit vector w and
+makes AGAIN steps of the power method at the x and y of the message, each on a new batch of its samples:
 
     u ← (u_i + MIX w) / ‖u_i + MIX w‖,    u ← ∇²yy g_i(x, y) u / L_i  with  L_i = ‖∇²yy g_i(x, y) u‖,    u_i ← u
 
@@ -61,9 +61,9 @@ class Added(NamedTuple):
 class PowerMethod(NamedTuple):
     """Hold a client's state of the power method."""
 
-    vector: PyTree  # u_i; None: the client starts from a random vector each time
-    largest: Array  # L_i; 0 before the first measurement
-    least: Array  # the least L_i so far, times RISE for each later measurement; 0 before the first
+    vector: PyTree  # u_i, the client's unit vector; None: the client starts from a random vector each time
+    largest: Array  # L_i, the client's curvature; 0 before the first measurement
+    least: Array  # the smallest L_i so far; it is multiplied by RISE at each measurement; 0 before the first one
 
     @classmethod
     def begin(cls, y: PyTree, keep: bool) -> PowerMethod:
@@ -114,10 +114,10 @@ class PowerMethod(NamedTuple):
 class Measured(NamedTuple):
     """Hold a client's report with its reply: its curvature, and a_i, the number of directions in its sum."""
 
-    largest: Array  # L_i
-    work: Array  # a_i
+    largest: Array  # L_i, the client's curvature
+    work: Array  # a_i, the number of directions in the client's reply
     inverse: Array  # 1/a_i
-    summed: Array  # a_i L_i
+    summed: Array  # a_i L_i, the curvature times the number of directions
     least: Array  # the least L_i so far
     square: Array  # ‖q_i‖², where q_i is the client's reply for y
 
@@ -132,11 +132,11 @@ class ServerCurvature(NamedTuple):
     """Hold the server's means of the clients' reports."""
 
     largest: Array  # L = Σ p_i L_i; 0 before the first measurement
-    work: Array  # Σ p_i a_i
+    work: Array  # Σ p_i a_i, the mean number of directions in a reply
     inverse: Array  # Σ p_i/a_i
     summed: Array  # Σ p_i a_i L_i
     slower: Array  # Σ p_i least_i / Σ p_i L_i of the last measurement, the factor of steps on x
-    agreement: Array  # r = ‖q‖² / Σ p_i ‖q_i‖²
+    agreement: Array  # r = ‖q‖² / Σ p_i ‖q_i‖², where q is the mean of the replies q_i for y
 
     @classmethod
     def unknown(cls) -> ServerCurvature:
@@ -151,7 +151,9 @@ class ServerCurvature(NamedTuple):
         return ServerCurvature(largest, work, inverse, summed, slower.astype(agreement.dtype), agreement)
 
     def steps(self, fraction: Any) -> tuple[Array, Array]:
-        """Return (the server's step, a client's step) on y and v, for c = `fraction`; 0 before any measurement."""
+        """Return (the server's step, a client's step) on y and v; both are 0 before any measurement.
+
+        `fraction` is c, which scales both: see `AdaptiveSteps`."""
         safe = over(fraction, jnp.maximum(self.largest * self.work, self.summed))
         own = jnp.sqrt(self.agreement) * over(fraction, self.largest)
         return jnp.maximum(safe, over(own, self.work * self.inverse)), own

@@ -214,7 +214,7 @@ def strong_convexity(problem: SimpleBilevel, points: PyTree) -> float:
     pairs = [_curvatures(h, v, s, u, epsilon(points)) for u in range(len(h))]
     curvature, doubt = np.concatenate(pairs, axis=1)
     if not curvature.size:
-        return problem.strong_convexity or 0.0  # X is a point
+        return problem.strong_convexity or 0.0  # X has only one point
     claimed, certain = problem.strong_convexity, float(np.max(curvature - doubt))
     if claimed is not None:
         least = float(np.min(curvature + doubt))

@@ -46,7 +46,7 @@ def checked(
     where, (kind, name) = f"{layer.label}.{function}", RETURNS[function]
     if type(returned) is not tuple or len(returned) != 2 or not isinstance(returned[0], kind):
         got = described(returned)
-        raise ConfigurationError(f"{where} returned {got}: it must return {name} and what the layer keeps")
+        raise ConfigurationError(f"{where} returned {got}: it must return {name} and the layer's new state")
     what, kept = returned
     make = "client_slot" if function == "reply" else "server_slot"
     if layer.kind not in slots and kept is not None:
@@ -79,7 +79,7 @@ def _check_reply(layer: Any, where: str, reply: Reply, inside: Reply | None, und
     like = plain_update(where, inside.update)
     if layer.place == "kept":
         like = _without(update, like)
-    same_shapes(f"{where}: Reply.update must have the shapes of that of `run`", update, like)
+    same_shapes(f"{where}: Reply.update must have the shapes of the update that `run` returned", update, like)
 
 
 def _check_total(where: str, total: Total, inside: Total | None, undone: bool) -> None:
@@ -88,7 +88,9 @@ def _check_total(where: str, total: Total, inside: Total | None, undone: bool) -
         if np.shape(number := getattr(total, name)) != ():
             raise ConfigurationError(f"{where}: Total.{name} is {described(number)}: it must be one number")
     if inside is not None and not undone:
-        same_shapes(f"{where}: Total.update must have the shapes of that of `ask`", total.update, inside.update)
+        same_shapes(
+            f"{where}: Total.update must have the shapes of the update that `ask` returned", total.update, inside.update
+        )
 
 
 def same_shapes(must: str, update: PyTree, like: PyTree) -> None:

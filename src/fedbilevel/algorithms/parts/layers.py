@@ -50,7 +50,7 @@ from fedbilevel.core.tree import PyTree
 
 
 class First(NamedTuple):
-    """Describe an exchange that ends with the first replies, with the arguments of `Fed.sum_first`."""
+    """Hold the arguments of `Fed.sum_first`, for an exchange that ends with the first replies."""
 
     replies: int
     max_staleness: int | None = None
@@ -218,7 +218,7 @@ class Layer(Around):
         `run` runs the layers inside and the phase, and returns a `Reply`, which the layer may replace. `kept` is the
         layer's state; None in a fresh cohort, where clients have no states. Once `Coded` parts are decoded, the update
         has the shapes of the update that `run` returns, unless the layer also has an `exchange` that restores these
-        shapes. At the place "kept" a part may be None.
+        shapes. A layer with `place` = "kept" may put None in place of a part.
         """
         return run(asked, client), kept
 

@@ -40,7 +40,7 @@ Sampling = Literal["random", "random_per_client"]
 Product = Callable[[Any, PyTree, Array, Any], PyTree]
 """A function (the object that runs loops, v, key, number of the fresh cohort) -> H v."""
 SAMPLES_FOR_CHECK, CLIENTS_FOR_CHECK = 1024, 8
-ENTRIES_FOR_CHECK = 10_000  # the largest number of entries of y for which the inner loss is checked for any method
+ENTRIES_FOR_CHECK = 10_000  # for a y with more entries, no method looks for negative curvature at the start
 FLAT = 1e-3  # a curvature below this share of the largest one counts as 0, because of rounding
 FAR = 100  # the distance of the far points from y, in units of the norm of y, or of 1 if the norm is below 1
 
@@ -62,7 +62,7 @@ class SolveInfo(NamedTuple):
         return cls(jnp.where(met > 0, 0, -1), residual)
 
     def to_average(self) -> Withheld:
-        """Return what a client sends of its diagnostics, for means over clients.
+        """Return the diagnostics that a client sends, in a form of which means over clients can be taken.
 
         Under privacy zeros are sent instead, since noise would look like negative curvature.
         """
@@ -142,7 +142,7 @@ class Neumann(Part):
         return Solved(v, jnp.asarray(count), SolveInfo(negative, jnp.zeros(())))
 
     def findings(self, info: SolveInfo, where: str) -> Findings:
-        """Return a warning if there was negative curvature, at which a Neumann series still has a sum."""
+        """Return a warning, not an error, if there was negative curvature: a truncated series has a sum anyway."""
         return Findings(warning=negative_curvature(info, "product", where))
 
 
@@ -272,7 +272,7 @@ def check_neumann_step(
     ends = [extreme_eigenvalues(operator, y, seed=0, iterations=8) for operator in operators]
     largest, smallest = max(end.largest for end in ends), min(end.smallest for end in ends)
     concave = smallest < -FLAT * abs(largest)
-    if concave and (local or not without_minimum(problem, clients, x, y)):  # `warn_without_minimum` has warned already
+    if concave and (local or not without_minimum(problem, clients, x, y)):  # else `warn_without_minimum` warns of it
         warn(NumericalWarning(negative_eigenvalue(whose, smallest)))
     if largest > 0:
         allowed = (

@@ -136,13 +136,19 @@ def mean_gradient(gradient: Gradient, start: PyTree, steps: LocalSteps, lr: Any)
 
 
 class LocalOptimizer(Part):
-    """Base class of rules for local steps: after directions d_k the iterate is z_0 − ηq with q = Σ a_k d_k, a_k ≥ 0."""
+    """Base class of rules for local steps: after steps from z_0 the iterate is z_0 − ηq with q = Σ a_k d_k.
+
+    d_k is the direction of step k, a_k ≥ 0 its coefficient, and η the step size.
+    """
 
     anchored: ClassVar[bool] = False
     """Whether d_k is d(z_k; ζ_k) − d(z_0; ζ_k) + d(z_0), with d(z_0) on all samples; otherwise it is d(z_k; ζ_k)."""
 
     def begin(self, like: PyTree) -> PyTree:
-        """Return the optimizer's memory before the first step; None: it has no memory. q and d are like `like`."""
+        """Return the optimizer's memory before the first step; None: it has no memory.
+
+        `like` is a tree with the shapes of q and d.
+        """
         return None
 
     @abstractmethod

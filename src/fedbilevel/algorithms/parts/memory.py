@@ -140,9 +140,9 @@ class Asynchronous(Around):
 class LastReplies(NamedTuple):
     """Hold the server's record of all clients' last replies to a phase."""
 
-    total: PyTree  # Σ p_i g_i
+    total: PyTree  # Σ p_i g_i, where p_i is the weight of client i, and g_i its last reply
     weight: Array  # Σ p_i over the clients that have replied before
-    age: Array  # Σ p_i (t − t_i) over these clients
+    age: Array  # Σ p_i (t − t_i) over these clients, where t − t_i is the age of the last reply of client i
     exchanges: Array  # the number of exchanges so far
 
     @classmethod
@@ -187,7 +187,7 @@ class LastReplies(NamedTuple):
 class LastReply(NamedTuple):
     """Hold a client's last reply to a phase, as the server knows it."""
 
-    update: PyTree  # g_i
+    update: PyTree  # g_i, the update of the last reply
     exchange: Array  # t_i, the exchange of the phase in which this reply was asked for; -1 before the first reply
 
     @classmethod

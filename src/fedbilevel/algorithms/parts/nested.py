@@ -26,7 +26,7 @@ class State(NamedTuple):
 
     x: PyTree
     y: PyTree
-    info: SolveInfo  # diagnostics of the last linear system, with the first negative curvature of the run
+    info: SolveInfo  # diagnostics of the last linear system; negative curvature stays recorded for the whole run
     v: PyTree = None  # the state of the part `hypergradient`, such as AFBO's v; None: it has no state
 
 

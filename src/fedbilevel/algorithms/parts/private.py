@@ -54,11 +54,11 @@ class Private(Privacy, Layer):
     _vectors = True
 
     def server_slot(self, method: Algorithm, x: PyTree, y: PyTree) -> PyTree:
-        """Return the number of exchanges so far whose replies the clients did not count: 0."""
+        """Return 0, the number before round 0 of exchanges whose replies the clients did not count."""
         return jnp.zeros((), jnp.int32)
 
     def client_slot(self, method: Algorithm, problem: Problem, x: PyTree, y: PyTree) -> PyTree:
-        """Return a client's number of replies so far, 0; None if clients do not count."""
+        """Return 0, a client's number of replies before round 0; None if clients do not count their replies."""
         return jnp.zeros((), jnp.int32) if self.counts else None
 
     def exchange(self, asked: Asked, kept: Kept, ask: Ask) -> tuple[Total, Kept]:

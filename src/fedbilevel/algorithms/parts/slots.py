@@ -49,7 +49,7 @@ def client_parts(state: PyTree) -> LayeredClient:
 
 
 def with_slot(slots: Slots, kind: str, slot: Any) -> Slots:
-    """Return the slots with a new state of the layer of this kind; None: the layer has no state."""
+    """Return the slots with `slot` as the state of the layer of this kind; if `slot` is None, they do not change."""
     return slots if slot is None else {**slots, kind: slot}
 
 

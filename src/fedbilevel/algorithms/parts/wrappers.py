@@ -78,7 +78,7 @@ class Wrapper(Algorithm):
 
 
 class Submodels(UnitPolicy, Wrapper):
-    """Let clients of limited capacity hold units that another policy chooses than the method's own ("importance").
+    """Choose the units that clients of limited capacity hold by another policy than the method's ("importance").
 
     If clients have no capacities, this wrapper changes nothing.
 

@@ -296,7 +296,7 @@ class LocalRun:
         return Stretch(carry, done, costs, undo)
 
     def program_key(self, carry: Carry, inputs: ProgramInputs) -> Hashable | None:
-        """Return a key of everything on which the program depends; None if only its trace shows this."""
+        """Return a cache key of everything on which the program depends; None if only a trace can tell."""
         method = method_key(self.algorithm)
         if self.problem.key is None or method is None or self.layout.shares:
             return None
@@ -321,7 +321,7 @@ class LocalRun:
         return rounds.program(carry, inputs, quick_keys=False)
 
     def explain(self, carry: Carry, finite: np.ndarray, metrics: list[tuple[str, str]]) -> None:
-        """Run the failing round again, client by client, and raise an error that names what is not finite."""
+        """Run the failing round again, client by client, and raise an error that names the quantities not finite."""
         round = int(carry.round)
         leaves = jax.tree_util.tree_leaves_with_path(carry.state)
         names = [f"server update: {jax.tree_util.keystr(path)}" for path, leaf in leaves if is_floating(leaf)]
@@ -333,7 +333,7 @@ class LocalRun:
         else:
             clock, submodel_plan = self.clock, self.layout.submodel_plan
             replay = ReferenceRun(algorithm, self.problem, self.clients, self.layout.cohort, key, clock, submodel_plan)
-            replay.one_round(carry)  # raises an error, unless only the compiled program overflowed by its rounding
+            replay.one_round(carry)  # raises an error, unless only the compiled program, which rounds otherwise, failed
         raise diverged(f"round {round}, ", bad)
 
     def per_client(self, metrics: Mapping[str, PerClient], fixed: tuple[PyTree, PyTree]) -> PerClientRow:

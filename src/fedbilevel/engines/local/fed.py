@@ -31,10 +31,10 @@ HOST = "hosts"  # the mesh's axis over processes, if there are several
 
 
 class Members(NamedTuple):
-    """Hold clients as arrays: a table of the population, (M,), or a cohort taken from it, (P,)."""
+    """Hold clients as arrays: all clients of the population, (M,), or the clients of a cohort, (P,)."""
 
     id: Any
-    state: Any  # the number of the row in which the carry has the client's state
+    state: Any  # the number of the client's row in `Carry.clients`
     weight: Any
     outer_start: Any
     outer_size: Any
@@ -68,7 +68,7 @@ class ProgramLayout:
     chunk: int  # clients vectorised together
     axis: str | tuple[str, ...] | None  # names of the mesh's axes, if the cohort is distributed over devices
     available: int  # number of clients that are ever available
-    available_population: float  # see `available_population`
+    available_population: float  # the result of the function `available_population`, for unbiased means
     rounds_per_call: int  # the largest number of rounds in a call, whose costs are stored
     shares: Shares | None = None  # the clients of each process, if there are several processes
     submodel_plan: SubmodelPlan | None = None  # the submodels of clients, if they hold any
@@ -149,9 +149,9 @@ class LocalFed(Means):
             members: the members of the class on this device.
 
         Returns:
-            The sums over the class, in the shapes of the whole model. A tuple of the members' next states, the number
-            of gradients and hvps of each member (None if the clock does not need it), and, with `each`, all replies of
-            the cohort. A message, of which only the shapes matter.
+            Three values: the sums over the class, in the shapes of the whole model; a tuple of the members' next
+            states, the number of gradients and hvps of each member (None if the clock does not need it), and, with
+            `each`, all replies of the cohort; and a message, of which only the shapes matter.
         """
         models = self.models
         units = models.units(number)
@@ -233,7 +233,7 @@ class LocalFed(Means):
         return ticks
 
     def units(self, respond: ClientFunction) -> Array:
-        """Count the gradients and hvps of each client's reply, (M,); the compiler removes all other computations."""
+        """Count the gradients and hvps of each client's reply, (M,). The compiler leaves the reply itself out."""
 
         def count(member: Members, state: PyTree) -> Array:
             sums, _ = respond(member, state)

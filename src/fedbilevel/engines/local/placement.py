@@ -84,7 +84,7 @@ class Shares:
         return where, member, taken
 
     def own_rows(self, rows: Ragged) -> tuple[PyTree, np.ndarray]:
-        """Return this process's samples in a row, and the start of each client's samples in its own process.
+        """Return this process's samples one after another, and where each client's samples begin in its process.
 
         Returns:
             values: leaves (longest, ...), where `longest` is the largest number of samples of any process.
@@ -138,7 +138,10 @@ class DeviceRows(NamedTuple):
         return self._blocks(chosen, step, tables)
 
     def total(self, table: PyTree, asked: Array, who: Array) -> tuple[PyTree, Array]:
-        """Sum the rows of the clients `who` (M,), and weight·asked over them: see `in_flight.SumRows`."""
+        """Return the sum of the rows of the clients in `who`, (M,), and the sum of weight·asked over these clients.
+
+        This is a `SumRows` of in_flight.py.
+        """
         asked, chosen = self.here(asked), self.here(who)
 
         def step(places: Array, total: tuple[PyTree, Array]) -> tuple[PyTree, Array]:

@@ -257,7 +257,7 @@ class Rounds:
         members = members._replace(counts=everyone * inputs.pace.ever_available(ids))
         counts = [n for n in jax.tree.leaves(members.own) if jnp.issubdtype(n.dtype, jnp.integer)]
         if counts and not inputs.algorithm.asks.asynchronous:
-            order = jnp.argsort(sum(counts))  # equal work within a chunk, which takes as long as its slowest client
+            order = jnp.argsort(sum(counts))  # clients of a chunk get similar work: the slowest one determines its time
             ids, members = ids[order], jax.tree.map(lambda column: column[order], members)
         if inputs.classes is not None:
             now = [column if column.ndim == 1 else column[cohorts.keys.round] for column in inputs.classes]
@@ -273,7 +273,7 @@ class Rounds:
         return slice(size), (self.in_chunks(members, self.layout.chunk),)
 
     def of_class(self, members: Members, number: int) -> Members:
-        """Return as many places as a cohort can have members of a capacity class; members fill the first places."""
+        """Return the cohort's members of a capacity class, padded to the largest number that a cohort can have."""
         assert self.layout.submodel_plan is not None
         cohort, most = self.layout.cohort, self.layout.submodel_plan.places[number]
         places = cohort.size if cohort.replacement else min(cohort.size, most)
@@ -283,7 +283,7 @@ class Rounds:
         return self.in_chunks(members, chunk_of(self.layout, number))
 
     def in_chunks(self, members: Members, chunk: int) -> Members:
-        """Pad members with places that do not count, so that every device has the same number of whole chunks."""
+        """Pad the cohort with clients of weight 0, so that every device has the same number of whole chunks."""
         size = members.id.shape[0]
         places = np.arange(size + -size % (chunk * (self.mesh.size if self.mesh else 1)))
         if len(places) == size:

@@ -31,7 +31,7 @@ RoundInputs = tuple[SampleArrays, Members, Array | None]
 class Resident:
     """Keep all samples on the device; the compiled program draws the cohorts."""
 
-    rounds_per_call = 1024  # the largest number of rounds in a call, whose costs are stored
+    rounds_per_call = 1024  # the largest number of rounds in one call of the program, which stores the costs of each
     states_on_disk = False
 
     def __init__(self, clients: Clients, layout: ProgramLayout, key: Array, mesh: Mesh | None, prefetch: int) -> None:
@@ -51,7 +51,7 @@ class Resident:
         here = True if layout.shares is None else layout.shares.owner(np.arange(len(start))) == layout.shares.mine
         held = Ragged(values, start, np.where(here, rows.size, 0))
         for (path, leaf), unseen in zip(jax.tree_util.tree_leaves_with_path(values), mapped, strict=True):
-            if unseen:  # other arrays were checked when the population was made
+            if unseen:  # memory-mapped; arrays in memory were checked when the population was made
                 check_finite(f"Clients.{name}{jax.tree_util.keystr(path)}", leaf, held.place)
         return (share(values, mesh) if layout.shares else replicate(in_place(in_powers(values), mesh), mesh)), start
 
@@ -137,7 +137,7 @@ class Streamed:
         return here, place
 
     def cohorts(self, round: int) -> np.ndarray:
-        """Draw the ids of the round's own cohort and of its fresh cohorts, (1 + fresh, P)."""
+        """Draw the clients of the round's own cohort and of its fresh cohorts; return ids (1 + fresh, clients)."""
         own = Cohorts(self.layout.cohort, len(self.clients), self.clients.own, round_keys(self.key, round))
         return np.stack([cohorts.ids() for cohorts in (own, *map(own.fresh, range(self.layout.fresh)))])
 
@@ -204,7 +204,7 @@ def replicate(tree: PyTree, mesh: Mesh | None) -> PyTree:
 
     def copy(leaf: Any) -> Array:
         if isinstance(leaf, Array) and not leaf.is_fully_addressable:
-            return leaf  # it is on every device already
+            return leaf  # an array of several processes is on every device already
         if isinstance(leaf, Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jax.random.wrap_key_data(copy(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
         value = _canonical(leaf)
