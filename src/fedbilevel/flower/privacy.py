@@ -1,7 +1,7 @@
 """Protect a client's replies by local differential privacy, whatever the server asks.
 
-Each reply is clipped and gets noise from the client's own secret. The client keeps an account of its replies on its
-disk.
+Each reply is clipped, and the client adds noise that is computed from its own secret. A file on the client's disk, the
+account, records all replies and therefore ε.
 """
 
 from __future__ import annotations
@@ -35,21 +35,23 @@ SECRET_BYTES = 32
 def protect(
     privacy: Privacy, update: PyTree, secret: bytes, spent: PrivacyAccount, context: Sequence[int | str]
 ) -> tuple[PyTree, PrivacyAccount]:
-    """Return the clipped and noised update (see `Privacy.noised`), and the account to store before it is sent.
+    """Clip an update and add noise (see `Privacy.noised`).
 
-    The noise is a function of the secret, the number of the reply, the context, the clipped vector, and its standard
-    deviation zC (noise multiplier times clip). A number is never used twice, so that every reply has new noise, also if
-    a request is repeated. A server that repeats requests can average out the noise; the account therefore charges every
-    reply. (If a repeated request got the same noise, the server could see whether two replies are equal, and so whether
-    the data make a difference.) If an account is lost and a number is used again, the noise is still new unless all
-    other arguments are also the same.
+    Store the returned account before the update is sent.
+
+    The noise is a function of the secret, the number of the reply, the context, the clipped vector, and the standard
+    deviation of the noise, which is noise multiplier times clip. No number is used for two replies, so every reply has
+    new noise, even if the server repeats a request. A server that repeats requests can average out the noise, so the
+    account charges every reply. (With the same noise for a repeated request, the server would see whether the clipped
+    vector has changed, which is information about the data.) If the account is lost and a number is used again, the
+    noise is still new unless all other arguments are also the same.
 
     Args:
-        privacy: the client's terms.
+        privacy: the client's terms, such as clip, noise multiplier and budget.
         update: a pytree whose leaves are floating-point arrays, except in parts that are marked as public.
         secret: the secret of `load_secret`; it must not leave the client.
-        spent: the account so far.
-        context: the identification of the request: the run, round, exchange and phase.
+        spent: the account before this reply.
+        context: the run, round, exchange and phase, which together identify the request.
 
     Returns:
         update: NumPy arrays with the shapes, dtypes and structure of `update`; computed in float64, then rounded.
@@ -132,13 +134,17 @@ def _create_secret(path: Path) -> None:
 
 
 class AccountError(ConfigurationError):
-    """Report an account with fewer replies than have left the client; the message has ε and nothing of the data."""
+    """An account that records fewer replies than the client has sent.
+
+    The message contains values of ε, and nothing of the data.
+    """
 
 
 class PrivacyGuard:
-    """Clip updates and add noise, with the secret and the account of a folder, in one process at a time.
+    """Clip updates and add noise, with the secret and the account that are stored in a folder.
 
-    The account is written before an update leaves the client.
+    The account is written before an update leaves the client. While one process uses the folder, no other process can
+    use it.
 
     Raises:
         ConfigurationError: the folder belongs to another client, or its account is missing or damaged.
@@ -167,11 +173,11 @@ class PrivacyGuard:
         return sent, spent.epsilon(self.privacy.delta)
 
     def check_account(self, epsilon: float, delta: float) -> None:
-        """Refuse an account whose ε is smaller than the ε that this client has reported to the server before.
+        """Refuse an account whose ε is smaller than an ε that this client has reported to the server.
 
         Args:
             epsilon, delta: the largest ε that the server has received from this client, and its δ; 0 if there is none.
-                A server that sends a value that is too large gets no reply.
+                If a server sends a value that is too large, it gets no reply.
 
         Raises:
             AccountError: the account contains fewer replies than the client has sent.
@@ -186,8 +192,8 @@ class PrivacyGuard:
         Earlier runs are included.
 
         Args:
-            replies: the number of the client's replies in a round, if it is asked once in each exchange; infinity or
-                NaN if this number is not known.
+            replies: the number of replies in a round, if the client is asked once in each exchange; infinity or NaN if
+                this number is not known.
             rounds: the number of rounds of the run.
         """
         if not math.isfinite(replies):

@@ -1,8 +1,8 @@
-"""Describe why a reply or a client does not count, in the same words at the site and on the server.
+"""Describe why the server does not count a reply or a client, in the same words at the site and on the server.
 
-A refusal is sent as a code and a line of text. Each side derives from the code who can fix the problem, and how, so
-that this advice never comes from the other side. No decision depends on the text. The same description is in the site's
-log, in the server's log and errors, and in `exchanges.jsonl`.
+A refusal is sent as a code and a line of text. Each side looks up the code in its own table of who can fix the problem,
+and how, so advice never comes from the other side. No decision depends on the text. The same description appears in the
+site's log, in the server's log and errors, and in the server's file `exchanges.jsonl`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SITE, OPERATOR, EITHER = "the site", "the operator", "the site or the operator"
 
 
 class Code(Enum):
-    """List the kinds of problems, each with its name in messages, who can fix it, and how."""
+    """The kinds of problems. Each has a name in messages, the party that can fix it, and the advice for this party."""
 
     ABSENT = "absent", SITE, "start its SuperNode; the SuperNode's log says whether it reaches the SuperLink"
     FLOOR = (
@@ -83,13 +83,15 @@ class Code(Enum):
 
     @property
     def of_state(self) -> bool:
-        """Return whether the state that the server sent may be the cause, and not the client."""
+        """Return whether the cause may be the state that the server sent, and not the client."""
         return self in (Code.NUMBERS, Code.HIDDEN)
 
 
 @dataclass(eq=False)
 class Refusal(FedbilevelError):
-    """Report a message that must not count, or a client that does not take part; `why` contains no value of the data.
+    """A message that must not count, or a client that does not take part.
+
+    The reason, `why`, contains no value of the data.
 
     Parts of `why` may come from the other side. The text is therefore reduced to a single line of bounded length,
     without control characters for a terminal.
@@ -97,7 +99,7 @@ class Refusal(FedbilevelError):
 
     code: Code
     why: str
-    client: int | None = None  # the client that it is about, if known
+    client: int | None = None  # the client whose message is refused, if known
 
     def __post_init__(self) -> None:
         self.why = printable(" ".join(self.why[:LONGEST].split()), LONGEST)
@@ -116,12 +118,12 @@ class Refusal(FedbilevelError):
 
     @classmethod
     def read(cls, told: Mapping[str, Any], client: int | None = None) -> Refusal:
-        """Return the refusal from an entry made by `told`; who can fix the problem, and how, follow from the code."""
+        """Return the refusal from an entry that `told` made. The advice is looked up by the code."""
         return cls(Code.of(told.get("code")), str(told.get("why", "")), client)
 
 
 def has_line(number: int) -> bool:
-    """Return whether the refusal with this number in a row has a line in a log: the 1st, 2nd, 4th, 8th, … have one."""
+    """Return whether a log gets a line for this refusal: among refusals in a row, the 1st, 2nd, 4th, 8th, … get one."""
     return number & (number - 1) == 0
 
 
@@ -135,6 +137,6 @@ def in_words(refusals: Iterable[Refusal], most: int = 5) -> str:
 
 
 def named(clients: list[int]) -> str:
-    """Return some clients as a text, such as "clients 0, 3"; of more than ten, only the first ten are named."""
+    """Name some clients in a text such as "clients 0, 3". Of more than ten clients, only the first ten are named."""
     shown = ", ".join(map(str, clients[:10])) + (", …" if len(clients) > 10 else "")
     return f"client{'s' if len(clients) > 1 else ''} {shown}"

@@ -1,7 +1,7 @@
-"""Check the installed version of Flower, and change how Flower handles messages.
+"""Check the installed version of Flower, and adjust how soon Flower requests and gives up messages.
 
-The changes use private names of Flower, which another version may not have. The private names that concern Flower's
-processes are used in the folder `launch`.
+The adjustments use private names of Flower, which another version may not have. The private names that concern Flower's
+processes are used in the package `fedbilevel.flower.launch`.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def require_flower() -> str:
 
 
 def tested(version: str) -> bool:
-    """Return whether `version` belongs to a release of Flower whose private names were tested."""
+    """Return whether this library was tested with the private names of this version of Flower."""
     return ".".join(version.split(".")[:2]) in TESTED
 
 
 def be_server() -> None:
     """Give this process the identity of a ServerApp.
 
-    A process needs one to create messages, and Flower sets it only in the processes that Flower starts.
+    A process needs an identity to create messages, and Flower sets it only in the processes that Flower starts.
     """
     from flwr.supercore.task_identity import TaskIdentity
 
@@ -54,11 +54,11 @@ def be_server() -> None:
 
 
 def quick_pulls(longest: float) -> None:
-    """Make this process request objects of messages sooner, and give up incomplete messages sooner, from now on.
+    """From now on, request the objects of messages sooner in this process, and give up incomplete messages sooner.
 
-    An object that is still being uploaded is requested again after 0.02 s, then after twice that time, and so on;
-    Flower begins with 1 s. A message whose objects have not all arrived within `longest` seconds, or within 2 h if
-    `longest` is larger, is given up, because all other messages wait for it. Flower itself waits 2 h.
+    An object that is still being uploaded is requested again after 0.02 s, then after twice that time, and so on.
+    Flower itself begins with 1 s. If a message is incomplete after `longest` seconds, or after 2 h if `longest` is
+    larger, it is given up, because all other messages wait for it. Flower itself waits 2 h.
     """
     from flwr.supercore.inflatable import inflatable_utils
 

@@ -44,7 +44,7 @@ MISSING = ("missing",)  # differs from every value of JSON
 def layout(tree: PyTree) -> list[str]:
     """Describe each leaf of a tree by a line with its path, dtype and shape.
 
-    The sender and the receiver of a tree's bytes need equal layouts.
+    A tree can be read from bytes only if sender and receiver have equal layouts.
     """
     return [f"{path or 'value'} {leaf.dtype}{list(leaf.shape)}" for path, leaf in by_path(tree).items()]
 
@@ -67,18 +67,20 @@ def shapes(tree: PyTree) -> PyTree:
 
 
 def to_bytes(tree: PyTree) -> bytes:
-    """Return all leaves as one byte string, little-endian, in the order of `layout`.
+    """Return all leaves of a tree as one byte string, little-endian, in the order of `layout`.
 
-    Flower would send each array separately.
+    One string is used because Flower would send each array separately.
     """
     return b"".join(np.ascontiguousarray(leaf).tobytes() for leaf in jax.tree.leaves(tree))
 
 
 def from_bytes(data: bytes, like: PyTree) -> PyTree:
-    """Return the tree from the bytes of `to_bytes`, as read-only views of `data`; `like` has the shapes and dtypes.
+    """Return the tree whose leaves `to_bytes` has written, as read-only views of `data`.
+
+    `like` is a tree with the same structure, shapes and dtypes.
 
     Raises:
-        Refusal: the number of bytes is wrong, or a flag is neither 0 nor 1.
+        Refusal: the number of bytes is wrong, or a boolean is neither 0 nor 1.
     """
     if len(data) != nbytes(like):
         raise Refusal(Code.MALFORMED, f"its arrays have {len(data)} bytes, and {nbytes(like)} were expected")
@@ -93,7 +95,7 @@ def from_bytes(data: bytes, like: PyTree) -> PyTree:
 
 
 def require_layout(what: str, got: list[str], expected: list[str]) -> None:
-    """Raise a Refusal if a layout is not the expected one; it names the first leaf that differs.
+    """Raise a Refusal if a layout differs from the expected one. The refusal names the first leaf that differs.
 
     `what` names the arrays in the text of the refusal.
     """
@@ -112,9 +114,9 @@ def digest(text: str) -> str:
 
 TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "bytes": bytes, "list[str]": list}
 """The types of a message's fields, by their annotations."""
-METRICS = "per-client metrics"  # in the field `phase`: a request to measure metrics at x and y; no phase has this name
-QUESTION = "a question"  # in the field `phase`: a text, which the site answers by a text
-AGREEMENT = "an agreement"  # in the field `phase`: a text, which the site keeps for the rest of the run
+METRICS = "per-client metrics"  # as `phase` of a request: measure metrics at x and y; no phase has this name
+QUESTION = "a question"  # as `phase` of a request: a text, which the site answers by a text
+AGREEMENT = "an agreement"  # as `phase` of a request: a text, which the site keeps for the rest of the run
 
 
 def is_run(name: str) -> bool:
@@ -124,7 +126,7 @@ def is_run(name: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestMessage:
-    """Hold a request to a client. An empty `phase` makes it a greeting, which asks for the client's id and contract."""
+    """A request to a client. An empty `phase` makes it a greeting, which asks for the client's id and contract."""
 
     run: str  # the name of the whole run, which a resumed run keeps
     contract: str  # the digest of the contract; in a greeting, its whole text
@@ -136,8 +138,8 @@ class RequestMessage:
     key_kind: str = ""  # the implementation of the key in JAX
     weight: float = 1.0  # p_i
     own: str = "{}"  # JSON: the client's own numbers in this round (`Clients.own`), by the path of the field
-    fresh: bool = False  # whether the request is for a fresh cohort, in which the client's state is not used
-    counted_round: int = -1  # the round of the client's last reply that counted and could change its state; -1: none
+    fresh: bool = False  # whether a fresh cohort is asked, whose clients do not use their states
+    counted_round: int = -1  # the round of the last reply that counted and may have changed the state; -1: none
     counted_exchange: int = -1  # the exchange of this reply
     epsilon: float = 0.0  # the largest ε that this client has reported, at `delta`; 0: none
     delta: float = 0.0
@@ -146,14 +148,14 @@ class RequestMessage:
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseMessage:
-    """Hold a client's response: the reply of a phase or, if `refused` is not empty, the reason why there is none."""
+    """A client's response: the reply of a phase or, if `refused` is not empty, the reason why there is none."""
 
     run: str
     round: int
     exchange: int
     client: int
     contract: str = ""  # the whole text of the contract, in the reply to a greeting
-    refused: str = ""  # the text of the refusal; "": there is none
+    refused: str = ""  # the text of the refusal; "": the request was not refused
     code: str = ""  # the code of the refusal
     layout: list[str] = field(default_factory=list)  # the layout of the update
     gradients: int = 0
@@ -168,20 +170,23 @@ class ResponseMessage:
         return replace(self, refused=refusal.why, code=refusal.code.word)
 
     def check(self) -> None:
-        """Raise the response's refusal, if it has one."""
+        """Raise the refusal that this response contains, if any."""
         if self.refused:
             raise Refusal(Code.of(self.code), self.refused)
 
     def numbers(self) -> dict[str, float]:
-        """Return the metrics by name."""
+        """Return the client's metrics by name."""
         return {name: float(value) for name, value in numbers_in("metrics", self.metrics).items()}
 
 
 def numbers_in(what: str, text: str) -> dict[str, int | float]:
-    """Return numbers by name from a JSON object, and refuse anything else; `what` names the numbers in the refusal."""
+    """Return the numbers of a JSON object, by name.
+
+    Any other text is refused; `what` names the numbers in the refusal.
+    """
     try:
         found = json.loads(text)
-        floats = [float(value) for value in found.values() if type(value) in (int, float)]  # raises for a huge integer
+        floats = [float(value) for value in found.values() if type(value) in (int, float)]  # OverflowError: too large
         if len(floats) == len(found):
             return dict(found)
     except (ValueError, AttributeError, OverflowError, RecursionError):
@@ -190,7 +195,10 @@ def numbers_in(what: str, text: str) -> dict[str, int | float]:
 
 
 def read(kind: type[Any], fields: Mapping[str, Any], payload: bytes) -> Any:
-    """Return a request or a response from the fields of a record; refuse missing and unknown fields and wrong types."""
+    """Return a request or a response from the fields of a record.
+
+    Missing and unknown fields and wrong types are refused.
+    """
     wanted = {f.name: f for f in dataclasses.fields(kind) if f.name != "payload"}
     if odd := sorted(set(fields) ^ set(wanted)):
         text = f"the fields of the message differ in {', '.join(odd)[:200]}: the versions of fedbilevel may differ"
@@ -207,11 +215,14 @@ def read(kind: type[Any], fields: Mapping[str, Any], payload: bytes) -> Any:
 ACTION = "fedbilevel"
 MESSAGE_TYPE = f"query.{ACTION}"
 FIELDS, LEAVES = "fields", "leaves"
-RAW = "fedbilevel.leaves"  # the `stype` of an Array: its bytes are those of `to_bytes`, and not of NumPy's format
+RAW = "fedbilevel.leaves"  # the `stype` of an Array whose bytes `to_bytes` has written, which are not in NumPy's format
 INLINE = 2**23  # the largest number of bytes of arrays that travel among the fields
 TEXTS = 2**23  # the largest number of characters of all texts of a message together: metrics, layout, contract
 FLOWERS = {3: Code.LATE, 4: Code.LATE, 5: Code.ABSENT}
-"""The codes for Flower's errors: message or reply expired, no heartbeat of the node. Others are errors of the node."""
+"""The codes for errors that Flower reports: message or reply expired, no heartbeat of the node.
+
+Any other error is the node's.
+"""
 
 log = logging.getLogger("fedbilevel.server")
 
@@ -220,8 +231,9 @@ def encode(said: RequestMessage | ResponseMessage) -> RecordDict:
     """Return a message as Flower's records.
 
     All arrays of the message travel together: up to INLINE bytes among the fields, and more bytes as an Array, which
-    Flower cuts into chunks. Flower transfers every object of a message separately, and an Array has three objects. With
-    two clients and 1.6 MB in each direction, these objects are half of the SuperLink's work.
+    Flower cuts into chunks. An Array is slower for small messages: Flower transfers it as three objects, each
+    separately. With two clients and 1.6 MB in each direction, the transfer of these objects is half of the SuperLink's
+    work.
     """
     fields = {f.name: getattr(said, f.name) for f in dataclasses.fields(said)}
     require_short(fields)
@@ -235,8 +247,8 @@ def encode(said: RequestMessage | ResponseMessage) -> RecordDict:
 def require_short(fields: Mapping[str, Any]) -> None:
     """Refuse fields whose texts are too long.
 
-    Texts travel in one piece, and a SuperLink with a database handles no other message while it stores a piece of some
-    hundred megabytes.
+    Texts travel in one piece. While a SuperLink with a database stores a piece of some hundred megabytes, it handles no
+    other message.
     """
     lists = [text for value in fields.values() if isinstance(value, list) for text in value]
     length = sum(len(text) for text in [*lists, *fields.values()] if isinstance(text, str))
@@ -245,13 +257,16 @@ def require_short(fields: Mapping[str, Any]) -> None:
 
 
 def request_message(node: int, request: RequestMessage, seconds: float) -> Message:
-    """Return Flower's message with a request to a node. It expires after `seconds` in place of Flower's 12 h."""
+    """Return a message of Flower that takes a request to a node.
+
+    The message expires after `seconds`; Flower's default is 12 h.
+    """
     return Message(encode(request), node, MESSAGE_TYPE, group_id=f"{request.run[:8]}/{request.round}", ttl=seconds)
 
 
 @contextmanager
 def reading(client: int | None = None) -> Iterator[None]:
-    """Return a context manager that turns every error into a Refusal of the message that is read in its block.
+    """Turn every error within the block into a Refusal. Use this context manager while a message is read.
 
     Args:
         client: the client that sent the message, if known; a refusal then names it.
@@ -267,10 +282,10 @@ def reading(client: int | None = None) -> Iterator[None]:
 
 
 def decode(kind: type[Any], message: Message) -> Any:
-    """Return the request or the response in a message of Flower.
+    """Return the request or the response that a message of Flower contains.
 
     Raises:
-        Refusal: Flower reports an error, or the message is not one of this library.
+        Refusal: Flower reports an error, or the message was not written by this library.
     """
     if message.has_error():
         code, text = FLOWERS.get(message.error.code, Code.FLOWER), f"Flower's error {message.error.code}"
@@ -291,7 +306,7 @@ def decode(kind: type[Any], message: Message) -> Any:
 
 
 class CallSignature(NamedTuple):
-    """Describe a call that a server may make: a phase with the shapes of its message and update."""
+    """A call that a server may make: a phase, with the shapes of its message and of its update."""
 
     phase: str
     message: PyTree  # the shapes of the message
@@ -305,17 +320,17 @@ class CallSignature(NamedTuple):
 
     @property
     def size(self) -> ExchangeKind:
-        """Return the phase and the bytes of message and update, by which the ledger counts exchanges."""
+        """Return the kind of the call in the ledger: its phase, and the numbers of bytes of message and update."""
         return self.phase, nbytes(self.message), nbytes(self.update)
 
 
 @dataclass(frozen=True)
 class Contract:
-    """Hold the contract of a run: the algorithm and every call that its rounds may make.
+    """The contract of a run: the algorithm and every call that its rounds may make.
 
-    Each side makes the contract from its own code, and the two are compared at the first message. The calls are found
-    by tracing one round abstractly, with a `fed` that records all requests. A server can therefore only make the
-    requests of its algorithm, and only in these shapes.
+    Each side makes the contract from its own code, and the two contracts are compared at the first message. The calls
+    are found by tracing one round without numbers, with a `fed` that records all requests. A server can therefore only
+    make requests of its algorithm, and only in the shapes that were recorded.
     """
 
     algorithm: Algorithm
@@ -326,7 +341,7 @@ class Contract:
 
     @cached_property
     def text(self) -> str:
-        """Return the contract as JSON, which is compared."""
+        """Return the contract as JSON. Server and site compare this text."""
         calls = {name: [layout(call.message), layout(call.update), call.metrics] for name, call in self.calls.items()}
         terms = {
             "protocol": PROTOCOL,
@@ -348,9 +363,9 @@ class Contract:
         return digest(self.text)
 
     def cut(self, unit_layout: UnitLayout, kept: Mapping[str, int]) -> Contract:
-        """Return the contract, with smaller calls, for a client that holds a submodel.
+        """Return the contract for a client that holds a submodel: its calls have smaller shapes.
 
-        `kept` has the client's number of units of each group.
+        `kept` maps each group to the number of units that the client holds.
         """
         if kept == unit_layout.sizes:
             return self
@@ -366,9 +381,11 @@ class Contract:
         return replace(self, calls=calls, units=kept)
 
     def schedules(self) -> dict[str, list[str]]:
-        """Return the values of each schedule at the rounds PROBES and, if it depends on them, the inner rounds PROBES.
+        """Return the values of each schedule at the rounds PROBES.
 
-        Values have five digits, since two machines may round differently.
+        If a schedule also depends on the inner round, its values at the inner rounds PROBES are included.
+
+        Values are rounded to five digits, since two machines may round differently.
         """
         indices = [jnp.asarray(index, jnp.int32) for index in PROBES]
         return {
@@ -387,8 +404,8 @@ def draw_up(
     """Return the contract of a run; the arguments are those of `engines.recorder.exchanges_of`.
 
     Raises:
-        ConfigurationError: a message, an update or the state of clients contains a PRNG key; or a phase is not declared
-            as `fed.sum_first` requires it.
+        ConfigurationError: a message, an update or the state of clients contains a PRNG key; or a phase that
+            `fed.sum_first` asks is not declared in `asks`.
     """
     state = algorithm.client_state(problem, x, y)
     check_plain("the state of clients", state)
@@ -409,12 +426,13 @@ def draw_up(
 
 
 def shapes_of_terms(problem: Problem, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree]) -> dict[str, Any]:
-    """Describe samples, x and y for a contract.
+    """Describe the shapes of samples, x and y for a contract.
 
-    The dtypes of samples are left out: they may differ between clients, as those of labels do, if the calls are equal.
+    The dtypes of samples are left out. Clients may have labels of different dtypes, for example, and still have equal
+    calls.
     """
     samples = [{path: f"of shape {list(leaf.shape[1:])}" for path, leaf in by_path(each).items()} for each in examples]
-    y = None if isinstance(problem, SimpleBilevel) else y  # y of a SimpleBilevel is an average of x, not at sites
+    y = None if isinstance(problem, SimpleBilevel) else y  # sites have no y: it is an average of x
     trees = jax.eval_shape(lambda *trees: trees, x, y)  # in the precision of this process
     variables = [{path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in by_path(tree).items()} for tree in trees]
     return dict(zip(SHAPES, [*samples, *variables], strict=True))
@@ -427,7 +445,7 @@ FIRST = ["protocol", "fedbilevel", *SHAPES]
 
 
 def disagreement(server: str, site: str) -> Refusal:
-    """Return the refusal that names the first difference between the texts of a server's and a site's contract."""
+    """Return the refusal that names the first difference between the server's contract and the site's."""
     try:
         a, b = json.loads(server), json.loads(site)
         for term in [*FIRST, *sorted({**a, **b}.keys() - {*FIRST, "calls"}), "calls"]:

@@ -1,1 +1,1 @@
-"""Run a client of a federation: its samples, its replies, its limits and its state."""
+"""Run a client of a federation: its phases on its samples, its limits, its state and its audit."""

@@ -1,8 +1,8 @@
-"""Store the approvals of a site: the hashes of texts, such as a spec or a study, that a person there has approved.
+"""Store the approvals of a site: hashes of texts, such as specs or studies, that a person at the site has approved.
 
-A site with `approve="ask"` takes part only in runs whose text is approved. If a request comes for another text, the
-text is stored as `asked-HASH.txt` in the state folder, so that a person can read it. If `approve` is the file of an
-`ApprovalRule`, runs that fit the rule are approved, too. Approved texts are stored as `approved-HASH.txt`.
+A site with `approve="ask"` takes part only in runs whose text is approved. A text that is not approved is stored as
+`asked-HASH.txt` in the state folder, so that a person can read it. If `approve` is the file of an `ApprovalRule`, runs
+that fit the rule are also approved. Approved texts are stored as `approved-HASH.txt`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ TEXTS = {"asked": 20, "approved": 1000}  # the largest numbers of stored texts, 
 
 
 class Approvals:
-    """Read and change the approvals in a state folder, for all its clients; each change is also a line of its audit."""
+    """The approvals in a state folder, for all clients that use the folder.
+
+    Each change adds a line to the folder's audit.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.path, self.lock = folder, folder / "approvals.json", folder / ".approvals.lock"
 
     def read(self) -> dict[str, str]:
-        """Return the approvals, as hash of a text -> a note by whom and when it was approved.
+        """Return a dictionary: hash of an approved text -> a note by whom and when it was approved.
 
         Raises:
             CheckpointError: the file is damaged.
@@ -48,7 +51,7 @@ class Approvals:
         return found
 
     def change(self, name: str, by: str, approve: bool) -> None:
-        """Approve the text with a hash, or withdraw its approval.
+        """Approve the text that has this hash, or withdraw its approval.
 
         Args:
             name: the hash.
@@ -56,8 +59,8 @@ class Approvals:
             approve: whether to approve; otherwise the approval is withdrawn.
 
         Raises:
-            ConfigurationError: the folder does not exist, `name` is not a hash, `by` is not a name, or there is no such
-                approval to withdraw.
+            ConfigurationError: the folder does not exist, `name` is not a hash, `by` is not a name, or the approval to
+                withdraw does not exist.
             CheckpointError: the audit or the approvals cannot be written.
         """
         require(self.folder.is_dir(), "FOLDER", str(self.folder), "a folder, the site's state-folder")
@@ -73,7 +76,7 @@ class Approvals:
             write_json(self.path, approvals | ({name: f"{by} approved at {now()}"} if approve else {}))
 
     def decision(self, proposal: Proposal, approve: str) -> tuple[str, str]:
-        """Return who has approved a proposal and, if nobody has, why the rule of the site does not.
+        """Return who has approved a proposal, or "" and the reason why the site's rule does not approve it.
 
         Args:
             approve: "ask", or the file of a rule.
@@ -94,8 +97,8 @@ class Approvals:
         """Store the text of a proposal for a person to read. Return who has approved it; otherwise refuse it.
 
         Raises:
-            Refusal: the text is not approved. The refusal has its hash and the command that approves it. Its cause,
-                which is only logged, says why the rule does not approve it.
+            Refusal: the text is not approved. The refusal names the hash and the command that approves it. The cause of
+                the error says why the rule does not approve the text; it is logged at the site and not sent.
             ConfigurationError: the rule cannot be read, or is wrong.
         """
         name, (by, why) = digest(proposal.text), self.decision(proposal, approve)
@@ -111,23 +114,24 @@ class Approvals:
         raise unapproved(name) from (ConfigurationError(f"it does not fit {why}") if why else None)
 
     def described(self, proposal: Proposal, approve: str) -> str:
-        """Return who has approved a proposal, or what a person has to do, in words."""
+        """Say in words who has approved a proposal, or what a person has to do to approve it."""
         name, (by, why) = digest(proposal.text), self.decision(proposal, approve)
         needed = f"needed: {command(str(self.folder), name)}" + f"; it does not fit {why}" * bool(why)
         return f"{name}, which {by}" if by else needed
 
     def text_of(self, name: str) -> Path:
-        """Return the path at which the text with this hash is stored if it was not approved when it was received."""
+        """Return the path at which a text that was not approved is stored for a person to read; `name` is its hash."""
         return self.folder / f"asked-{name}.txt"
 
 
 def check_approve(path: str, approve: Any) -> None:
-    """Refuse what is neither "ask", "all" nor the file of a rule, or a file that is not a rule.
+    """Check that a site's `approve` is "ask", "all" or the path of a rule's file, and that this file is a valid rule.
 
-    The file may be missing. It then approves nothing, and a site still takes part in what a person has approved.
+    The file may be missing. Then no rule approves anything, and the site takes part only in runs that a person has
+    approved.
 
     Raises:
-        ConfigurationError: the error names `path`, or the rule's file.
+        ConfigurationError: the value or the file is wrong. The error names `path`, or the rule's file.
     """
     fits = approve in (ASK, ALL) or (isinstance(approve, str) and approve.endswith(".toml"))
     require(fits, path, approve, "'ask', 'all', or the .toml file of a rule")
@@ -136,10 +140,10 @@ def check_approve(path: str, approve: Any) -> None:
 
 
 def path_of(rule: str) -> Path:
-    """Return the path of a rule's file, with the home folder in place of `~`.
+    """Return the path of a rule's file; a `~` is replaced by the home folder.
 
     Raises:
-        ConfigurationError: there is no such home folder.
+        ConfigurationError: the home folder is not known.
     """
     try:
         return Path(rule).expanduser()

@@ -2,12 +2,13 @@
 
     until = 2027-06-30                  # the last day, in UTC
     app = ["9c1e…"]                     # hashes of apps, as in the audit
-    privacy = true                      # the site has to add noise
-    allow.estimator = ["logistic"]      # fields of the study or spec -> the values that they may have
-    least.sites = 3                     # fields -> the least number, or length of a list
-    most.rounds = 300                   # fields -> the greatest number, or length of a list
+    privacy = true                      # only if the site adds noise
+    allow.estimator = ["logistic"]      # fields of the study or spec, and their allowed values
+    least.sites = 3                     # fields, and their least number or length of a list
+    most.rounds = 300                   # fields, and their greatest number or length of a list
 
-A run is approved if it fits every entry of the file. The file is read for each request, so a change holds at once.
+A run is approved if it fits every entry of the file. The file is read for each request, so a change of the file takes
+effect at once.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ LONGEST = 2**20  # the largest number of bytes of a rule's file
 
 
 class Proposal(NamedTuple):
-    """Hold what a rule decides on: a text (a study or spec), the hash of the app, and whether the site adds noise."""
+    """A run to be approved: its text (a study or spec), the hash of its app, and whether the site adds noise."""
 
     text: str
-    app: str | None  # None: not known, and not compared
+    app: str | None  # None: the hash is not known, and is not compared
     private: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class ApprovalRule:
-    """Hold the entries of a rule's file; paths of fields have dots, as in "task.name"."""
+    """The entries of a rule's file; paths of fields have dots, as in "task.name"."""
 
     until: date = date.max
     app: list[str] | None = None  # None: any app
@@ -67,7 +68,7 @@ class ApprovalRule:
 
     @classmethod
     def read(cls, path: Path) -> tuple[Self, str]:
-        """Read a rule's file; return the rule, and the file's name with its hash, for the audit.
+        """Read a rule's file. Return the rule, and a text for the audit: the file's name and its hash.
 
         Raises:
             ConfigurationError: the file cannot be read, is not TOML, or has an unknown or wrong entry.
@@ -86,7 +87,7 @@ class ApprovalRule:
             raise ConfigurationError(f"rule {path} cannot be read: {in_a_line(error)}") from error
 
     def mismatch(self, proposal: Proposal) -> str:
-        """Return the first entry that a proposal does not fit, in words; "": it fits all."""
+        """Say in words which entry of the rule a proposal does not fit, the first one; "" if it fits all entries."""
         if today() > self.until:
             return f"the rule ended on {self.until}"
         if self.app is not None and proposal.app is not None and proposal.app not in self.app:
@@ -111,7 +112,7 @@ class ApprovalRule:
         return ""
 
     def _unbounded(self, content: Mapping[str, Any]) -> str:
-        """Return the first of the clients' own numbers that would replace bounded fields of the algorithm, or ""."""
+        """Name an own number of the clients that would replace a field that the rule bounds; "" if there is none."""
         bounded, clients = {*self.allow, *self.least, *self.most}, content.get("clients")
         if not clients or not any(path.startswith("algorithm.") for path in bounded):
             return ""
@@ -120,17 +121,17 @@ class ApprovalRule:
 
 
 def check_own_numbers(text: str, own: str, of_site: Collection[str]) -> None:
-    """Refuse clients' own numbers in a message that the approved text does not state in its table [clients].
+    """Refuse a message with numbers of the client's own that are not in the table [clients] of the approved text.
 
     Otherwise a server could replace approved fields of the method by other numbers.
 
     Args:
         text: the approved text.
         own: the numbers in the message, as JSON.
-        of_site: the names of the site's own numbers, which replace those in the message.
+        of_site: the names of the numbers that the site sets itself; these replace the numbers in the message.
 
     Raises:
-        Refusal: a number is not stated, or is outside of the stated numbers.
+        Refusal: the text does not state a number, or states other values for it.
     """
     content = _content(text)
     for name, number in numbers_in("own numbers", own).items():
@@ -147,7 +148,7 @@ def check_own_numbers(text: str, own: str, of_site: Collection[str]) -> None:
 
 
 def _numbers(value: Any) -> list[float]:
-    """Return the numbers in an entry of [clients], in any of its forms."""
+    """Return the numbers in an entry of the table [clients], whichever form the entry has."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):
@@ -156,12 +157,15 @@ def _numbers(value: Any) -> list[float]:
 
 
 def today() -> date:
-    """Return the date of today in UTC."""
+    """Return today's date in UTC."""
     return datetime.now(UTC).date()
 
 
 def _flat(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return path -> value; a key with dots is a path, with quotes or without. An inner table may not be empty."""
+    """Return path -> value for a table with inner tables.
+
+    A key with dots is a path, with or without quotes. An inner table must not be empty.
+    """
     found: dict[str, Any] = {}
     for name, one in table.items():
         require(one != {}, f"table {name}", "empty", "a table of fields, or left out")
@@ -174,7 +178,7 @@ def _flat(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _content(text: str) -> dict[str, Any]:
-    """Return the fields of a study (JSON) or of a spec (TOML); any other text has none."""
+    """Return the fields of a study (JSON) or of a spec (TOML); an empty dictionary for any other text."""
     for parse in (parse_json, tomllib.loads):
         with suppress(ValueError):
             if isinstance(content := parse(text), dict):
@@ -183,7 +187,7 @@ def _content(text: str) -> dict[str, Any]:
 
 
 def _value(content: Any, path: str) -> Any:
-    """Return the value of a field, or raise an error with the nearest name."""
+    """Return the value of a field by its path; for an unknown field, raise an error that suggests the nearest name."""
     for name in path.split("."):
         if not isinstance(content, dict) or name not in content:
             raise unknown(f"part of {path!r} in this run", name, content if isinstance(content, dict) else ())

@@ -1,13 +1,15 @@
-"""Write and verify the audit of a site: a line for each reply, for each approval, and for refusals.
+"""Write and verify the audit of a site: a file with a line for each reply, each approval, and refusals.
 
-Of several refusals in a row that do not count as requests, only the first, second, fourth, eighth, and so on, have a
-line.
+Refusals that do not count as requests, such as refusals above a limit, may be many. If they follow each other, only the
+first, second, fourth, eighth, and so on, get a line.
 
 The file `audit.jsonl` in the site's state folder only grows. A line contains names, counts, norms and ε, and no value
-of the data. Its entry `before` is the SHA-256 of the line before it, which shows whether a line was changed, removed or
-inserted. Whether lines at the end were removed is shown only by the hash of one of them that was noted elsewhere.
+of the data. Its entry `before` is the SHA-256 of the previous line, so a changed, removed or inserted line breaks the
+chain. Lines that were removed at the end leave the chain whole: to notice this, note the hash of the last line
+elsewhere, and look for it later.
 
-A line is on the disk before a reply leaves the site. If the line cannot be written, nothing leaves the site.
+The line about a reply is on the disk before the reply leaves the site. If the line cannot be written, nothing leaves
+the site.
 """
 
 from __future__ import annotations
@@ -31,19 +33,19 @@ CUT = "cut"  # the event that records an incomplete line of a process that was k
 
 
 def hash_of(line: bytes) -> str:
-    """Return the hash of a line, which is the entry `before` of the next line."""
+    """Return the hash of a line; the next line has it as its entry `before`."""
     return hashlib.sha256(line).hexdigest()
 
 
 @dataclass
 class AuditReport:
-    """Summarise an audit, and report whether its chain of lines is complete.
+    """The result of a check of an audit: how many lines it has, and whether their chain is complete.
 
     Args:
         count: the number of complete lines.
         cut: the numbers of lines that are incomplete because a process was killed.
-        broken: the first place at which the chain breaks, in words; "": the chain is complete.
-        last: the hash of the last line; a later check can look for it.
+        broken: where the chain breaks first, in words; "" if it is complete.
+        last: the hash of the last line, which a later check can look for.
         first, latest: the times of the first and the last line.
         requests: client -> the number of the request in the client's last line.
         found: whether a line has the hash `wanted` of `Audit.verify`.
@@ -60,13 +62,13 @@ class AuditReport:
 
 
 class Audit:
-    """Write and verify the audit in a folder, which all its clients share; one process writes at a time."""
+    """The audit in a state folder. All clients that use the folder share it, and one process writes at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.path, self.lock = folder / "audit.jsonl", folder / ".audit.lock"
 
     def append(self, event: str, **entries: Any) -> None:
-        """Append a line, and return when it is on the disk.
+        """Append a line to the audit, and return when the line is on the disk.
 
         Raises:
             CheckpointError: the line cannot be written; the audit is unchanged.
@@ -81,7 +83,10 @@ class Audit:
                 os.close(descriptor)
 
     def _append(self, descriptor: int, line: dict[str, Any]) -> None:
-        """Write a line. If the last line is incomplete, first end it and write a line that records this."""
+        """Write a line.
+
+        If the last line of the file is incomplete, end it first, and record this in a line of its own.
+        """
         size = os.lseek(descriptor, 0, os.SEEK_END)
         os.lseek(descriptor, max(0, size - 2 * LONGEST), os.SEEK_SET)
         text = os.read(descriptor, 2 * LONGEST)
@@ -105,10 +110,11 @@ class Audit:
             raise
 
     def verify(self, wanted: str = "") -> AuditReport:
-        """Follow the chain of lines from the first to the last, or to the place where it breaks; return a report.
+        """Check the chain of lines from the first line on, up to the last line or the place where the chain breaks.
 
         Args:
-            wanted: a hash that was written down earlier; `AuditReport.found` says whether a line has it.
+            wanted: the hash of a line that was noted earlier; `AuditReport.found` says whether the audit still has this
+                line.
 
         Raises:
             ConfigurationError: there is no audit.
@@ -129,7 +135,7 @@ class Audit:
                     report.broken = f"line {number} is not a line of an audit"
                 if report.broken:
                     return report
-                if entries is None or not ended:  # cut by a kill, if the next line records this or there is none
+                if entries is None or not ended:  # a process was killed, if the next line says so or is missing
                     report.cut.append(number)
                 if entries is not None:
                     report.count += 1
@@ -151,16 +157,16 @@ def _gap(number: int) -> str:
 
 
 def _entries(line: bytes) -> dict[str, Any] | None:
-    """Return the entries of a line; None if it is not an object of JSON, such as an incomplete line."""
+    """Return the entries of a line; None if the line is not a JSON object, for example because it is incomplete."""
     try:
         found = parse_printable(line)
-    except ValueError:  # also if the bytes are not text
+    except ValueError:  # not JSON, or not text
         return None
     return found if isinstance(found, dict) else None
 
 
 def _bytes(line: dict[str, Any], before: str) -> bytes:
-    """Return a line as JSON, with the hash of the line before it as the entry `before`."""
+    """Return a line as JSON; its entry `before` is the hash of the previous line."""
     return json.dumps({**line, "before": before}).encode()
 
 

@@ -21,17 +21,18 @@ from fedbilevel.flower.refusal import Code, Refusal
 
 @dataclass(frozen=True)
 class RequestCounts:
-    """Count the requests that a client has handled, in all runs together; greetings count as requests of round -1.
+    """The numbers of requests that a client has handled, in all runs together. Greetings count as requests of round -1.
 
     Args:
         total: the number of requests since the client began to count.
         run: the run of the last request.
-        contract: the digest of the client's contract at the last request; "" if it had none. A run may have several
-            contracts, one after the other; the rounds of each begin with 0.
+        contract: the digest of the client's contract at the last request; "" if it had none. If a run has several
+            contracts, one after the other, rounds begin at 0 with each.
         round: the largest round in a request of this run and contract.
         in_round: the number of requests since the first one for this round. A request for an earlier round also counts
-            here, so that a server gains nothing by going back and forth between rounds.
-        refusals: the number of refusals since the last request that counted, such as of requests above a limit.
+            here. Otherwise a server could get more replies by going back and forth between rounds.
+        refusals: the number of refusals since the last request that counted. Requests above a limit, for example, are
+            refused without being counted as requests.
     """
 
     total: int = 0
@@ -54,29 +55,31 @@ class RequestCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Set the limits and floors of a client's site; their names in the node configuration have hyphens.
+    """The limits and floors that a site sets for its client.
 
-    A request that exceeds a limit or falls below a floor is refused, and no server can override this. Floors make it
-    more costly to learn single samples from many replies, but do not prevent it: see docs/explanation/security.md.
+    In the node configuration, their names have hyphens: `max-local-steps`.
+
+    A request that exceeds a limit or falls below a floor is refused. A server cannot override this. Floors make it more
+    costly to learn single samples from many replies, but do not prevent it: see docs/explanation/security.md.
 
     Args:
         max_local_steps: the largest number of local steps, from the algorithm or from the message. It also bounds other
-            counts of the algorithm and its parts that are work for the client, such as `inner.rounds` and
+            fields of the algorithm that determine the client's work, such as `inner.rounds` and
             `hypergradient.solver.terms`.
         max_batch_size: the largest number of samples of a mini-batch.
         max_seconds: the time limit for a phase, including compilation, and for making the site. If a phase takes
-            longer, the reply is a refusal, and further messages are refused until the phase ends.
+            longer, the request is refused, and so are further messages until the phase ends.
         max_bytes: the largest number of bytes of a message's arrays.
         max_memory: the largest number of bytes by which the process may grow while the site is made (Linux).
-        min_batch_size: the smallest number of samples of a mini-batch, and of a walk over single samples. Methods that
+        min_batch_size: the smallest number of samples of a mini-batch, and of steps over single samples. Methods that
             use all samples of the client are always allowed.
-        min_local_samples: the smallest number of samples of each loss with which a client takes part.
+        min_local_samples: the smallest number of samples of each loss that a client must have to take part.
         max_requests_per_round: the largest number of requests in a round. Greetings, requests for a phase and requests
-            for metrics count, and repeated requests count again. The server sends the number of the round, so that this
-            limit only stops mistakes; `max_requests` also stops a server that sends false numbers of rounds.
-        max_requests: the largest number of requests in all runs together, after which a client refuses everything. The
-            count is in `Site.folder`. Without a folder it is in Flower's memory of a run, and each run is counted
-            separately.
+            for metrics count, and repeated requests count again. The server itself sends the number of the round, so
+            this limit stops only mistakes. `max_requests` also stops a server that sends false numbers of rounds.
+        max_requests: the largest number of requests in all runs together. After them the client refuses all requests.
+            The count is stored in `Site.folder`. Without a folder it is in Flower's memory of a run, and each run is
+            counted separately.
     """
 
     max_local_steps: int = 10_000
@@ -99,12 +102,12 @@ class Limits:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Limits:
-        """Return the limits of a node configuration; limits that it does not name have their defaults."""
+        """Return the limits that a node configuration sets; all others have their default values."""
         names = {field.name.replace("_", "-"): field.name for field in fields(cls)}
         return cls(**{names[name]: value for name, value in config.items() if name in names})
 
     def check_algorithm(self, algorithm: Algorithm) -> None:
-        """Refuse hyperparameters that ask for too much work."""
+        """Refuse an algorithm whose hyperparameters exceed a limit or fall below a floor."""
         for name, value in hyperparameters(algorithm).items():
             samples = name.rpartition(".")[2] == "batch_size"
             if samples and value is not None and value > self.max_batch_size:
@@ -117,7 +120,10 @@ class Limits:
                 raise Refusal(Code.LIMIT, why)
 
     def check_epochs(self, algorithm: Algorithm, samples: int) -> None:
-        """Refuse local epochs with more steps than the limit allows; `samples` is the larger number of both losses."""
+        """Refuse local epochs that have more steps than the limit allows.
+
+        `samples` is the number of samples of the outer or the inner loss, whichever is larger.
+        """
         for name, epochs in local_epochs(algorithm).items():
             if epochs * -(-samples // (algorithm.batch_size or samples)) > self.max_local_steps:
                 why = f"{name} = {epochs} is above this client's limit of {self.max_local_steps} steps"
@@ -158,17 +164,18 @@ TICK = 0.05  # seconds between two measurements of a task's memory
 
 
 class TimeLimit:
-    """Run tasks in a worker thread, and wait at most `seconds` for each.
+    """A worker thread for tasks, and a limit on the time and the memory of each task.
 
-    One daemon thread runs all tasks: it starts with the first task and ends with this object. If a task takes too long,
-    further tasks are refused until it ends. Its thread ends with it, and the next task gets a new thread.
+    One daemon thread runs all tasks. It starts with the first task and ends when this object is deleted. If a task
+    takes too long, further tasks are refused until this task ends. Its thread then ends too, and the next task gets a
+    new thread.
 
     Args:
         seconds: the time limit of a task.
         what: the name of the task in messages.
-        memory: the bytes by which the process may grow during a task (Linux). A task that exceeds a limit is then
-            stopped at its next line of Python. None: memory has no limit, and a task that takes too long is not
-            stopped.
+        memory: the bytes by which the process may grow during a task (Linux). With this limit, a task that exceeds the
+            limit of time or of memory is stopped at its next line of Python. None: memory has no limit, and a task that
+            takes too long continues in its thread.
     """
 
     def __init__(self, seconds: float, what: str = "the phase", memory: int | None = None) -> None:
@@ -179,7 +186,7 @@ class TimeLimit:
         self.done.set()
 
     def run(self, task: Callable[[], T]) -> T:
-        """Return what `task` returns, or raise what it raises.
+        """Run a task. Return its result, or raise its error.
 
         Raises:
             Refusal: the task exceeded a limit, or an earlier task that did so is still running.
@@ -192,7 +199,7 @@ class TimeLimit:
         def run() -> None:
             try:
                 outcome.append(task())
-            except BaseException as error:  # noqa: BLE001  raised in the caller's thread
+            except BaseException as error:  # noqa: BLE001  raised again in the caller's thread
                 outcome.append(error)
             finally:
                 done.set()
@@ -211,7 +218,7 @@ class TimeLimit:
         return outcome[0]
 
     def overrun(self, done: threading.Event) -> str:
-        """Wait until the task is done or has exceeded a limit; return the limit in words, or "" for none."""
+        """Wait until the task is done or exceeds a limit. Return which limit it exceeded, in words, or ""."""
         late, end = f"longer than this client's limit of {self.seconds:g} s", time.monotonic() + self.seconds
         if self.memory is None:
             return "" if done.wait(self.seconds) else late
@@ -224,7 +231,10 @@ class TimeLimit:
         return ""
 
     def started(self) -> Tasks:
-        """Return the queue of a running thread; start a thread if there is none, as in a forked process."""
+        """Return the queue of the running thread.
+
+        Start a thread if none is running: at the first task, or in a forked process.
+        """
         if self.tasks is None or self.thread is None or not self.thread.is_alive():
             self.tasks = SimpleQueue()
             self.thread = threading.Thread(target=serve, args=(self.tasks,), name="fedbilevel-phase", daemon=True)
@@ -234,7 +244,7 @@ class TimeLimit:
 
 
 def serve(tasks: Tasks) -> None:
-    """Run tasks from a queue until None comes, and keep no reference to a task while waiting for the next."""
+    """Run tasks from a queue until the queue contains None. While waiting, keep no reference to the last task."""
     while (task := tasks.get()) is not None:
         task()
         del task

@@ -1,8 +1,8 @@
 """Run phases at a site, on its samples, within its limits and under its terms of privacy.
 
-Under privacy, the guard clips the update and adds noise at the place of privacy among the layers of the method. The
-layers outside of this place, which send differences and compressed replies, get only updates that already have noise,
-and nothing else of the client. Their results therefore cost no additional ε.
+Under privacy, an update is clipped and gets noise at a fixed place among the layers of the method. The layers outside
+of this place send differences or compress replies, for example. They get only updates that already have noise, and
+nothing else of the client, so their results cost no additional ε.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ log = logging.getLogger("fedbilevel.client")
 
 
 class SitePhases:
-    """Run the phases of a site's method.
+    """A client's method, samples and limits, ready to run phases.
 
     Args:
         id: the client's id.
-        algorithm: the method in its layers.
+        algorithm: the method with the layers around it.
         problem: the problem with the client's losses.
         samples: the client's samples of the outer and of the inner loss.
-        own: the client's own values of the method's fields, such as local steps; they replace those of the server.
+        own: the client's own values of the method's fields, such as local steps. They replace the values that the
+            server sends.
         limits: the limits on what a server may ask.
         guard: the guard that clips the client's replies and adds noise; None: there is no privacy.
     """
@@ -66,7 +67,7 @@ class SitePhases:
         self.time_limit = TimeLimit(limits.max_seconds)
 
     def within_limit(self, task: Callable[[], T]) -> T:
-        """Return what `task` returns, within the time limit of a phase."""
+        """Run a task within the time limit of a phase, and return its result."""
         return self.time_limit.run(in_precision_of_here(task))
 
     def reply(self, request: RequestMessage, message: PyTree, state: PyTree) -> tuple[Reply, float]:
@@ -86,7 +87,7 @@ class SitePhases:
     def reply_under_privacy(
         self, guard: PrivacyGuard, request: RequestMessage, message: PyTree, client: Client
     ) -> tuple[Reply, float]:
-        """Return a reply that was clipped and got noise at the place of privacy among the layers, and ε so far."""
+        """Return a reply whose update was clipped and got noise, and ε so far, including this reply."""
         guard.check_account(request.epsilon, request.delta)
         inside, method, outside = cut(self.algorithm, "privacy")
         context: list[int | str] = [request.run, request.round, request.exchange, request.phase]
@@ -120,13 +121,13 @@ class SitePhases:
             raise Refusal(Code.HIDDEN, f"{text}. One possible cause: {guard.privacy.what_to_lower()}") from None
 
     def seen_outside(self, client: Client, layers: tuple[Layer, ...]) -> Client:
-        """Return what layers after the privacy guard see of the client: its id, its weight and these layers' states."""
+        """Return the client as layers outside of privacy see it: its id, its weight and the states of these layers."""
         none: Any = None
         state = only_slots(client.state, (layer.kind for layer in layers))
         return Client(none, outer=none, inner=none, id=client.id, weight=client.weight, state=state)
 
     def run(self, round: int, asked: Asked, client: Client) -> Reply:
-        """Run a phase by its compiled program, whose arguments include data, state and hyperparameters."""
+        """Run a phase by its compiled program. Data, state and hyperparameters are arguments of the program."""
         number = jnp.asarray(round, jnp.int32)
         run = program(self.problem)
         reply: Reply = run(asked.phase, asked.method, number, client, asked.message, asked.key)
@@ -138,8 +139,8 @@ class SitePhases:
         return jax.random.fold_in(key, self.id)
 
     def client(self, request: RequestMessage, state: PyTree) -> Client:
-        """Return this client as a phase gets it."""
-        without: Any = None  # the program has the problem
+        """Return the `Client` object that a phase gets: samples, state and own numbers."""
+        without: Any = None  # the compiled program adds the problem
         return Client(
             problem=without,
             outer=self.outer,
@@ -151,7 +152,9 @@ class SitePhases:
         )
 
     def own_numbers(self, request: RequestMessage) -> dict[str, Any]:
-        """Return the client's own numbers in the round; the site's numbers replace those that the server sends.
+        """Return the client's own numbers in this round.
+
+        Numbers that the site sets replace the numbers that the server sends.
 
         Raises:
             Refusal: the numbers that the server sends do not fit the method, or a count is above the site's limit.
@@ -179,7 +182,7 @@ def as_array(leaf: Any) -> Any:
 
 
 def in_precision_of_here(task: Callable[[], T]) -> Callable[[], T]:
-    """Wrap a task so that another thread runs it in the precision of this thread.
+    """Wrap a task so that another thread computes in the precision of this thread.
 
     JAX sets the precision (float32 or float64) for each thread.
     """
@@ -196,10 +199,13 @@ PROGRAMS: WeakKeyDictionary[Problem, Any] = WeakKeyDictionary()
 
 
 def program(problem: Problem) -> Any:
-    """Return the function that runs phases of a problem, compiled once for all clients of this process that share it.
+    """Return the function that runs the phases of a problem.
 
-    It is freed with the problem, since it has only a weak reference to it: JAX keeps a compiled program, and those of
-    its arguments that are not arrays, as long as its function lives.
+    It is compiled once for all clients of this process that share the problem.
+
+    The function has only a weak reference to the problem, so that both are freed together. With an ordinary reference
+    they would never be: JAX keeps a compiled program, and those of its arguments that are not arrays, as long as the
+    function lives.
     """
     known: Any = ref(problem)
 

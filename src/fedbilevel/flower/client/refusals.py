@@ -18,28 +18,28 @@ MEANT: dict[type[Exception], Code] = {
     NoiseError: Code.METHOD,
     AccountError: Code.ACCOUNT,
 }
-"""The errors whose text may be sent to a server, with their codes."""
+"""The classes of errors whose text may be sent to a server, with their codes."""
 
 
 class RefusalLog:
-    """Write refusals to the site's log, with advice for the site's owner.
+    """The lines about refusals in a site's log, with advice for the site's owner.
 
-    Of refusals with the same reason since the client's last reply, only the first, second, fourth, eighth, and so on,
-    have a line, which contains their number. The counts are not stored on the disk.
+    Refusals with the same reason are counted from the client's last reply on. Only the first, second, fourth, eighth,
+    and so on, get a line, which contains the count. The counts are not stored on the disk.
     """
 
     def __init__(self) -> None:
         self.counts: dict[int, Counter[str]] = {}  # client -> reason -> the number of refusals since the last reply
 
     def replied(self, client: int) -> None:
-        """Reset the counts of a client, since it has replied to a request."""
+        """Set the counts of a client back to 0, because it has replied to a request."""
         self.counts.pop(client, None)
 
     def refusal(self, client: int, error: Exception, what: str) -> Refusal:
         """Return the refusal for an error of a client, and log the error.
 
-        The refusal contains only the class of the error, since the text of an error may name files. Only errors of the
-        classes in MEANT are sent with their text.
+        The text of an error may name files of the site. The refusal therefore contains the text only for the classes in
+        MEANT, and the name of the class for all other errors.
 
         Args:
             client: the number of the client; -1 if it is not known.
@@ -58,7 +58,7 @@ class RefusalLog:
         return refusal
 
     def count(self, client: int, code: Code, error: Exception) -> int:
-        """Count a refusal, and return how many there are with its reason.
+        """Count a refusal, and return the number of refusals with the same reason.
 
         After REASONS different reasons, refusals with a new reason are counted together by their code.
         """
@@ -73,6 +73,9 @@ class RefusalLog:
 
 
 def _in_words(error: Exception) -> str:
-    """Return the text of an error and of the error of this library that caused it; it may name files of the site."""
+    """Return the text of an error and, if an error of this library caused it, the text of the cause.
+
+    The result is for the site only, since it may name files.
+    """
     cause = f": {error.__cause__}" if isinstance(error.__cause__, FedbilevelError) else ""
     return f"{error}{cause}"

@@ -1,4 +1,4 @@
-"""Run a client: its problem, samples and state, its responses to requests, and the ClientApp that serves them."""
+"""Run a client: its problem, samples and state, its responses to requests, and the ClientApp that sends them."""
 
 from __future__ import annotations
 
@@ -55,39 +55,37 @@ log = logging.getLogger("fedbilevel.client")
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """Configure a client: its samples, algorithm, limits and privacy.
+    """A client's settings: its samples, algorithm, limits and privacy.
 
     Args:
         id: the number of the client in the population, 0 ≤ id < M.
-        algorithm, problem, x0, y0: as for `solve` on the server. Of x0 and y0, only the shapes are compared. Their
-            values must be those of the server if the state of clients begins with them: in ADBO and SDBO, where clients
-            have their own x and y, and in problems that are local in x, where clients keep blocks of x.
+        algorithm, problem, x0, y0: as for `solve` on the server. Only the shapes of x0 and y0 are compared with the
+            server's. Their values must also be equal if clients' states begin with them: in ADBO and SDBO, where
+            clients have their own x and y, and in problems that are local in x, where clients keep blocks of x.
         outer: the client's samples of the outer loss: a pytree with leaves (samples, ...).
         inner: the client's samples of the inner loss, in the same form; None: both losses use the same samples.
-        own: the client's own numbers for fields of the method, by the path of the field, or for "local_steps". They
-            take precedence over the server's (`RemoteClients.own`).
+        own: the client's own numbers: values for "local_steps" or for fields of the method, by the field's path. They
+            take precedence over the numbers that the server sends (`RemoteClients.own`).
         capacity: the share of the model's units that the client can hold, as on the server (`RemoteClients.capacity`).
             The client then accepts only messages of this size. None: the whole model.
         limits: the limits on what a server may ask.
         privacy: the terms by which replies are clipped and get noise; None: replies are sent unchanged.
         metrics_per_client: the metrics that may be measured on the client's samples, as for `solve` on the server.
-        tells_metrics: whether a server that asks gets the values of these metrics on the client's samples. The values
-            are exact, at any x and y that the server sends. Not allowed with `privacy`: nothing would protect them.
-        folder: the state folder, for everything that outlives a process: a hash of the samples; the client's state in a
-            run, if the algorithm has one; and with `privacy` the secret and the account, in which case no other client
-            may share the folder. None: Flower keeps the state and loses it when the SuperNode restarts; the client then
-            starts from its first state.
+        tells_metrics: whether the server gets the values of these metrics if it asks. The values are exact, and the
+            server chooses x and y. Not allowed with `privacy`, which does not protect these values.
+        folder: the state folder, for all that outlives a process: a hash of the samples; the client's state in a run,
+            if the algorithm has one; and with `privacy` the secret and the account. With `privacy`, no other client may
+            use the folder. None: Flower keeps the state until the SuperNode restarts; then the client starts anew.
         answer: a function (question) -> answer, both texts, for questions that a server asks before a run begins. The
             server gets exact answers. Not allowed with `privacy`.
         source: a hash of the data from which the samples are made. If it changes after the client's first answer in a
-            run, the client refuses the rest of the run. Empty: nothing is compared.
-        same_data: whether the client refuses to take part if its samples differ from its earlier samples, by the hash
-            in `folder`; False: its log then has a warning.
-        subject: the text that a person at the site approves, such as a spec; the audit has its hash. Empty: the
-            contract.
-        approve: "ask": the client takes part only if a person has approved the hash of `subject` in the state folder
-            (see docs/how-to/operations.md); the .toml file of a rule: also if `subject` fits the rule; "all": it takes
-            part in every run.
+            run, the client refuses the rest of the run. Empty: this is not checked.
+        same_data: whether the client refuses to take part if the hash in `folder` shows that its samples have changed;
+            False: it takes part, and its log has a warning.
+        subject: the text that a person at the site approves, such as a spec. Empty: the text of the contract.
+        approve: which runs the client takes part in. "all": every run. "ask": runs whose `subject` a person has
+            approved in the state folder (see docs/how-to/operations.md). The .toml file of a rule: also runs that fit
+            the rule.
     """
 
     id: int
@@ -137,13 +135,13 @@ class Site:
 
 
 class RequestReader(NamedTuple):
-    """Read requests, and refuse those that do not fit the contract or exceed the site's limits."""
+    """A reader of requests, which refuses requests that do not fit the contract or exceed the site's limits."""
 
     contract: Contract
     limits: Limits
 
     def call(self, request: RequestMessage) -> CallSignature:
-        """Return the call of the contract that a request makes; refuse a request that the contract does not have."""
+        """Return the call of the contract that a request makes. Refuse a request that makes no such call."""
         self.check_contract(request)
         phases = sorted({call.phase for call in self.contract.calls.values()})
         if request.phase not in phases:
@@ -160,7 +158,7 @@ class RequestReader(NamedTuple):
             raise Refusal(Code.CONTRACT, text)
 
     def message(self, call: CallSignature, request: RequestMessage) -> PyTree:
-        """Return the message of a request, with Python numbers at the places where the algorithm sends them."""
+        """Return the message of a request, with Python numbers where the algorithm sends Python numbers."""
         message = self.arrays(request, call.message)
         if not 0 < request.weight <= 1 or not 0 <= request.round < 2**31 or request.exchange < 0:
             text = f"weight {request.weight}, round {request.round} or exchange {request.exchange} is out of range"
@@ -169,7 +167,7 @@ class RequestReader(NamedTuple):
         return jax.tree.map(number, message, call.message)
 
     def arrays(self, request: RequestMessage, like: PyTree) -> PyTree:
-        """Return the arrays of a request; refuse too many bytes and numbers that are not finite."""
+        """Return the arrays of a request. Refuse too many bytes, and numbers that are not finite."""
         self.limits.check_bytes(len(request.payload))
         found = wire.from_bytes(request.payload, like)
         if bad := nonfinite_leaves(found):
@@ -178,15 +176,15 @@ class RequestReader(NamedTuple):
 
 
 class ClientRuntime:
-    """Respond to requests for a site. The object keeps the samples and the compiled phases.
+    """A site at work: it responds to requests, and keeps the samples and the compiled phases.
 
     Args:
         site: the client.
         serving: whether the client takes part from now on, so that its folder stores the hash of its samples.
         app: the hash of the app, for the audit.
         refusals: the log of refusals; None: a new one for this client.
-        store: the store in the folder that the node configuration names. It is used if the site itself names no folder,
-            as in a study after the agreement: its samples then have another form, and their hash is not compared.
+        store: the store in the folder that the node configuration names. It is used if `Site.folder` is None, as in a
+            study after the agreement. The samples then have another form, and their hash is not compared.
     """
 
     def __init__(
@@ -226,18 +224,18 @@ class ClientRuntime:
             self.guard = PrivacyGuard(site.privacy, site.folder, site.id)
         samples = self.outer, self.inner
         self.phases = SitePhases(site.id, site.algorithm, self.problem, samples, site.own, site.limits, self.guard)
-        self.has_contract = False  # a method outside of the limits is not traced; each message then gets the refusal
+        self.has_contract = False  # a method above the limits is not traced: each message is refused
         with suppress(Refusal):
             self.check_limits()
             self.has_contract = bool(self.contract.text)
         log.info("client %d: %s", site.id, "; ".join(f"{name} {said}" for name, said in self.described().items()))
 
     def check_approval(self, request: RequestMessage, store: Store) -> str:
-        """Return who has approved the subject, "" if it is not needed; else refuse, without further information."""
+        """Return who has approved the subject; "" if no approval is needed. Else refuse, and reveal nothing more."""
         if self.site.approve == ALL:
             return ""
         if not self.site.subject:
-            self.check_limits()  # outside of the limits there is no contract
+            self.check_limits()  # a method above the limits has no contract
         try:
             by = store.require_approval(Proposal(self.subject, self.app, self.guard is not None), self.site.approve)
             check_own_numbers(self.subject, request.own, self.site.own)
@@ -256,9 +254,9 @@ class ClientRuntime:
             raise Refusal(Code.SETTINGS, "this client has other samples than before")
 
     def described(self) -> dict[str, str]:
-        """Describe this client for the site's owner, as name -> text: samples, folder, privacy and floors.
+        """Describe samples, folder, privacy and floors of this client for the site's owner, as name -> text.
 
-        Nothing of this is sent.
+        This description is never sent.
         """
         limits, terms = self.site.limits, self.site.privacy
         hidden = "off: replies are sent unchanged"
@@ -278,7 +276,7 @@ class ClientRuntime:
         }
 
     def approval(self) -> str:
-        """Return what a person has to approve, or who has approved it, in words."""
+        """Say in words what a person has to approve, or who has approved it."""
         name = wire.digest(self.subject) if self.subject else ""
         if self.site.approve == ALL:
             return f"not needed (approve = 'all'); the hash of this run is {name or 'not known yet'}"
@@ -289,12 +287,12 @@ class ClientRuntime:
 
     @property
     def subject(self) -> str:
-        """Return the text that a person at the site approves: `Site.subject`, else the contract, else ""."""
+        """Return the text that a person approves: `Site.subject`, else the contract's text, else ""."""
         return self.site.subject or (self.general.text if self.has_contract else "")
 
     @cached_property
     def general(self) -> Contract:
-        """Return the contract (the algorithm, and every request it can make) of a client with the whole model."""
+        """Return the contract of a client with the whole model: the algorithm, and every request it can make."""
         return wire.draw_up(self.site.algorithm, self.problem, self.x, self.y, self.examples)
 
     @cached_property
@@ -309,15 +307,15 @@ class ClientRuntime:
 
     @property
     def reader(self) -> RequestReader:
-        """Return the reader of requests that have this client's contract."""
+        """Return the reader of requests under this client's contract."""
         return RequestReader(self.contract, self.site.limits)
 
     def respond(self, request: RequestMessage, memory: Store) -> ResponseMessage:
-        """Return the response to a request. An error is logged and becomes a refusal; it is not raised.
+        """Return the response to a request. An error is logged and sent as a refusal; it is not raised.
 
         Args:
             request: the request.
-            memory: the store of the client's state if the site has no folder.
+            memory: the store that is used if the site has no folder.
         """
         began, norm = time.perf_counter(), None
         asked = f"phase {request.phase[:40]!r}" if request.phase else "greeting"
@@ -352,7 +350,7 @@ class ClientRuntime:
         return response
 
     def tell(self, request: RequestMessage, store: Store, blank: ResponseMessage) -> ResponseMessage:
-        """Return the response to a request for this client's own metrics, at the x and y of the message."""
+        """Return the response to a request for metrics on this client's samples, at the message's x and y."""
         if self.measured is None:
             raise Refusal(Code.SILENT, "this client does not share its metrics")
         reader = self.reader
@@ -366,7 +364,7 @@ class ClientRuntime:
         return replace(blank, metrics=json.dumps(numbers))
 
     def answered(self, request: RequestMessage, store: Store, blank: ResponseMessage) -> ResponseMessage:
-        """Answer a question, or store an agreement for the rest of the run; the log has the whole answer.
+        """Answer a question, or store an agreement for the rest of the run. Log the whole answer.
 
         The first question or agreement of a run also stores `Site.source`.
         """
@@ -398,7 +396,7 @@ class ClientRuntime:
         reader = self.reader
         message = reader.message(reader.call(request), request)
         self.count(request.run, request.round, store)
-        kept = Versions()  # the states to which the server may return; this request uses the latest of them
+        kept = Versions()  # the states up to the last reply that counted; this request uses the latest
         if not request.fresh and self.contract.state is not None:
             counted = request.counted_round, request.counted_exchange
             kept = store.load(request.run, self.contract.state).up_to(counted, request.round)
@@ -414,14 +412,14 @@ class ClientRuntime:
             epsilon=epsilon,
             delta=0.0 if self.guard is None else self.guard.privacy.delta,
         )
-        if reply.state is not None and not request.fresh:  # at the end, so that a refused request leaves no trace
+        if reply.state is not None and not request.fresh:  # at the end, so that a refused request changes no state
             now = jax.tree.map(np.asarray, reply.state)
             store.save(request.run, kept.then((request.round, request.exchange), now))
         norm = None if store.audit is None else float(norm_of(vector_of(decoded(reply.update))))
         return response, norm
 
     def count(self, run: str, round: int, store: Store) -> None:
-        """Count a request, and store the count before anything is computed.
+        """Count a request, and store the count on the disk before anything is computed.
 
         Raises:
             Refusal: the request is above a limit.
@@ -439,7 +437,7 @@ class ClientRuntime:
 
 
 def check_source(site: Site, run: str, store: Store) -> None:
-    """Refuse the rest of a run if a site's samples are made from other data than at its first answer in this run."""
+    """Refuse the rest of a run if a site's data have changed since its first answer in this run."""
     if site.source and store.agreement(run).source not in ("", site.source):
         raise Refusal(Code.SETTINGS, "this client's data have changed since the run began; submit the run again")
 
@@ -457,7 +455,7 @@ def audit(
         request: the request.
         app: the hash of the app.
         subject: the text that a person approves (`ClientRuntime.subject`).
-        more: the norm of the update that is sent, after decoding, and by whom the subject is approved; or None or "".
+        more: the norm of the update that is sent, after decoding (or None); and who has approved the subject (or "").
 
     Raises:
         Refusal: the audit cannot be written.
@@ -482,11 +480,11 @@ def audit(
 
 @contextmanager
 def logged_if_not_written(response: ResponseMessage, refusals: RefusalLog, what: str) -> Iterator[None]:
-    """Log the error if the block cannot write a refusal to the audit; the refusal is sent nevertheless."""
+    """Log an error if the block cannot write a refusal to the audit. The refusal is sent all the same."""
     try:
         yield
     except (Refusal, CheckpointError) as error:
-        if response.code != Code.AUDIT.word:  # otherwise the log has this error already
+        if response.code != Code.AUDIT.word:  # the log already has an error of the audit
             refusals.refusal(response.client, error, what)
 
 
@@ -508,13 +506,13 @@ def hash_of_app() -> str:
 
 
 def _samples(rows: Ragged, floor: int = 1) -> Samples:
-    """Return a client's samples as arrays on its device; draws of fewer than `floor` samples are refused."""
+    """Return a client's samples as arrays on its device. Mini-batches of fewer than `floor` samples are refused."""
     size, values = int(rows.size[0]), jax.tree.map(jnp.asarray, rows.values)
     return Samples(values, jnp.asarray(0), jnp.asarray(size), size, equal=True, floor=floor)
 
 
 def store_of(context: Context) -> Store:
-    """Return the store that counts requests before a site is made: in the folder of the node configuration, if any."""
+    """Return the store that counts requests before a site exists: the state folder, else Flower's memory."""
     folder, client = (context.node_config.get(name) for name in ("state-folder", "partition-id"))
     if isinstance(folder, str) and folder and type(client) is int and client >= 0:
         return FolderStore(Path(folder).expanduser(), client)
@@ -523,7 +521,7 @@ def store_of(context: Context) -> Store:
 
 @contextmanager
 def counted_if_it_fails(request: RequestMessage, store: Store, limits: Limits) -> Iterator[None]:
-    """Count a request if making the site for it fails, as a context manager; a site that is made counts it itself.
+    """Count a request if the block, which makes the site, fails. A site that was made counts its requests itself.
 
     Raises:
         Refusal: the run's name is not valid, or the request is above a limit.
@@ -532,7 +530,7 @@ def counted_if_it_fails(request: RequestMessage, store: Store, limits: Limits) -
         raise Refusal(Code.MALFORMED, f"{request.run[:80]!r} is not the name of a run")
     with store.counting():
         before = store.request_counts()
-        after = before.next(request.run, "", request.round if request.phase else -1)  # a contract needs a site
+        after = before.next(request.run, "", request.round if request.phase else -1)  # no contract without a site
         limits.check_request_counts(after)
         store.save_request_counts(after)
     yield
@@ -542,20 +540,20 @@ def counted_if_it_fails(request: RequestMessage, store: Store, limits: Limits) -
 
 
 def client_app(make: Callable[..., Site], *, agrees: bool = False) -> ClientApp:
-    """Return a ClientApp that serves the phases of its site's algorithm, by name, and nothing else.
+    """Return a ClientApp that runs the phases of its site's algorithm when asked by name, and nothing else.
 
     Args:
         make: a function (run configuration, node configuration) -> `Site`. It is called once per process and run,
-            within the limits of the node configuration. A process that stays (see `fedbilevel.flower.launch.supernode`)
-            keeps samples and compiled programs.
-        agrees: whether the sites agree on a text before the run, and compute in float64. `make` then takes the text as
-            a third argument. It is called with "" first, and again when there is a text.
+            within the limits of the node configuration. A process that serves several messages (see
+            `fedbilevel.flower.launch.supernode`) keeps samples and compiled programs.
+        agrees: whether the sites agree on a text before the run, and compute in float64. `make` then has the text as a
+            third argument: it is called first with "", and again with the text.
     """
     if jax.config.values["jax_compilation_cache_dir"] is None:
-        keep_on_disk_if_possible()  # Flower's stock SuperNode starts a new process for every message
+        keep_on_disk_if_possible()  # Flower's own SuperNode starts a new process for every message
     app, app_hash, refusals = ClientApp(), hash_of_app(), RefusalLog()
-    runtimes: dict[int, tuple[Any, ClientRuntime]] = {}  # node -> (the arguments of its latest runtime, the runtime)
-    makings: dict[int, TimeLimit] = {}  # node -> the time limit for making its runtime, if that has failed
+    runtimes: dict[int, tuple[Any, ClientRuntime]] = {}  # node -> (arguments of `make`, the runtime)
+    makings: dict[int, TimeLimit] = {}  # node -> the time limit of a `make` that failed
 
     def runtime_of(request: RequestMessage, context: Context) -> ClientRuntime:
         made: tuple[Any, ...] = (context.run_config, context.node_config)

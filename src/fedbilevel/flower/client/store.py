@@ -1,4 +1,7 @@
-"""Store a client's state between rounds, in a folder or in Flower's memory, so that no message is applied twice."""
+"""Store a client's state between rounds, in a folder or in Flower's memory.
+
+Earlier states are kept too, so that a repeated message does not change the state twice.
+"""
 
 from __future__ import annotations
 
@@ -29,23 +32,26 @@ Tag = tuple[int, int]
 
 
 class Versions(NamedTuple):
-    """Hold the latest states of a client in a run, in order, each with the tag of the message that made it."""
+    """The latest states of a client in a run, in order.
+
+    Each state has the tag of the message after which it was stored.
+    """
 
     tags: tuple[Tag, ...] = ()
     states: tuple[PyTree, ...] = ()
 
     def up_to(self, counted: Tag, round: int) -> Versions:
-        """Return the states up to the last reply that counted, of which the next message uses the latest.
+        """Return the states up to the last reply that counted. The next message continues from the last of them.
 
-        A reply that was lost, late or refused therefore has no effect on the state. A message that is repeated, and a
-        round that is repeated, use the same state as the first time.
+        A reply that was lost, late or refused therefore has no effect on the state. A repeated message or round
+        continues from the same state as the first time.
 
         Args:
             counted: the tag of this client's last reply that counted, which the message contains.
             round: the round of the message.
 
         Raises:
-            Refusal: the state after this reply is no longer stored.
+            Refusal: the state after the reply `counted` is no longer stored.
         """
         number = bisect_right(self.tags, counted)
         if self.tags and not number and counted >= (0, 0):
@@ -55,10 +61,10 @@ class Versions(NamedTuple):
         return Versions(self.tags[:number], self.states[:number])
 
     def then(self, tag: Tag, state: PyTree) -> Versions:
-        """Return the states with a new one, without old states to which a server cannot return.
+        """Add a new state, and drop old states to which a server cannot return.
 
-        A server may return to the latest state; to the state at the start of this round, or to the state before it if
-        the last reply did not count; and to the state at the start of the round before.
+        A server may return to the latest state and to the state at the start of the previous round. It may also return
+        to the state at the start of this round or, if the last reply did not count, to the state before it.
         """
         here, before = bisect_left(self.tags, (tag[0], 0)), bisect_left(self.tags, (tag[0] - 1, 0))
         kept = sorted({len(self.tags) - 1, here - 1, here - 2, before - 1} - {-1, -2})
@@ -67,21 +73,24 @@ class Versions(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """Hold the text on which sites have agreed in a run, and the client's `Site.source`; "" until they are known."""
+    """The text on which sites have agreed in a run, and the client's `Site.source`.
+
+    Both are "" until they are known.
+    """
 
     text: str = ""
     source: str = ""
 
 
-REFUSED = "refused"  # the event of a refusal in the audit
-RUNS = 20  # the largest number of runs whose states are stored, since a server may send any number of names
+REFUSED = "refused"  # the name of the event of a refusal in the audit
+RUNS = 20  # the number of runs whose states are stored; a limit, since a server may send any number of names
 
 
 class FolderStore:
-    """Store a client's state in a folder, with a file for each of its latest RUNS runs.
+    """A folder with a client's states: a file for each of its latest RUNS runs.
 
     The files outlive the client's process and its node, and clients may share the folder. The name of a run is a part
-    of a file's name. The caller must have checked it (`is_run`).
+    of a file's name, so the caller must have checked the name by `is_run`.
     """
 
     def __init__(self, folder: Path, client: int) -> None:
@@ -96,7 +105,7 @@ class FolderStore:
         return self.folder / f"client-{self.client}-run-{run}.npz"
 
     def load(self, run: str, like: PyTree) -> Versions:
-        """Return the states that are stored for a run; `like` has the shapes of a state.
+        """Return the states that are stored for a run; `like` is a state with the expected shapes.
 
         Raises:
             CheckpointError: the states belong to another model, or are damaged.
@@ -110,25 +119,25 @@ class FolderStore:
         return Versions(tags, states)
 
     def save(self, run: str, kept: Versions) -> None:
-        """Store the states of a run, and delete those of the oldest runs if there are more than RUNS."""
+        """Store the states of a run. If there are more than RUNS runs, delete the states of the oldest ones."""
         path = self.path(run)
         checkpoint.save(path, kept.states, {"tags": kept.tags})
         self.keep_latest(path, self.folder.glob(path.name.replace(run, "*")))
 
     def keep_latest(self, file: Path, files: Iterable[Path]) -> None:
-        """Delete the oldest of these files, so that RUNS are left; the new `file` is one of them."""
+        """Delete the oldest of these files until RUNS files are left; the new `file` is kept."""
         for old in sorted({*files} - {file}, key=lambda other: other.stat().st_mtime_ns)[: -RUNS + 1]:
             old.unlink(missing_ok=True)
 
     def other_samples(self, hashes: Mapping[str, Any], serving: bool, same_data: bool, subject: str = "") -> str:
-        """Compare the client's samples with its earlier ones; return a sentence if they differ, else "".
+        """Compare the client's samples with its earlier samples. Return a sentence if they differ, else "".
 
         Args:
             hashes: the hashes of the client's samples.
             serving: whether the client takes part from now on; otherwise nothing is stored.
-            same_data: whether samples that differ are refused, so that the hashes of the first samples stay.
-            subject: the text of the study whose samples these are; only samples of the same study are compared. Those
-                of the latest RUNS studies are stored. Empty: all samples of the client are compared.
+            same_data: whether changed samples are refused; the stored hashes then remain those of the first samples.
+            subject: the text of the study to which the samples belong. Only samples of the same study are compared, and
+                hashes of the latest RUNS studies are stored. Empty: all samples of the client are compared.
         """
         start = f"client-{self.client}-samples"
         file, now = self.folder / f"{start}{'-' + digest(subject) if subject else ''}.json", json.dumps(hashes)
@@ -142,7 +151,7 @@ class FolderStore:
         return f"its prepared samples differ from its earlier ones; delete {file} to accept them" if other else ""
 
     def agreement(self, run: str) -> Agreed:
-        """Return the agreement in a run; its texts are empty if there is none yet.
+        """Return the agreement of a run; its texts are empty if there is no agreement yet.
 
         Raises:
             CheckpointError: the file is damaged.
@@ -154,11 +163,11 @@ class FolderStore:
             raise CheckpointError(f"{self.agreed} is damaged: delete it, and submit the run again") from error
 
     def keep_agreement(self, run: str, agreed: Agreed) -> None:
-        """Store the agreement in a run, which replaces that of the run before."""
+        """Store the agreement of a run, in place of the agreement of an earlier run."""
         write_text(self.agreed, json.dumps({"run": run, **agreed._asdict()}))
 
     def counting(self) -> AbstractContextManager[None]:
-        """Return a context manager within which no other process can read or write the count of requests."""
+        """Lock the count of requests: within this context manager, no other process can read or write it."""
         return lock.wait_for_lock(self.lock)
 
     def request_counts(self) -> RequestCounts:
@@ -181,8 +190,9 @@ class FolderStore:
     def note(self, event: str, **entries: Any) -> None:
         """Append a line to the audit.
 
-        Refusals that do not count as requests, such as those above a limit, cost a server nothing. So that their lines
-        do not fill the disk, only the first, second, fourth, eighth, … of them in a row has one, with their number.
+        Refusals that do not count as requests, such as refusals above a limit, cost a server nothing, and their lines
+        could fill the disk. Of such refusals in a row, only the first, second, fourth, eighth, … gets a line, with
+        their number.
 
         Raises:
             CheckpointError: the line cannot be written.
@@ -210,7 +220,7 @@ def requests_in(folder: Path) -> dict[int, int]:
 
 
 class ContextStore:
-    """Store a client's state in Flower's memory of a run, `Context.state`; a restart of the SuperNode deletes it."""
+    """A client's state in Flower's memory of a run, `Context.state`. A restart of the SuperNode deletes it."""
 
     FIELDS, TREE, COUNT = "fedbilevel.tag", "fedbilevel.state", "fedbilevel.requests"
     AGREED = "fedbilevel.agreement"
@@ -223,7 +233,7 @@ class ContextStore:
         tag, tree = self.records.get(self.FIELDS), self.records.get(self.TREE)
         if not isinstance(tag, ConfigRecord) or not isinstance(tree, ArrayRecord) or tag["run"] != run:
             return Versions()
-        fields: Any = tag  # as `save` wrote them
+        fields: Any = tag  # the fields that `save` wrote
         places = zip(fields["rounds"], fields["exchanges"], strict=True)
         tags = tuple((int(round), int(exchange)) for round, exchange in places)
         shapes = (like,) * len(tags)
@@ -266,4 +276,4 @@ class ContextStore:
 
 
 Store = FolderStore | ContextStore
-"""A store of `Versions` for each run, and of the counts of requests; a folder also has an audit and approvals."""
+"""A store of each run's `Versions` and of the counts of requests. A `FolderStore` also has an audit and approvals."""

@@ -1,9 +1,9 @@
 """Start child processes that end when their parent ends, even if the parent is killed.
 
-`python -m fedbilevel.flower.launch.children PARENT COMMAND …` asks the kernel for a SIGTERM when the parent ends, even
-by kill -9, and then becomes COMMAND. This uses PR_SET_PDEATHSIG of prctl(2), which only Linux has. On other systems,
-children of a parent that is killed with -9 continue. For Linux, the parent is the thread that started the child, so
-that a child must be started from a thread that lives at least as long.
+`python -m fedbilevel.flower.launch.children PARENT COMMAND …` becomes the process COMMAND. Before this, it asks the
+kernel to send it a SIGTERM when the parent ends, even by kill -9. It uses PR_SET_PDEATHSIG of prctl(2), which only
+Linux has. On other systems, a child continues after its parent was killed with -9. For Linux, the parent is a thread:
+start a child from a thread that lives at least as long as the child should.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def spawn(command: Sequence[str], log: Path | None = None, env: Mapping[str, str
 
     Args:
         command: the command and its arguments.
-        log: the file to which its output is appended; None: the output of this process.
+        log: the file to which the child's output is appended; None: the child prints to the output of this process.
         env: the environment of the child; None: the environment of this process.
-        group: whether the child leads its own process group, which Ctrl-C does not reach and which `stop` ends as a
-            whole.
+        group: whether the child leads a process group of its own. Ctrl-C does not reach this group, and `stop` ends it
+            as a whole.
     """
     launcher = [sys.executable, "-m", __spec__.name]
     with open(log, "ab") if log else contextlib.nullcontext() as output:
@@ -51,9 +51,9 @@ def signal_group(child: subprocess.Popen, number: int) -> None:
 
 
 def identity(pid: int) -> tuple[int, int] | None:
-    """Return (id of the parent, start in clock ticks) of a running process; None if it has ended, or without /proc.
+    """Return a running process's parent id and start time in clock ticks; None if it has ended, or without /proc.
 
-    The start distinguishes the process from a later process with the same id.
+    The start time distinguishes the process from a later process with the same id.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -63,7 +63,7 @@ def identity(pid: int) -> tuple[int, int] | None:
 
 
 def family(pid: int) -> dict[int, int]:
-    """Return id -> start of a process and of all processes that it started, directly or not; empty without /proc."""
+    """Return id -> start time, for a process and all its descendants; empty without /proc."""
     known = {int(entry.name): identity(int(entry.name)) for entry in Path("/proc").glob("[0-9]*")}
     found = {pid: known[pid][1]} if known.get(pid) else {}  # type: ignore[index]
     before = -1
@@ -74,15 +74,15 @@ def family(pid: int) -> dict[int, int]:
 
 
 def living(members: Mapping[int, int]) -> list[int]:
-    """Return the ids of these processes that have not ended."""
+    """Return the ids of those `members` (id -> start time) that have not ended."""
     return [pid for pid, start in members.items() if (now := identity(pid)) and now[1] == start]
 
 
 def stop(children: Iterable[subprocess.Popen], grace: float = GRACE) -> None:
-    """End children that lead groups, and all processes that they started, and wait for their end.
+    """End children that lead process groups, and all their descendants, and wait until all have ended.
 
-    They get SIGTERM, and after `grace` seconds SIGKILL. Flower starts some processes in separate sessions, which a
-    signal to the group does not reach; they get SIGKILL.
+    The groups get SIGTERM, and after `grace` seconds SIGKILL. Flower starts some processes in sessions of their own,
+    which a signal to the group does not reach; these get SIGKILL directly.
     """
     children = list(children)
     members = {pid: start for child in children for pid, start in family(child.pid).items()}
@@ -108,7 +108,7 @@ def await_end(children: Iterable[subprocess.Popen], members: Mapping[int, int], 
 
 
 def become(parent: int, command: list[str]) -> None:
-    """Replace this process by `command`, which ends with the process `parent`."""
+    """Replace this process by `command`, and make it end when the process `parent` ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         if os.getppid() != parent:  # the parent ended before the call of prctl

@@ -1,8 +1,9 @@
 """Check a site before it starts: read its node configuration as Flower does, and try to reach its SuperLink.
 
-If the SuperLink is not reached, the reason is reported: address, TLS, clock or key. Flower's log does not distinguish
-between them. The trial is Flower's own request to activate a node, with an interval between heartbeats that the
-SuperLink refuses. The SuperLink checks the key before the interval, and the trial changes nothing there.
+If the SuperLink is not reached, the report says whether address, TLS, clock or key is the reason; Flower's log does not
+distinguish these. The trial is Flower's own request to activate a node, but with an interval between heartbeats that
+the SuperLink refuses. The SuperLink checks the key first and then refuses the interval, so the trial finds a wrong key
+and changes nothing at the SuperLink.
 """
 
 from __future__ import annotations
@@ -65,8 +66,9 @@ def why_unreached(address: str, authority: bytes | None = None, key: ec.Elliptic
 
     Args:
         address: the SuperLink's address, host:port.
-        authority: the certificates, in PEM, of the authority that has signed the SuperLink's; None: without TLS.
-        key: the site's private key; None: the trial does not find out whether the key is registered.
+        authority: the certificates, in PEM, of the authority that has signed the SuperLink's certificate; None: connect
+            without TLS.
+        key: the site's private key; None: the trial does not find out whether a key is registered.
     """
     private = generate_key_pairs()[0] if key is None else key
     public = private.public_key()
@@ -77,7 +79,7 @@ def why_unreached(address: str, authority: bytes | None = None, key: ec.Elliptic
             client.ActivateNode(asked)
     except httpx.HTTPStatusError as error:
         return why_refused(error.response, key is not None)
-    except ValueError:  # the answer is not one of Flower's messages
+    except ValueError:  # the answer is not a message of Flower
         return f"the server at {address} is not a SuperLink"
     except (httpx.TransportError, httpx.InvalidURL, ssl.SSLError, UnicodeDecodeError) as error:
         return why_no_answer(error, address, authority is not None)
@@ -87,7 +89,8 @@ def why_unreached(address: str, authority: bytes | None = None, key: ec.Elliptic
 def why_refused(response: httpx.Response, keyed: bool) -> str:
     """Return why the SuperLink refused the trial, such as a wrong clock or an unknown key.
 
-    The result is "" if only the heartbeat was refused, or if the key is unknown and not the site's (`keyed` is False).
+    The result is "" if only the interval between heartbeats was refused. An unknown key also gives "" if the trial did
+    not use the site's key (`keyed` is False).
     """
     code = re.search(r'"code": ?(\d+)', response.text)
     if code is None:
@@ -105,7 +108,7 @@ def why_refused(response: httpx.Response, keyed: bool) -> str:
 
 
 def why_untimely(response: httpx.Response) -> str:
-    """Return how wrong this machine's clock is, if Flower refuses signatures with such a time; otherwise ""."""
+    """Return how wrong this machine's clock is, if this is so much that Flower refuses its signatures; otherwise ""."""
     try:
         there = parsedate_to_datetime(response.headers["date"]).timestamp()  # in whole seconds
     except (KeyError, ValueError):
@@ -118,7 +121,7 @@ def why_untimely(response: httpx.Response) -> str:
 
 
 def why_no_answer(error: Exception, address: str, tls: bool) -> str:
-    """Return why there was no answer in HTTP."""
+    """Return why a request got no answer over HTTP."""
     said = in_a_line(error)
     if isinstance(error, UnicodeDecodeError) or "does not contain a certificate" in said:
         return "the file of --root-certificates has no certificate in PEM"

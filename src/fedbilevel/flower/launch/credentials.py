@@ -1,7 +1,7 @@
-"""Make temporary credentials for trials and tests: a certificate authority, the server's certificate, clients' keys.
+"""Make temporary credentials for trials and tests: a certificate authority, the server's certificate and clients' keys.
 
-A real federation should have certificates from elsewhere. Every site should make its own key
-(`ssh-keygen -t ecdsa -b 384`), of which only the public half leaves the site.
+A real federation should get its certificate from a real authority. Every site should make its own key by `ssh-keygen -t
+ecdsa -b 384`, and only the public half should leave the site.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ DAYS = 30  # the days for which the server's certificate is valid
 
 @dataclass(frozen=True)
 class Credentials:
-    """Hold the paths of the credentials.
+    """The paths of a federation's credentials.
 
     `ca` and the `.pub` files are public; `key` and `clients` are private (mode 0600). The authority's own key is not
-    stored, so that it cannot sign further certificates.
+    stored, so that no further certificate can be signed with it.
     """
 
     ca: Path
@@ -41,12 +41,12 @@ def make(directory: Path, clients: int, names: Sequence[str] = ("localhost", "12
     """Write credentials to `directory`: ca.crt, server.pem, server.key, client-0, client-0.pub, …; return their paths.
 
     Args:
-        directory: the folder, which is created if it is missing.
-        clients: the number of client keys, which are NIST P-384 keys in the format of OpenSSH, as Flower requires.
+        directory: the folder to write to; it is created if it is missing.
+        clients: the number of clients. Each gets a NIST P-384 key in the format of OpenSSH, which Flower requires.
         names: the host names and addresses of the server.
 
     Raises:
-        ConfigurationError: one of the files exists, or an argument is wrong; nothing was written.
+        ConfigurationError: one of the files exists, or an argument is wrong. In both cases nothing is written.
         OSError: the directory cannot be written to.
     """
     require_flower()  # `cryptography` and `trustme` are installed with Flower
@@ -80,7 +80,7 @@ def make(directory: Path, clients: int, names: Sequence[str] = ("localhost", "12
 
 
 def write(path: Path, content: bytes, private: bool = False) -> None:
-    """Write a new file; other users cannot read a private file, also not while it is written."""
+    """Write a new file. Other users can never read a private file, not even while it is being written."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o644)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)

@@ -20,7 +20,7 @@ Delay = Callable[[int, Message], float]
 
 
 class VirtualClock:
-    """Provide a clock whose time passes only in `sleep`, which ends early when the reply to a message is due."""
+    """A clock whose time passes only in `sleep`. A `sleep` ends early when the reply to a message is due."""
 
     tick = 0.001
 
@@ -36,10 +36,10 @@ class VirtualClock:
 
 
 class InProcess(Grid):
-    """Call clients as functions, one after the other, under a virtual clock.
+    """Flower's Grid within one process: clients are called as functions, one after the other, under a virtual clock.
 
     Messages are Flower's own, and the ClientApp is the same as in a real federation. A client works on one message at a
-    time. A message is handled when its reply is due, so that the order of all events depends only on `delay`.
+    time. The client is called when its reply is due, so that the order of all events depends only on `delay`.
 
     Args:
         client_app: the ClientApp of all clients.
@@ -75,7 +75,7 @@ class InProcess(Grid):
         self.free[node] = self.clock.time()
 
     def leave(self, client: int) -> None:
-        """Remove the oldest node of a client; the messages that it works on are lost."""
+        """Remove the oldest node of a client. The messages that this node works on are lost."""
         del self.contexts[next(node for node in self.contexts if self.client(node) == client)]
 
     def client(self, node: int) -> int:
@@ -106,7 +106,7 @@ class InProcess(Grid):
         return sent
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        """Return the replies to these messages that are due by now, in the order of their times."""
+        """Return the replies to these messages that are due by now, the earliest first."""
         due = self.clock.due
         while due and due[0][0] <= self.clock.time():
             message = heapq.heappop(due)[2]

@@ -1,18 +1,18 @@
-"""Run a SuperNode whose ClientApp stays in memory between messages, in a worker process at the end of a pipe.
+"""Run a SuperNode whose ClientApp stays in memory between messages, in a worker process.
 
 `flower-supernode` starts a process for every message, and sleeps up to 3.5 s for each. This module keeps Flower's
-command line, its connection to the SuperLink, and its steps that receive a message and send the reply. Only
-`start_client_internal`, which the command calls last, is replaced. Between the two steps, the message goes to a worker
-process, and the whole reply comes back. The two processes use a pipe that no other process can reach: it has no
-address, needs no tokens and no polling, and nothing is pickled. Each end of the pipe notices at once when the process
-at the other end has ended.
+command line, its connection to the SuperLink, and its steps that receive a message and send the reply. It replaces only
+`start_client_internal`, the function that the command calls last. After a message was received, it goes to a worker
+process, which returns the whole reply to be sent. The two processes are connected by a pipe. The pipe has no address,
+so that no other process can reach it; it needs no tokens and no polling, and nothing is pickled. Each process notices
+at once when the other one has ended.
 
 The worker, `python -m fedbilevel.flower.launch.private`, replies to all messages of a client, so that JAX, data and
-compiled programs stay in memory. A message that fails gets an error reply, and the worker continues. The worker ends at
-once, even during a computation, when the SuperNode has ended: a SuperNode that is started again has its own worker, and
-two workers must not write the state of one client.
+compiled programs stay in memory. If a message causes an error, the reply reports the error, and the worker continues.
+When the SuperNode ends, the worker ends at once, even during a computation: a restarted SuperNode has a worker of its
+own, and two workers must not write the state of one client.
 
-This module imports private names of Flower, which were tested with the versions in `versions.TESTED`.
+This module imports private names of Flower. It was tested with the versions of Flower in `versions.TESTED`.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ from fedbilevel.extending import printable, require
 from fedbilevel.flower.launch.connection import why_unreached
 from fedbilevel.flower.versions import quick_pulls
 
-PATIENCE = 3  # the wait before the next request, in units of the SuperLink's response time, so as not to overload it
-LONGEST = 3.0  # the largest number of seconds of such a wait, which is Flower's default
+PATIENCE = 3  # the wait before the next request, in response times of the SuperLink, so that it is not overloaded
+LONGEST = 3.0  # the longest wait before the next request, in seconds, which is Flower's default
 STILL_ONLINE = (
     "the SuperLink regards another SuperNode with this key as online. If the other SuperNode was killed or cut off, "
     f"this one is accepted after at most {HEARTBEAT_PATIENCE * HEARTBEAT_DEFAULT_INTERVAL} s; otherwise stop the other"
 )
-ALIVE = 10.0  # seconds between two checks whether the run for which the worker computes goes on
+ALIVE = 10.0  # seconds between two checks whether the worker's run is still going on
 
 FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
 
@@ -92,7 +92,7 @@ logger = logging.getLogger("fedbilevel.supernode")
 
 
 def send(pipe: Connection, parts: Sequence[bytes]) -> None:
-    """Send the number of byte strings and then each of them, without pickling."""
+    """Send byte strings over a pipe, without pickling: first their number, then each of them."""
     pipe.send_bytes(len(parts).to_bytes(4))
     for part in parts:
         pipe.send_bytes(part)
@@ -108,7 +108,7 @@ def receive(pipe: Connection) -> list[bytes]:
 
 
 class PipedWorker:
-    """Run the ClientApp in a process, which is started for the first message, and again if it has ended.
+    """A process that runs the ClientApp. It is started for the first message, and again if it has ended.
 
     Args:
         app: the ClientApp that replies, "package.module:NAME"; None: the app of the run.
@@ -120,7 +120,7 @@ class PipedWorker:
         self.pipe: Connection | None = None
 
     def start(self) -> Connection:
-        """Start the process unless it is running, wait until it is ready, and return the pipe to it.
+        """Start the process unless it is running. Wait until it is ready, and return the pipe to it.
 
         Raises:
             EOFError: the process has ended before it was ready.
@@ -167,7 +167,7 @@ class PipedWorker:
 
 
 def log_warnings() -> None:
-    """Write warnings to the log: those of this library as one line of text, all others with their line of code."""
+    """Write warnings to the log: warnings of this library as one line of text, all others with their line of code."""
     usual = warnings.formatwarning
 
     def in_a_line(
@@ -181,7 +181,7 @@ def log_warnings() -> None:
 
 
 def hush() -> None:
-    """Reduce the lines of Flower and its server in this process's log to warnings and errors."""
+    """Reduce what Flower and its server write to this process's log to warnings and errors."""
     for name in ("flwr", "uvicorn", "uvicorn.error", "uvicorn.access"):
         logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.WARNING)
 
@@ -193,10 +193,9 @@ def run_supernode(
 
     Args:
         arguments: the arguments of `flower-supernode`.
-        interval: a function of the seconds since the last message that returns the seconds to wait before the
-            SuperLink is asked again.
+        interval: a function (seconds since the last message) -> seconds to wait before the SuperLink is asked again.
         app: the ClientApp that replies, "package.module:NAME"; None: the app of the run.
-        flower_log: whether the log has Flower's own lines, about eight for each message.
+        flower_log: whether the log also has Flower's own lines, about eight for each message.
     """
     logging.basicConfig(level=logging.WARNING, format=FORMAT)
     logger.setLevel(logging.INFO)
@@ -207,7 +206,7 @@ def run_supernode(
 
     replying = PipedWorker(app)
     try:
-        replying.start()  # also to find out at once whether the app exists
+        replying.start()  # at once, to find out whether the app exists
     except EOFError:
         sys.exit(replying.process.wait() if replying.process else 1)
     module = sys.modules[command.__module__]
@@ -234,7 +233,7 @@ def serve(steps: Any, replying: PipedWorker, interval: Callable[[float], float],
     """
     state, store = given["state_factory"].state(), given["state_factory"].objectstore_factory.store()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)  # the handler that Flower restores after the first signal
+        signal.signal(number, lambda *_: None)  # Flower restores this handler after the first signal
     register_signal_handlers(
         event_type=EventType.RUN_SUPERNODE_LEAVE,
         exit_message="SuperNode terminated gracefully.",
@@ -242,12 +241,12 @@ def serve(steps: Any, replying: PipedWorker, interval: Callable[[float], float],
     )
     keys = given["authentication_keys"]
     if why := why_unreached(given["server_address"], given["root_certificates"], keys and keys[0]):
-        logger.warning("the SuperLink is not reached yet: %s", why)  # Flower tries again and does not log why
+        logger.warning("the SuperLink is not reached yet: %s", why)  # Flower tries again without logging the reason
     with ExitStack() as stack:
         try:
             connection = stack.enter_context(steps._init_connection(**{name: given[name] for name in CONNECTION}))
         except SystemExit as ended:
-            if keys and not why and isinstance(ended.__context__, httpx.HTTPStatusError):  # Flower does not log why
+            if keys and not why and isinstance(ended.__context__, httpx.HTTPStatusError):  # Flower logs no reason
                 logger.warning(STILL_ONLINE)
             raise
         node, pull_message, push_message, get_run, get_fab, pull_object, push_object, confirm = connection
@@ -271,7 +270,7 @@ def serve(steps: Any, replying: PipedWorker, interval: Callable[[float], float],
             "trusted_entities": given["trusted_entities"],
         }
         while True:
-            state.delete_messages()  # messages of a run that has ended meanwhile
+            state.delete_messages()  # remaining messages belong to a run that has ended
             store.clear()
             began = time.monotonic()
             run = steps._pull_and_store_message(**parts, receive=received, get_run=get_run)
@@ -287,19 +286,19 @@ def serve(steps: Any, replying: PipedWorker, interval: Callable[[float], float],
 
 
 def check_run(get_run: Callable[[int], object], run: int) -> None:
-    """Ask the SuperLink whether a run goes on.
+    """Check with the SuperLink that a run is still going on.
 
     Raises:
         RunNotRunningException: the run has ended.
     """
     try:
         get_run(run)
-    except httpx.HTTPError as error:  # without an answer, the run counts as going on
+    except httpx.HTTPError as error:  # no answer: assume that the run goes on
         logger.warning("the SuperLink did not report whether run %s goes on: %s", run, type(error).__name__)
 
 
 def handle(replying: PipedWorker, state: Any, store: Any, message: Message, goes_on: Callable[[], object]) -> None:
-    """Let the worker reply to a message, and store the reply with all its content for Flower's next step."""
+    """Let the worker reply to a message, and store the whole reply for Flower's next step, which sends it."""
     number, run = message.metadata.message_id, state.get_run(message.metadata.run_id)
     context = state.get_run_series_context(run.series_id)
     state.record_message_processing_start(number)
@@ -328,7 +327,7 @@ def handle(replying: PipedWorker, state: Any, store: Any, message: Message, goes
 
 
 def in_turn(objects: Mapping[str, bytes]) -> list[bytes]:
-    """Return a list of each name followed by its content; `by_name` reverses this."""
+    """Return a list in which each name is followed by its content; `by_name` reverses this."""
     return [part for name, content in objects.items() for part in (name.encode(), content)]
 
 
@@ -338,13 +337,13 @@ def by_name(parts: Sequence[bytes]) -> dict[str, bytes]:
 
 
 def request_of(number: str, objects: Mapping[str, bytes], context: Context, run: Run, fab: Fab) -> list[bytes]:
-    """Return a request to the worker: the message's id, the client's context, the run and its app, and the objects."""
+    """Return a request to the worker as byte strings: message id, context, run, app, and the message's objects."""
     about = context_to_proto(context), run_to_proto(run), fab_to_proto(fab)
     return [number.encode(), *(part.SerializeToString() for part in about), *in_turn(objects)]
 
 
 def opened(request: Sequence[bytes]) -> tuple[Message, Context, Run, Fab]:
-    """Return (the message, the client's context, the run, its app) from a request of `request_of`."""
+    """Return message, client's context, run and app from a request that `request_of` made."""
     number, *parts = request
     context = context_from_proto(ContextProto.FromString(parts[0]))
     run, fab = run_from_proto(RunProto.FromString(parts[1])), fab_from_proto(FabProto.FromString(parts[2]))
@@ -355,10 +354,10 @@ def opened(request: Sequence[bytes]) -> tuple[Message, Context, Run, Fab]:
 
 
 def answer(reply: Message, context: Context, failure: str) -> list[bytes]:
-    """Return an answer to the SuperNode, as a list of byte strings.
+    """Return the worker's answer to the SuperNode, as a list of byte strings.
 
-    These are the reply without content, the tree of its objects, the context, the failure, "" if there is none, and the
-    objects.
+    The list has, in this order: the reply without its content, the tree of its objects, the context, the failure ("" if
+    there is none), and the objects.
     """
     reply.metadata.__dict__["_message_id"] = reply.object_id
     with no_object_id_recompute():
@@ -370,14 +369,17 @@ def answer(reply: Message, context: Context, failure: str) -> list[bytes]:
 
 
 def load(run: Run, fab: Fab) -> tuple[ClientApp, Path]:
-    """Install the run's app where Flower would, and import its ClientApp; return (the ClientApp, its directory)."""
+    """Install the run's app where Flower would install it, and import its ClientApp.
+
+    Return the ClientApp and its directory.
+    """
     install_from_fab(fab.content, skip_prompt=True)
     find = get_load_client_app_fn(default_app_ref="", app_path=None, multi_app=True)
     return find(run.fab_id, run.fab_version, fab.hash_str), get_project_dir(run.fab_id, run.fab_version, fab.hash_str)
 
 
 def error_reply(message: Message, error: Exception) -> Message:
-    """Return an error reply, with Flower's code and the class of the error.
+    """Return a reply that reports an error, by Flower's code and the name of the error's class.
 
     The text of the error is left out, since it may name files or data.
     """
@@ -387,7 +389,7 @@ def error_reply(message: Message, error: Exception) -> Message:
 
 
 AppSource = Callable[[Any, Any], Callable]
-"""A function (run, its app as Flower delivers it) -> the ClientApp that replies to the run's messages."""
+"""A function (run, the run's app as Flower delivers it) -> the ClientApp that replies to the run's messages."""
 
 
 def pinned(reference: str) -> AppSource:
@@ -413,29 +415,29 @@ def pinned(reference: str) -> AppSource:
 
 
 class InstalledApps:
-    """Load the apps of runs; an app with another hash replaces the present one in this process."""
+    """A loader of the apps of runs. An app with another hash replaces the present app in this process."""
 
     def __init__(self, load: Callable[[Any, Any], tuple[Callable, Path]]) -> None:
         self.load, self.hash, self.directory = load, "", Path()
         self.app: Callable | None = None
 
     def __call__(self, run: Any, fab: Any) -> Callable:
-        """Return the ClientApp of `run`, and import it unless the message before had the same app."""
+        """Return the ClientApp of a run. It is imported unless the previous message had the same app."""
         if self.app is not None and fab.hash_str == self.hash:
             return self.app
-        if self.app is not None:  # remove its modules, so that an app of the same name can be imported
+        if self.app is not None:  # forget its modules, so that another app of the same name can be imported
             for name, module in list(sys.modules.items()):
                 if (file := getattr(module, "__file__", None)) and Path(file).is_relative_to(self.directory):
                     del sys.modules[name]
             sys.path[:] = [entry for entry in sys.path if entry != str(self.directory)]
-        self.app = None  # in case the next line fails
+        self.app = None  # if the next line fails, no app is loaded
         self.app, self.directory = self.load(run, fab)
         self.hash = fab.hash_str
         return self.app
 
 
 def work(pipe: Connection, apps: AppSource, leave: Callable[[], object]) -> None:
-    """Reply to the requests that come over the pipe.
+    """Reply to all requests that come over a pipe, until the process at its other end has ended.
 
     Args:
         pipe: the pipe to the SuperNode.
@@ -473,7 +475,7 @@ def work(pipe: Connection, apps: AppSource, leave: Callable[[], object]) -> None
 def main() -> None:
     """Reply to requests over the pipe whose file descriptor is the first argument.
 
-    The second argument, if there is one, names the app.
+    The second argument, if there is one, is the name of the app.
     """
     logging.basicConfig(level=logging.WARNING, format=FORMAT)
     logging.getLogger("fedbilevel").setLevel(logging.INFO)

@@ -1,7 +1,7 @@
 """Run a whole federation as processes on this machine: a SuperLink, and a SuperNode for each client.
 
-This is for trials, tests and demonstrations of a federation that otherwise runs on several machines, with the same
-commands, TLS and keys. All processes, including those of `flwr` commands, are stopped at the end.
+This is for trials, tests and demonstrations. Commands, TLS and keys are the same as in a federation on several
+machines. All processes, including those of `flwr` commands, are stopped at the end.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from fedbilevel.flower.versions import require_flower
 
 
 class CommandError(ExchangeError):
-    """Report that a `flwr` command failed; the message has its output."""
+    """A `flwr` command failed; the message has the command's output."""
 
 
 class Console:
-    """Run `flwr` commands, one after the other."""
+    """A runner of `flwr` commands, one after the other."""
 
     def __init__(self, env: Mapping[str, str], directory: Path) -> None:
         self.env, self.directory = dict(env), directory
@@ -93,16 +93,19 @@ class Console:
             self.process = None
 
 
-SOON = 10.0  # seconds within which a submitted run begins: a working SuperLink looks for runs every second
+SOON = 10.0  # seconds within which a submitted run should begin: a SuperLink looks for new runs every second
 
 
 def require_begun(flwr: Console, superlink: str) -> None:
-    """Check that a SuperLink begins submitted runs, since `flwr run` always reports that a run has started.
+    """Check that a SuperLink begins the runs that were submitted.
 
-    The waiting runs are listed twice, `SOON` seconds apart, so that the SuperLink's clock does not matter.
+    The check is needed because `flwr run` reports that a run has started even if it has not.
+
+    The waiting runs are listed twice, `SOON` seconds apart, so the SuperLink's clock need not agree with this
+    machine's.
 
     Args:
-        flwr: runs `flwr` commands.
+        flwr: the runner of `flwr` commands.
         superlink: the name of the SuperLink in config.toml.
 
     Raises:
@@ -125,15 +128,15 @@ def require_begun(flwr: Console, superlink: str) -> None:
 
 
 CONNECTION = "federation"
-TAIL = 20  # the number of lines of a log in an error
+TAIL = 20  # the number of lines of a log that an error shows
 
 
 class StartError(ExchangeError):
-    """Report that a process of the federation did not start; the message has the end of its log."""
+    """A process of the federation did not start; the message has the end of the process's log."""
 
 
 def free_ports(count: int, first: int | None = None) -> list[int]:
-    """Return unused ports of the loopback interface: any ports, or the first ones from `first` upwards."""
+    """Return `count` unused ports of the loopback interface: any ports, or the first free ones from `first` upwards."""
     found: list[int] = []
     candidate = first or 0
     with ExitStack() as bound:  # all ports stay bound until the end, so that none is found twice
@@ -158,7 +161,7 @@ def tail(log: Path) -> str:
 
 
 class Commands(NamedTuple):
-    """Make the commands that start the processes of a federation on this machine."""
+    """The commands that start the processes of a federation on this machine."""
 
     credentials: Credentials
     port: int  # the SuperLink's
@@ -190,25 +193,25 @@ class Commands(NamedTuple):
 
 
 class Federation:
-    """Run a SuperLink and its SuperNodes, with TLS and a key for each; within `with`, all clients are online.
+    """A SuperLink and its SuperNodes on this machine, with TLS and a key for each client.
 
         with Federation(Path("trial"), clients=4) as federation:
             for line in federation.run(Path("my-app"), "rounds=3"):
                 print(line, end="")
 
-    Everything is stopped at the end of the block, and also after an exception, Ctrl-C or SIGTERM. On Linux, all
-    processes also end if this process is killed with -9; a ServerApp in the middle of a run ends some minutes later.
-    Use this class from the main thread.
+    Within the `with` block, all clients are online. All processes are stopped at the end of the block, and also after
+    an exception, Ctrl-C or SIGTERM. On Linux, they also end if this process is killed with -9; only a ServerApp in the
+    middle of a run ends some minutes later. Use this class from the main thread.
 
     Args:
-        directory: the folder for logs/, credentials/, and a Flower home for each process. Existing credentials are not
-            replaced: they lead to an error.
+        directory: the folder for logs/, credentials/, and a Flower home for each process. If credentials already exist
+            there, this is an error: they are not replaced.
         clients: the number of SuperNodes.
-        persistent: whether SuperNodes have workers that stay (`flower.launch.supernode`); otherwise they are Flower's
-            own, with a process for each message.
+        persistent: whether SuperNodes keep a worker process between messages (`fedbilevel.flower.launch.supernode`).
+            Otherwise they are Flower's own, which start a process for each message.
         node_configs: for each client, the value of `--node-config`; None: "partition-id=k num-partitions=clients".
         database: the file in which the SuperLink keeps its state, so that it can be restarted; None: it is in memory.
-        first_port: the first port to try; the ports are the first free ones from there upwards; None: any free ports.
+        first_port: the federation uses the first free ports from this number upwards; None: any free ports.
         env: additional environment variables for all processes.
         deadline: the seconds within which all processes have to start.
 
@@ -280,7 +283,7 @@ class Federation:
         self.commands = self.commands_of(self.credentials, *ports, self.node_configs, *kind)
         trust = json.dumps(str(self.credentials.ca))
         where = f'[superlink.{CONNECTION}]\naddress = "{self.address}"\nroot-certificates = {trust}\n'
-        config = f'[superlink]\ndefault = "{CONNECTION}"\n\n{where}'  # tells `flwr` where the SuperLink is
+        config = f'[superlink]\ndefault = "{CONNECTION}"\n\n{where}'  # for `flwr`: where the SuperLink is
         (self.directory / "operator" / "config.toml").write_text(config)
         self.restart_superlink(until - time.monotonic())
         for client in range(self.clients):
@@ -322,7 +325,8 @@ class Federation:
     def wait_online(self, count: int, seconds: float, within: float | None = None) -> None:
         """Wait until at least `count` nodes are online, for at most `seconds`.
 
-        With `within`, only nodes count that came online later than `within` seconds before all SuperNodes listened.
+        If `within` is given, a node counts only if it came online after all SuperNodes listened, or at most `within`
+        seconds before.
         """
         until = time.monotonic() + seconds
         while not all(map(listens, (self.node_ports[client] for client in self.nodes))):
@@ -336,8 +340,8 @@ class Federation:
     def online(self, since: float | None = None) -> int:
         """Return the number of nodes that are online according to the SuperLink.
 
-        With `since`, a time of `time.monotonic()`, only nodes count that came online after this moment. A node that was
-        killed counts as online until its heartbeat is overdue, for up to a minute.
+        If `since` is given, a time of `time.monotonic()`, a node counts only if it came online after this moment. A
+        node that was killed counts as online until its heartbeat is overdue, which takes up to a minute.
         """
         listed = self.console.read("supernode", "list", CONNECTION)
         now = time.monotonic()  # after the command, which may take seconds
@@ -345,7 +349,7 @@ class Federation:
         return sum(since is None or age <= now - since for age in ages)
 
     def check_alive(self, until: float, complaint: str) -> None:
-        """Raise StartError, with the ends of the logs, if the time is over or a process has ended."""
+        """Raise StartError if the time is over or a process has ended; the message has the ends of the logs."""
         processes = {"superlink": self.superlink, **{f"client-{k}": child for k, child in self.nodes.items()}}
         ended = [name for name, child in processes.items() if child is not None and child.poll() is not None]
         if not ended and time.monotonic() < until:
@@ -376,8 +380,8 @@ class Federation:
             raise CommandError(f"the run ended as {status}; its log says why")
 
     def status(self, run: str) -> str:
-        """Return the status of a run after its end, as the SuperLink reports it: "finished:completed", for example."""
-        until = time.monotonic() + 30.0  # the log may end some seconds before the run does
+        """Return the status that the SuperLink reports for a run after its end, such as "finished:completed"."""
+        until = time.monotonic() + 30.0  # a run may end some seconds after its log does
         while True:
             shown = self.console.read("list", "--run-id", run, CONNECTION)
             status = str(shown["runs"][0]["status"])

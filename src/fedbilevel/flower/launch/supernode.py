@@ -1,11 +1,11 @@
-"""Run a site: a SuperNode whose worker process stays between messages. The SuperNode is restarted if it fails.
+"""Run a site: a SuperNode that keeps its worker process between messages, and is restarted if it fails.
 
     python -m fedbilevel.flower.launch.supernode --superlink HOST:PORT --root-certificates ca.crt \\
         --auth-supernode-private-key client.key --node-config "partition-id=0"
 
-All options are those of `flower-supernode`, except `--app` and `--flower-log`. If the installed version of Flower was
-not tested, `flower-supernode` itself is started. It starts a process for each message, which is slower, and gives the
-same numbers.
+All options are options of `flower-supernode`, except `--app` and `--flower-log`. If this library was not tested with
+the installed version of Flower, `flower-supernode` itself is started. It starts a process for each message, which is
+slower and gives the same numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fedbilevel.flower.versions import TESTED, require_flower, tested
 
 FASTEST, SLOWEST = 0.02, 2.0  # the shortest and the longest time between two requests for a message, in seconds
 BACKOFF = (1.0, 10.0)
-STEADY = 60.0  # seconds after which a process counts as started, so that the wait before a restart is short again
+STEADY = 60.0  # after this many seconds a process counts as started, and the wait before a restart is short again
 
 logger = logging.getLogger("fedbilevel.supernode")
 
@@ -35,8 +35,8 @@ logger = logging.getLogger("fedbilevel.supernode")
 def interval(quiet: float) -> float:
     """Return the seconds to wait before the SuperLink is asked again, `quiet` seconds after the last message.
 
-    This is a tenth of `quiet`, within limits. The time between two messages grows by at most a tenth, and the number of
-    requests grows with the logarithm of the time.
+    The wait is a tenth of `quiet`, but at least FASTEST and at most SLOWEST. This makes the time between two messages
+    at most a tenth longer, and the number of requests grows only with the logarithm of this time.
     """
     return min(max(quiet / 10, FASTEST), SLOWEST)
 
@@ -47,7 +47,7 @@ def flower_command(name: str) -> list[str]:
 
 
 def environment(base: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment `base` with defaults: no telemetry of Flower, and JAX's cache in the Flower home."""
+    """Return the environment `base`, with two defaults: no telemetry of Flower, and JAX's cache in the Flower home."""
     home = Path(base.get("FLWR_HOME") or Path.home() / ".flwr")
     defaults = {
         "FLWR_TELEMETRY_ENABLED": "0",
@@ -70,7 +70,7 @@ def supervise(start: Callable[[], subprocess.Popen], backoff: tuple[float, float
         backoff: the shortest and the longest wait before a restart, in seconds.
 
     Returns:
-        The exit status 2, if the process ends with this status, which means wrong arguments.
+        The exit status 2, which means wrong arguments, if the process ends with it. The process is then not restarted.
     """
 
     def leave(*_: object) -> None:

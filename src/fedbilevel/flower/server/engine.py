@@ -56,19 +56,19 @@ log = logging.getLogger("fedbilevel.server")
 
 @dataclass(frozen=True, kw_only=True)
 class Flower:
-    """Reach clients through Flower.
+    """Make the exchanges of `solve` with clients that are reached through Flower.
 
     Args:
         grid: the Grid that Flower passes to a ServerApp's main, or an `InProcess`.
-        terms: the rules by which replies and exchanges count.
+        terms: the rules that say which replies and exchanges count.
         name: the name of the whole run, 8 to 64 hexadecimal digits. It must be the same when the run is resumed, since
-            clients keep their state under it. If the algorithm has a state of clients, a run can resume only from its
-            last round: `solve` then saves after every round, and refuses a larger `checkpoint_every`. An asynchronous
-            run resumes without the pending replies, and so not bit for bit: see docs/how-to/federation-server.md.
+            clients keep their state under it. If the algorithm keeps a state at clients, a run can resume only from its
+            last round. `solve` then saves after every round, and refuses a larger `checkpoint_every`. An asynchronous
+            run resumes without the pending replies, so its numbers differ from an uninterrupted run: see
+            docs/how-to/federation-server.md.
         log: a file to which a JSON line is appended for each attempt at an exchange; None: no file.
         keys: a folder with every client's public key, client-0.pub, client-1.pub, …. A node counts as a client only if
-            it has registered with the key of this client. None: any registered node may take the place of any client
-            that is absent.
+            it has registered with the key of this client. None: any registered node can claim to be any absent client.
     """
 
     grid: Grid
@@ -99,7 +99,10 @@ class Flower:
 
 
 class FlowerRun:
-    """Advance a run over Flower: the carry has the state and the round, and the session has the records of clients."""
+    """Advance a run over Flower, round by round.
+
+    The carry has the state and the number of the round; the session has the records of clients.
+    """
 
     compile_seconds = 0.0
 
@@ -111,10 +114,12 @@ class FlowerRun:
         self.await_clients()
 
     def await_clients(self) -> None:
-        """Wait until all clients are online; after `Terms.join` seconds, continue with a quorum of them.
+        """Wait until all clients are online, for at most `Terms.join` seconds.
+
+        Then continue if there is a quorum of them.
 
         Raises:
-            ExchangeError: fewer clients are online.
+            ExchangeError: there is no quorum.
         """
         roster, count = self.session.roster, len(self.session.clients)
         needed = self.session.terms.needed(count)
@@ -129,11 +134,11 @@ class FlowerRun:
     def advance(self, carry: Carry, rounds: int) -> Stretch:
         """Run one round, and repeat it without a client if its result is not finite.
 
-        The previous round is also repeated if too few clients reply, and at least half of the clients report numbers
-        that are not finite. The costs of undone rounds are kept.
+        The previous round is also repeated if too few replies count and at least half of the clients report numbers
+        that are not finite. The costs of rounds that were undone remain in the ledger.
         """
         session, undone, began = self.session, empty_costs(), self.session.clock.time()
-        this, again = Take(carry), None  # the round; and the round before, if it is repeated
+        this, again = Take(carry), None  # this round; and the previous round, if it is repeated
         while True:
             take = session.take = again or this
             take.ratios, session.counted = {}, np.array(take.carry.clients)
@@ -155,12 +160,12 @@ class FlowerRun:
                 this, again = Take(carry), None
             undone = add_costs(undone, fed.book.costs._replace(metrics={}))
         before, self.seconds = self.seconds, self.seconds + session.clock.time() - began
-        ticks = round(self.seconds / TICK) - round(before / TICK)  # of totals, so that rounding errors do not add up
+        ticks = round(self.seconds / TICK) - round(before / TICK)  # rounding errors do not add up
         costs = stack_costs([add_costs(undone, fed.total_costs())])
         return Stretch(carry, 1, costs._replace(privacy=fed.privacy, time=split_ticks(ticks)[None]))
 
     def undo(self, take: Take, error: ExchangeError | NonFiniteError) -> None:
-        """Choose another client to leave out when this round is repeated, and log it.
+        """Choose one more client to leave out when this round is repeated, and log the choice.
 
         Raises:
             ExchangeError, NonFiniteError: too few clients would be left, or the algorithm is asynchronous.
@@ -181,7 +186,7 @@ class FlowerRun:
         session.exchange_log.note({"round": round, "undone": str(error), "without": sorted(take.without)})
 
     def play(self, fed: FlowerFed, carry: Carry) -> Carry:
-        """Run the round that begins with this carry; return the carry after it."""
+        """Run the round that begins with this carry, and return the next carry."""
         state = checked_round(fed.algorithm, fed, carry.state, fed.cohorts.keys.algorithm)
         if bad := nonfinite_leaves(state):
             raise diverged(f"round {fed.round}, server update: ", ", ".join(bad))
@@ -195,9 +200,10 @@ class FlowerRun:
         return FlowerFed(self.session, algorithm, int(carry.round), keys, models)
 
     def saved_queues(self, fed: FlowerFed, queues: InFlight | None) -> InFlight | None:
-        """Return the phase queues as a checkpoint stores them; None if `queues` is None.
+        """Return the queues of waiting replies in the form of a checkpoint; None if `queues` is None.
 
-        Replies that came early are stored as a sum, since their clients already know that they count.
+        Replies that came before their exchange are stored as a weighted sum, since the server has told their clients
+        that they count.
         """
         if queues is None:
             return None
@@ -214,7 +220,7 @@ class FlowerRun:
         return queues._replace(by_phase=saved)
 
     def per_client(self, metrics: Mapping[str, PerClient], fixed: tuple[PyTree, PyTree]) -> ClientMetrics:
-        return ClientMetrics(self.session, metrics)  # clients have the fixed leaves themselves
+        return ClientMetrics(self.session, metrics)  # clients have their own copies of the fixed leaves
 
     def close(self) -> None:
         if self.before is not None and (never := self.session.never_counted()):
@@ -227,7 +233,7 @@ class FlowerRun:
 def in_a_sentence(record: logging.LogRecord) -> bool:
     """Filter Flower's log: reduce errors of this library to their message, without a traceback.
 
-    Flower's own line about an unhandled exception is left out. This function is a filter for Python's `logging`.
+    Flower's own line about an unhandled exception is removed. This function is a filter for Python's `logging`.
     """
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, FedbilevelError):
@@ -252,7 +258,7 @@ def server_app(main: Callable[[Grid, Mapping[str, Any]], None]) -> ServerApp:
 
 
 class ClientMetrics:
-    """Measure per-client metrics over the clients that are online and share them, as columns of the history.
+    """Measure per-client metrics, as columns of the history, over the clients that are online and share their metrics.
 
     The column NAME.clients has the number of these clients. The requests are not exchanges of the algorithm: they are
     not in the ledger, and their replies do not influence a round.
@@ -269,13 +275,13 @@ class ClientMetrics:
         shared = session.problem.own is None
         require(shared, "metrics_per_client", list(metrics), "left out over Flower if leaves of y are clients' own")
         self.session, self.metrics, self.names, self.warned = session, metrics, sorted(metrics), False
-        self.told = True  # whether a client may share its metrics
+        self.told = True  # False if all clients have replied that they do not share metrics
 
     def __call__(self, round: int, x: PyTree, y: PyTree) -> Row:
         """Measure the metrics at x and y, and return them as columns of a row of the history.
 
-        All clients that are online are asked, and responses count until the deadline. Once all clients have replied
-        that they do not share metrics, none is asked again.
+        All clients that are online are asked, and responses count until the deadline. If all clients reply that they do
+        not share metrics, no client is asked again.
         """
         payload = to_bytes(jax.tree.map(np.asarray, (x, y)))
         shared, silent = self.collect(round, payload) if self.told else ({}, {})
@@ -296,7 +302,10 @@ class ClientMetrics:
         return row
 
     def collect(self, round: int, payload: bytes) -> tuple[dict[int, dict[str, float]], dict[int, Refusal]]:
-        """Ask all clients; return client -> its metrics by name, and client -> why it has sent no usable metrics."""
+        """Ask all clients for their metrics.
+
+        Return two dictionaries: client -> its metrics, and client -> why it sent none.
+        """
         roster = self.session.roster
         roster.refresh()
         requests = {

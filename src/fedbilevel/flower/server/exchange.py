@@ -24,9 +24,9 @@ from fedbilevel.flower.wire import CallSignature, Contract, RequestMessage
 
 
 class EncodedMessage(NamedTuple):
-    """Hold a message as bytes, with the contract of the run and the signature of the call.
+    """A message as bytes, with the contract of the run and the signature of the call, a phase and its shapes.
 
-    By the contract and the signature, a client knows which phase the message asks for, and which layout it has.
+    From the contract and the signature, a client knows which phase to run and which layout the bytes have.
     """
 
     contract: Contract
@@ -36,15 +36,15 @@ class EncodedMessage(NamedTuple):
 
 @dataclass(frozen=True)
 class ExchangeSpec:
-    """Describe an exchange: its phase, message and key, and which replies it waits for."""
+    """An exchange to be made: its phase, message and key, and which replies it waits for."""
 
     phase: str
     round: int
     number: int  # the number of the exchange within its round
     encoded: Callable[[int], EncodedMessage]  # client -> its message
     key: Array
-    fresh: bool  # whether it asks a fresh cohort
-    first: bool  # whether it ends with the first replies, including those to earlier requests of the phase
+    fresh: bool  # whether the exchange asks a fresh cohort
+    first: bool  # whether the exchange ends with the first replies; replies to earlier requests of the phase count
 
     def concerns(self, request: RequestMessage) -> bool:
         """Return whether this exchange waits for a reply to `request`."""
@@ -54,7 +54,7 @@ class ExchangeSpec:
 
 
 class Exchange:
-    """Run an exchange.
+    """One exchange with clients, from its first requests to the replies that count.
 
     A client works on one request at a time. An idle client is asked at once, and any other client as soon as it is
     idle. A reply to an earlier request of another phase is kept for the next exchange of that phase.
@@ -62,9 +62,9 @@ class Exchange:
     Args:
         session: the run on the server.
         spec: the description of the exchange.
-        own: client -> its own numbers, for every client to ask.
+        own: the clients to ask, each with its own numbers (`Clients.own`).
         needed: the number of replies that must count.
-        overdue: clients whose replies must be awaited, however many others have replied (see `Fed.sum_first`).
+        overdue: clients for whose replies the exchange must wait, however many others reply (see `Fed.sum_first`).
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Exchange:
             roster.look(began)
 
     def tell_stalled(self, left: list[int]) -> None:
-        """Change the refusals of late clients if most online clients are late, since the cause is then not a client."""
+        """If most online clients are late, say so in their refusals, since no single client is then the cause."""
         late = [client for client, why in self.failed.items() if why.code is Code.LATE]
         online = len(left) - sum(why.code is Code.ABSENT for why in self.failed.values())
         if len(late) >= 2 and 2 * len(late) > online:
@@ -141,11 +141,14 @@ class Exchange:
                 self.failed[client] = Refusal(Code.STALLED, text, client)
 
     def enough(self) -> bool:
-        """Return whether an exchange that ends with the first replies can end."""
+        """Return whether enough replies have arrived for an exchange that ends with the first replies."""
         return self.spec.first and len(self.replies) >= self.needed and not self.overdue
 
     def keep_others(self) -> None:
-        """Check replies to requests of other phases and keep them for these phases; their clients are then idle."""
+        """Check the replies to requests of other phases, and keep them for these phases.
+
+        The clients of these replies are then idle.
+        """
         for reply in [reply for reply in self.session.roster.ready if not self.spec.concerns(reply.request)]:
             kept, opened = self.session.phase_queues.kept[reply.request.phase], self.checked(reply)
             own = [opened.norm] if isinstance(opened, CheckedReply) else []
@@ -153,7 +156,10 @@ class Exchange:
                 kept.append(counted)
 
     def send(self, left: list[int]) -> list[RequestMessage]:
-        """Send requests to the clients among these that are idle and were not asked in this attempt; return them."""
+        """Send requests to those of the clients `left` that are idle and were not asked in this attempt.
+
+        Return the requests.
+        """
         session = self.session
         busy = {client for client, _ in session.roster.unsettled()}
         requests = {c: self.request(c) for c in left if c not in self.failed and c not in self.done and c not in busy}
@@ -169,8 +175,9 @@ class Exchange:
     def count(self) -> None:
         """Count the replies that have arrived, up to the number that is needed.
 
-        Replies that arrived together count in the order of their requests, the oldest first, and then of client ids. If
-        one of them is overdue, all replies that are sorted before it count as well.
+        Replies that arrived together are sorted by their requests, the oldest first, and replies to equally old
+        requests by client id. Replies count in this order until enough have counted. If an overdue reply has arrived,
+        all replies up to it count.
         """
         asked = self.session.phase_queues.since[self.spec.phase]
 
@@ -189,7 +196,10 @@ class Exchange:
             self.overdue.discard(reply.client)
 
     def checked(self, reply: ClientReply) -> CheckedReply | Refusal:
-        """Return a reply after all checks that need no other reply, or the refusal if a check fails."""
+        """Make all checks of a reply that need no other reply.
+
+        Return the checked reply, or the refusal if a check fails.
+        """
         session = self.session
         try:
             with wire.reading(reply.client):
@@ -199,15 +209,15 @@ class Exchange:
             return refusal
 
     def accept(self, reply: ClientReply, counted: CheckedReply | Refusal, here: Sequence[float]) -> CountedReply | None:
-        """Count a reply that passed its checks, unless its norm is too large; else record the reason and return None.
+        """Count a reply that passed its checks and whose norm is not too large. Else record the reason and return None.
 
-        Later messages tell the client that the reply counts, and the client's state depends on this, even if the reply
-        is used only in a later exchange.
+        Later messages tell the client that its reply counts, and the client continues from the state after this reply.
+        This also holds if the reply is used only in a later exchange.
 
         Args:
             reply: the reply.
-            counted: the result of `checked`.
-            here: the norms of the exchange, as in `NormBounds.check`.
+            counted: what `checked` returned for this reply.
+            here: the norms of all updates of the exchange so far, including this one.
         """
         session, (client, request, _) = self.session, reply
         session.roster.ready.remove(reply)
@@ -244,7 +254,7 @@ class Exchange:
             key=np.asarray(jax.random.key_data(spec.key)).tobytes(),
             key_kind=str(jax.random.key_impl(spec.key)),
             weight=float(session.clients.weights[client]),
-            own=json.dumps(self.own[client], default=np.generic.item),  # numbers may be NumPy's
+            own=json.dumps(self.own[client], default=np.generic.item),  # numbers may be scalars of NumPy
             fresh=spec.fresh,
             counted_round=int(session.counted[client, 0]),
             counted_exchange=int(session.counted[client, 1]),

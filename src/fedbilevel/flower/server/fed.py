@@ -1,4 +1,4 @@
-"""Make the exchanges of a round over Flower's Grid, on the server, and compute the sums that an algorithm gets."""
+"""Make the exchanges of a round on the server, over Flower's Grid, and compute the sums that the algorithm gets."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class FlowerFed(PythonFed):
 
     A client that does not reply, or whose reply does not count, is treated as absent from the exchange.
 
-    With submodels, each client gets its part of the message, and an entry is averaged over the clients that hold it.
-    Only the server knows which units a client holds. A client gets arrays of its own size, and for submodels of single
-    weights also the places of these weights.
+    With submodels, each client gets its part of the message, and the mean of an entry is over the clients that hold the
+    entry. Only the server knows which units a client holds: a client gets smaller arrays. If a submodel consists of
+    single weights, the client also gets the places of these weights in the whole arrays.
 
     Args:
         session: the run on the server.
         algorithm: the method, with the hyperparameters of this round.
         round: the number of the round.
         keys: the PRNG keys of this round.
-        models: the units of the model that each client holds in this round, all or some.
+        models: the units of the model that each client holds in this round.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class FlowerFed(PythonFed):
         self.replied: set[int] = set()  # clients of the round's cohort that have replied
         self.session.roster.refresh()
         self.exchanges = 0
-        self.privacy: tuple[float, float] | None = None  # the largest ε and δ that a client of this round has spent
+        self.privacy: tuple[float, float] | None = None  # the largest ε of a client of this round, and its δ
         self.units: Callable[[int], Units] = cache(models.units_of)
         self.representative: Callable[[int], int] = cache(models.representative)
 
@@ -108,9 +108,9 @@ class FlowerFed(PythonFed):
         return jax.tree.map(jnp.asarray, sums.update)
 
     def early(self, phase: str, replies: list[CountedReply]) -> tuple[Sums, float]:
-        """Return the weighted sums of these replies and of those from a checkpoint, and Σ p_i·(exchange of asking).
+        """Return the weighted sums of these replies and of replies from a checkpoint, and the sum of p_i·e_i.
 
-        The exchange of asking is the number of the exchange in which the client was asked for the reply.
+        e_i is the number of the exchange in which client i was asked for its reply.
         """
         sums, asked = self.session.phase_queues.resumed.get(phase, (None, 0.0))
         new = [self.total(phase, replies)] if replies else []
@@ -122,7 +122,7 @@ class FlowerFed(PythonFed):
     def spec(self, phase: Phase, message: PyTree, key: Array, *, fresh: bool, first: bool) -> ExchangeSpec:
         """Return the description of the round's next exchange.
 
-        Its message is encoded once for all clients that hold the same units.
+        The message is encoded once for all clients that hold the same units.
         """
         name = self.algorithm.phase_name(phase)
 
@@ -136,12 +136,12 @@ class FlowerFed(PythonFed):
         return ExchangeSpec(name, self.round, number, encoded, key, fresh, first)
 
     def unbound(self, phase: str) -> Phase:
-        """Return a phase as the function of its class, so that its programs are compiled once for all rounds."""
+        """Return a phase as an unbound function, so that its programs are compiled once for all rounds."""
         method: Any = self.algorithm.phases[phase]
         return method.__func__
 
     def encode(self, contract: Contract, phase: str, message: PyTree) -> EncodedMessage:
-        """Return the encoded message, with the call of the contract that has its shapes."""
+        """Encode a message, and find the call of the contract that has the message's shapes."""
         message = jax.tree.map(np.asarray, message)
         name = CallSignature(phase, wire.shapes(message), None, ()).name
         if name not in contract.calls:
@@ -153,7 +153,7 @@ class FlowerFed(PythonFed):
         return EncodedMessage(contract, contract.calls[name], wire.to_bytes(message))
 
     def total(self, phase: str, replies: list[CountedReply]) -> Sums:
-        """Return the weighted sums of replies in the shapes of the whole model, which are all that the algorithm gets.
+        """Return the weighted sums of replies, in the shapes of the whole model. The algorithm gets nothing else.
 
         This is the place for secure aggregation, a protocol that reveals only sums. Replies of clients that hold the
         same units are summed before they are put into the shapes of the whole model. NumPy computes the sums, since it
@@ -170,7 +170,7 @@ class FlowerFed(PythonFed):
         return reduce(partial(jax.tree.map, np.add), totals)
 
     def weighed(self, reply: CountedReply) -> Sums:
-        """Return a reply multiplied by its client's weight, and record the client's ε and δ if it has privacy."""
+        """Return a reply multiplied by its client's weight. If the client has privacy, record its ε and δ."""
         real, response = jnp.result_type(float), reply.checked.response
         if response.epsilon > 0:
             epsilon, delta = self.privacy or (0.0, 0.0)
@@ -207,7 +207,7 @@ class FlowerFed(PythonFed):
     def total_costs(self) -> RoundCosts:
         """Return the costs of the round at its end.
 
-        With submodels, they include how many of the clients that replied hold each entry of x and y.
+        With submodels, they include the number of clients that replied and hold an entry, for each entry of x and y.
         """
         alike = Counter(map(self.representative, sorted(self.replied or dict(self.members))))
         count = self.models.holders
@@ -216,9 +216,9 @@ class FlowerFed(PythonFed):
 
 
 def message_counts(exchange: Exchange, responders: int) -> dict[ExchangeKind, ExchangeCount]:
-    """Count the messages of an exchange and their replies, by the size of the message.
+    """Count the messages and the replies of an exchange, by the size of the message.
 
-    The exchange itself and the replies from a checkpoint are counted with the first size.
+    The exchange itself, and the replies from a checkpoint, are entered under the first of the sizes.
 
     Args:
         exchange: the exchange, after its end.

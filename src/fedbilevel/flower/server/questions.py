@@ -1,4 +1,4 @@
-"""Ask all sites questions before a run begins; a question and its answer are texts.
+"""Ask all sites questions before a run begins. Questions and answers are texts.
 
 Questions are handled like the requests of phases: the roster checks contracts and keys, deadlines apply, sites count
 questions within their limits, and the log has a line for each attempt.
@@ -23,7 +23,8 @@ class Questions:
     """Ask questions to which every client has to answer.
 
     Args:
-        flower: a `Flower`; its class cannot be named here, since its module imports other modules of this package.
+        flower: a `Flower`. The annotation is Any because the module of this class imports other modules of this
+            package.
         contract: the contract to which the clients have to agree.
         clients: the number of clients.
     """
@@ -38,7 +39,7 @@ class Questions:
         return self.answers(QUESTION, text)
 
     def agree(self, text: str) -> None:
-        """Send a text to every client, which keeps it for the rest of the run."""
+        """Send a text to every client. A client keeps the text for the rest of the run."""
         self.answers(AGREEMENT, text)
 
     def tell(self, text: str) -> None:
@@ -53,7 +54,8 @@ class Questions:
         """Send a text to every client, and again to those that do not answer; return the answers.
 
         Raises:
-            ExchangeError: a client has not answered in `Terms.attempts` attempts. The message names it and the reason.
+            ExchangeError: a client has not answered in `Terms.attempts` attempts. The message names the client and the
+                reason.
         """
         found: dict[int, str] = {}
         failed: dict[int, Refusal] = {}
@@ -77,7 +79,10 @@ class Questions:
     def attempt(
         self, number: int, kind: str, attempt: int, text: str, clients: Sequence[int]
     ) -> tuple[dict[int, str], dict[int, Refusal]]:
-        """Send a text to some clients; return client -> its answer, and client -> the reason why it has none."""
+        """Send a text to some clients.
+
+        Return two dictionaries: client -> its answer, and client -> why there is none.
+        """
         began, found, responses = self.roster.clock.time(), dict[int, str](), list[ResponseMessage]()
         requests = {client: self.request(client, number, kind, text) for client in clients}
         replies, failed = ask(self.roster, requests)
@@ -96,7 +101,7 @@ class Questions:
         return found, failed
 
     def request(self, client: int, number: int, kind: str, text: str) -> RequestMessage:
-        """Return the request to a client."""
+        """Return the request that takes a text to a client."""
         contract = self.roster.contract_of(client).digest
         return RequestMessage(
             run=self.roster.run, contract=contract, exchange=number, phase=kind, payload=text.encode()

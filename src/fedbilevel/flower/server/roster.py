@@ -24,7 +24,7 @@ log = logging.getLogger("fedbilevel.server")
 
 
 class ServerClock(Protocol):
-    """Describe a clock: `time` returns seconds since some moment, `sleep` waits, and `tick` is the shortest wait."""
+    """A clock: `time` returns seconds since some moment, `sleep` waits, and `tick` is the shortest wait."""
 
     tick: float
 
@@ -34,7 +34,7 @@ class ServerClock(Protocol):
 
 
 class WallClock:
-    """Use the machine's clock. More than one request per tick would keep the SuperLink from handling messages."""
+    """The machine's clock. With more than one request per tick, the SuperLink would have no time left for messages."""
 
     tick = 0.03
 
@@ -69,7 +69,9 @@ def public_keys(directory: Path, clients: int) -> dict[int, bytes]:
 
 
 def der_of(key: bytes) -> bytes | None:
-    """Return a public key in DER form, in which equal keys are equal bytes; None if `key` is not a public key.
+    """Return a public key in DER form; None if `key` is not a public key.
+
+    In DER form, equal keys are equal bytes.
 
     `key` is in the form of OpenSSH or PEM.
     """
@@ -85,14 +87,16 @@ def der_of(key: bytes) -> bytes | None:
 
 
 GREETING = 20
-"""The time for the reply to a greeting, in units of `Terms.deadline`: replies to greetings are fetched between rounds,
-and a round may last several deadlines."""
+"""How long a reply to a greeting is awaited, in units of `Terms.deadline`.
+
+The time is long because replies to greetings are fetched only between rounds, and a round may last several deadlines.
+"""
 
 Outcome = ResponseMessage | Refusal
 
 
 class ClientReply(NamedTuple):
-    """Hold the outcome of a request: the client's response, or the reason why there is none."""
+    """The outcome of a request: the client's response, or the reason why there is none."""
 
     client: int
     request: RequestMessage
@@ -116,14 +120,15 @@ class ClientReply(NamedTuple):
 
 
 class Roster:
-    """Keep track of clients: their nodes, the requests to them, and their replies.
+    """The clients of a run, with their nodes, the requests to them, and their replies.
 
-    An error of Flower does not end the run: a message that cannot be sent or fetched is logged and treated as lost.
+    An error of Flower does not end the run. If a message cannot be sent or fetched, this is logged, and the message
+    counts as lost.
 
     A node counts as a client if it agrees to the contract and claims an id of the population that no other node has. If
     `keys` are given (client -> public key, in the form of `der_of`), the node must also have registered with the key of
-    this client. A node that does not count is greeted again after `terms.deadline` seconds, or as soon as a client has
-    left, since the node may be this client.
+    this client. A node that is refused is greeted again after `terms.deadline` seconds, or as soon as a client has
+    left, since the node may then be this client.
     """
 
     def __init__(
@@ -139,23 +144,23 @@ class Roster:
     ) -> None:
         self.grid, self.contract, self.run, self.population = grid, contract, run, population
         self.terms, self.clock, self.own, self.keys = terms, clock, own, keys
-        self.online: set[int] = set()  # the nodes that were online at the last request for them
-        self.singly = False  # whether replies are fetched one by one, since a bad message has made a pull fail
-        self.bad: set[str] = set()  # messages whose replies could not be fetched, as the log has reported
+        self.online: set[int] = set()  # the nodes that Flower last reported as online
+        self.singly = False  # whether replies are fetched one by one, because one bad message makes a common pull fail
+        self.bad: set[str] = set()  # messages whose replies could not be fetched; the log has reported them
         self.nodes: dict[int, int] = {}  # client -> its node
         self.greeted: dict[int, float] = {}  # node -> the time of its last greeting
         self.greetings: dict[str, int] = {}  # message -> node, for greetings without a reply
         self.refusals: dict[int, Refusal] = {}  # node -> why it does not count
-        # client -> (message, request, time after which the reply does not count)
+        # client -> (id of the message, request, time after which the reply does not count)
         self.under_way: dict[int, tuple[str, RequestMessage, float]] = {}
         self.ready: list[ClientReply] = []  # replies that have arrived and that no exchange has taken
 
     def contract_of(self, client: int) -> Contract:
-        """Return the contract with a client; a client that holds a submodel has another contract than the others."""
+        """Return the contract with a client. A client that holds a submodel has a contract of its own."""
         return self.own.get(client, self.contract)
 
     def refresh(self) -> None:
-        """Update the nodes that are online, and greet new ones."""
+        """Update which nodes are online, and greet new nodes."""
         try:
             self.online = set(self.grid.get_node_ids())
         except Exception:
@@ -189,7 +194,7 @@ class Roster:
                 self.refusals[node] = refusal
 
     def greet(self, nodes: Collection[int]) -> None:
-        """Greet all these nodes except those that were greeted within the last `terms.deadline` seconds."""
+        """Greet these nodes, except any that was greeted within the last `terms.deadline` seconds."""
         now, deadline = self.clock.time(), self.terms.deadline
         due = sorted(node for node in nodes if now - self.greeted.get(node, -math.inf) >= deadline)
         request = RequestMessage(run=self.run, contract=self.contract.text)
@@ -220,12 +225,12 @@ class Roster:
         self.refusals.pop(node, None)
 
     def why_absent(self, client: int) -> Refusal:
-        """Return why a client has no node: the refusal of the node that claims its id, or that it is not online."""
+        """Return why a client has no node: a node with its id was refused, or the client is not online."""
         said = [refusal for refusal in self.refusals.values() if refusal.client == client]
         return said[-1] if said else Refusal(Code.ABSENT, "it is not online", client)
 
     def registered(self) -> dict[int, bytes]:
-        """Return node -> the public key with which it has registered, as Flower has it; b"" without a key."""
+        """Return a dictionary: node -> its registered public key, in Flower's format; b"" for a node without a key."""
         try:
             return {node.node_id: node.public_key for node in self.grid.get_nodes()}
         except Exception:
@@ -233,9 +238,10 @@ class Roster:
             return {}
 
     def push(self, messages: list[Message]) -> list[str]:
-        """Send messages; return their ids, with "" for each message that Flower did not accept.
+        """Send messages. Return their ids, and "" in place of an id if Flower did not accept the message.
 
-        For such a message, grids return another id or no id. If one message is too large, they return no ids at all.
+        For a message that was not accepted, Flower's grids return a different id or no id. If one message is too large,
+        they return no ids at all.
         """
         try:
             taken = set(self.grid.push_messages(messages))
@@ -246,13 +252,16 @@ class Roster:
         return [number if number in taken else "" for number in numbers]
 
     def pull(self, ids: Iterable[str]) -> dict[str, Message]:
-        """Return message id -> its response, for all responses that have arrived; other messages are ignored."""
+        """Return a dictionary: message id -> response, for all responses that have arrived.
+
+        Other messages are ignored.
+        """
         wanted = list(ids)
         messages: list[Message] = []
         for some in [[number] for number in wanted] if self.singly else [wanted] if wanted else []:
             try:
                 messages += self.grid.pull_messages(some)
-            except httpx.TransportError as error:  # the cause is the connection, and not a message
+            except httpx.TransportError as error:  # the connection failed; no message is the cause
                 log.warning("replies cannot be fetched, since Flower is not reached: %s", type(error).__name__)
                 break
             except Exception:
@@ -269,8 +278,8 @@ class Roster:
     def wait(self, clients: Collection[int], hoped: int, needed: int) -> None:
         """Wait until `hoped` of these clients are registered, for at most `terms.join` seconds.
 
-        While fewer than `needed` are registered and greetings have no reply, the limit is `terms.deadline` seconds if
-        that is longer, since the first response of a client may have to wait for imports.
+        If fewer than `needed` are registered and some greetings have no reply yet, the wait may last up to
+        `terms.deadline` seconds, if that is longer. A client may have to import modules before its first response.
         """
         began = self.clock.time()
         while True:
@@ -283,7 +292,7 @@ class Roster:
             self.clock.sleep(min(self.terms.poll, self.clock.tick + 0.05 * waited))
 
     def send(self, requests: dict[int, RequestMessage]) -> dict[int, Refusal]:
-        """Send requests to clients without a pending request; return client -> why its request could not be sent."""
+        """Send requests to clients that have no pending request. Return a dictionary: client -> why sending failed."""
         if not requests:
             return {}
         nodes = self.nodes
@@ -307,7 +316,7 @@ class Roster:
         return self.requests() + [(reply.client, reply.request) for reply in self.ready]
 
     def look(self, began: float) -> None:
-        """Collect replies; if there are none, wait a little, and longer the more time has passed since `began`."""
+        """Collect replies. If there are none, wait; the wait is longer if more time has passed since `began`."""
         if not self.collect():
             self.clock.sleep(min(self.terms.poll, self.clock.tick + 0.05 * (self.clock.time() - began)))
 
@@ -315,7 +324,7 @@ class Roster:
         """Move new replies, and requests whose deadline has passed, to `ready`; return whether there were any."""
         senders = {sent: client for client, (sent, _, _) in self.under_way.items()}
         before = len(self.ready)
-        now = self.clock.time()  # a pull may take long, and replies that arrive meanwhile are found by the next pull
+        now = self.clock.time()  # before the pull: the next pull finds replies that arrive during this one
         for number, message in self.pull(senders).items():
             client = senders[number]
             try:
@@ -332,12 +341,12 @@ class Roster:
 
 
 def ask(roster: Roster, requests: dict[int, RequestMessage]) -> tuple[list[ClientReply], dict[int, Refusal]]:
-    """Send requests that do not belong to a phase, and wait for their outcomes.
+    """Send requests that belong to no phase, such as questions, and wait for their outcomes.
 
     Replies to requests of phases remain in `Roster.ready`.
 
     Returns:
-        The outcomes of the requests that were sent; and client -> why its request could not be sent.
+        The outcomes of the requests that were sent, and a dictionary: client -> why its request could not be sent.
     """
     began, kinds = roster.clock.time(), {request.phase for request in requests.values()}
     failed = roster.send(requests)

@@ -1,4 +1,4 @@
-"""Hold the data that the exchanges of a run share on the server: the log, waiting replies, and the present round."""
+"""Store what the exchanges of a run share on the server: the log, waiting replies, and the present round."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ log = logging.getLogger("fedbilevel.server")
 
 
 class ExchangeLog:
-    """Log exchanges: in the program's log and, if a path is given, as JSON lines in a file.
+    """The log of exchanges: lines in the program's log and, if a path is given, JSON lines in a file.
 
-    The file has every refusal. The program's log repeats why a client is absent only when the reason has changed.
+    The file contains every refusal. The program's log says why a client is absent only when the reason has changed.
 
     Raises:
-        CheckpointError: the file cannot be written. This is checked at once; a run without exchanges leaves no file.
+        CheckpointError: the file cannot be written. This is checked before the first exchange; a run without exchanges
+            leaves no file.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -97,12 +98,12 @@ class ExchangeLog:
         self.note(line)
 
     def remember(self, line: Mapping[str, Any]) -> None:
-        """Record the (ε, δ) of clients in a line of the log."""
+        """Read the (ε, δ) of clients from a line of the log, and remember them."""
         for client, (epsilon, delta) in line.get("spent", {}).items():
             self.spent[int(client)] = float(epsilon), float(delta)
 
     def recall(self) -> None:
-        """Record the (ε, δ) of clients from the file of an earlier process; incomplete lines are left out."""
+        """Read the (ε, δ) of clients from the file of an earlier process. Incomplete lines are ignored."""
         if self.path is not None and self.path.is_file():
             for text in self.path.read_text(errors="replace").splitlines():
                 with suppress(ValueError, TypeError, AttributeError):
@@ -125,16 +126,16 @@ class ExchangeLog:
 
 
 class CountedReply(NamedTuple):
-    """Hold a reply that counts in an exchange."""
+    """A reply that counts in an exchange."""
 
     client: int
     checked: CheckedReply
-    asked: int  # the exchange of its phase in which the client was asked
+    asked: int  # when the client was asked: the number of the exchange among those of its phase
 
 
 @dataclass
 class PhaseQueues:
-    """Count the exchanges of each phase that `Fed.sum_first` asks, and keep replies for the phase's next exchange."""
+    """The exchanges of each phase that `Fed.sum_first` asks, and replies that wait for the phase's next exchange."""
 
     exchanges: Counter[str] = field(default_factory=Counter)  # phase -> the number of its exchanges so far
     since: defaultdict[str, defaultdict[int, int]] = field(
@@ -144,11 +145,14 @@ class PhaseQueues:
     kept: dict[str, list[CountedReply]] = field(default_factory=lambda: defaultdict(list))
     """Phase -> replies that arrived during an exchange of another phase."""
     resumed: dict[str, tuple[Sums, float]] = field(default_factory=dict)
-    """Phase -> the weighted sums of kept replies in a checkpoint, and their Σ p_i·asked; their metrics are not kept."""
+    """Phase -> the weighted sums of replies that a checkpoint has kept, and the sum of p_i·asked over these replies.
+
+    Their metrics are not kept.
+    """
 
     @classmethod
     def of(cls, queues: InFlight | None) -> PhaseQueues:
-        """Return the queues of a checkpoint; empty queues for None."""
+        """Return the queues that a checkpoint contains; empty queues for None."""
         found = cls()
         for phase, queue in {} if queues is None else queues.by_phase.items():
             found.exchanges[phase] = int(queue.exchanges)
@@ -166,11 +170,11 @@ class PhaseQueues:
         return {c for c, age in ages.items() if age > max_staleness or (c in working and age == max_staleness)}
 
 
-MOST = 3  # the largest number of clients that are left out of a repeated round, one by one
+MOST = 3  # the largest number of clients that are left out of a repeated round
 
 
 class SpoiledError(ExchangeError, NumericalError):
-    """Report that at least half of the clients of an exchange got numbers that are not finite.
+    """At least half of the clients of an exchange got numbers that are not finite.
 
     The cause is then probably the server's state, and not a client.
     """
@@ -178,11 +182,12 @@ class SpoiledError(ExchangeError, NumericalError):
 
 @dataclass
 class Take:
-    """Hold a round that may be repeated: the carry at its start, and a record of its clients.
+    """A round that may be repeated: the carry at its start, and a record of its clients.
 
-    A round is a function of its state, its key and the clients that count in it. A round whose result is not finite can
-    therefore be repeated from its start, without the client whose update was the longest in proportion to the others of
-    its exchange. The states of clients are rolled back too, since each message names the state from which it continues.
+    A round is a function of the state at its start, its key, and the clients that count in it. If its result is not
+    finite, the round can therefore be repeated from its start without one client: the client whose update was the
+    longest in proportion to the other updates of the same exchange. The states of clients are rolled back too, since
+    each message names the state from which the client continues.
     """
 
     carry: Carry
@@ -191,7 +196,7 @@ class Take:
     without: list[int] = field(default_factory=list)  # clients that are left out
 
     def hear(self, norms: dict[int, float]) -> None:
-        """Record the replies of an exchange, by their norms."""
+        """Record the norms of an exchange's updates, by client."""
         some = [norm for norm in norms.values() if norm > 0]
         usual = statistics.median_low(some) if some else math.inf
         for client, norm in norms.items():
@@ -208,7 +213,7 @@ class Take:
 
 
 class SubmodelPrograms:
-    """Hold the compiled programs of a server for submodels of a unit layout.
+    """The server's compiled programs for submodels, for one layout of units.
 
     `cut` returns the part of a phase's message for a client with some units. `put_back` puts sums over clients with the
     same units into the shapes of the whole model.
@@ -229,21 +234,23 @@ def roster_of(flower: Any, contract: Contract, clients: int, own: Mapping[int, C
 
 
 class Session:
-    """Hold a run on the server: its clients, the connections to them, and the records of their replies.
+    """A run on the server: its clients, the connections to them, and the records of their replies.
 
     Args:
-        flower: a `Flower`; its class cannot be named here, since its module imports this one.
-        algorithm, problem: as for `solve`. Schedules in the algorithm's fields are not evaluated for a round.
+        flower: a `Flower`. The annotation is Any because the module of this class imports this module.
+        algorithm, problem: as for `solve`. Fields of the algorithm that are schedules have not been replaced by
+            numbers.
         clients: the population, M clients.
         cohort: the number of clients that a round draws.
         carry: the carry from which the run starts or is resumed.
 
     Attributes:
-        submodel_plan: the submodels that clients hold; None: all clients hold the whole model.
+        submodel_plan: which submodels clients hold; None: all clients hold the whole model.
         programs: the functions that cut messages for clients, and put sums back into whole shapes.
-        backoff: the clients that are not asked for some rounds, because they failed.
-        norms: the usual Euclidean norms of updates, by phase.
-        counted: (M, 2) the round and exchange of each client's last reply that counted and could change its state.
+        backoff: which clients are not asked for some rounds, because they failed.
+        norms: the usual Euclidean norms of updates, by phase, and the bounds that follow from them.
+        counted: (M, 2), the round and exchange of each client's last reply that counted and may have changed the
+            client's state.
         take: the present round.
     """
 
@@ -273,6 +280,6 @@ class Session:
         self.counted = np.array(carry.clients)
 
     def never_counted(self) -> list[Refusal]:
-        """Return the refusals of the clients that were asked and whose replies have never counted."""
+        """Return the refusals of all clients that were asked and none of whose replies has counted."""
         log = self.exchange_log
         return [why for client, why in log.absent.items() if client not in log.counted and self.counted[client, 0] < 0]

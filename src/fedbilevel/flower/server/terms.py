@@ -24,19 +24,19 @@ LONGEST_REST = 32  # the largest number of rounds before a failed client is aske
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """Set the rules by which exchanges and replies count.
+    """The server's rules: which replies count, which exchanges count, and how long the server waits.
 
     Args:
         quorum: the share of a cohort that must reply, above 0 and at most 1.
         deadline: the seconds that a client has for a reply, including both transfers.
-        attempts: how often clients that have not replied are asked. If there is no quorum after the last attempt, the
-            run stops.
+        attempts: how many times a client is asked for one reply, at most. If there is no quorum after the last attempt,
+            the run stops.
         join: the seconds to wait for clients that are not online, at the start and before another attempt.
-        norm_factor: the largest allowed ratio of an update's norm to the usual norm of updates in the same phase
-            (`NormBounds` says how the usual norm is computed). None: no such bound.
+        norm_factor: the largest allowed ratio of an update's norm to the usual norm of updates of the same phase, which
+            `NormBounds` computes. None: no bound on this ratio.
         message_factor: an update whose norm is at most this number times the norm of the server's message counts, even
             if its norm is above the bound of `norm_factor`.
-        norm_bound: the largest Euclidean norm of an update in any case; None: no such bound.
+        norm_bound: the largest Euclidean norm of an update, whatever the other bounds allow; None: no such bound.
         poll: the largest number of seconds between two requests for replies.
     """
 
@@ -63,12 +63,12 @@ class Terms:
         require(bound is None or 0 < bound < math.inf, "Terms.norm_bound", bound, "positive, or None")
 
     def needed(self, cohort: int) -> int:
-        """Return how many clients of a cohort of this size must reply."""
+        """Return how many clients must reply in a cohort of this size."""
         return max(1, math.ceil(self.quorum * cohort - 1e-9))
 
 
 class Backoff:
-    """Ask failed clients again with exponential backoff.
+    """The times at which failed clients are asked again, by exponential backoff.
 
     A client that fails in round t is asked again in round t + 1. If it fails again, it is asked after 2 rounds, then
     after 4 rounds, and so on, at most after LONGEST_REST rounds, until it replies.
@@ -89,7 +89,7 @@ class Backoff:
             self.until[client] = (round + rest, failures + 1)
 
     def replied(self, client: int) -> None:
-        """Record that a client replied, which ends its backoff."""
+        """Record that a client replied: it is no longer left out."""
         self.until.pop(client, None)
 
 
@@ -98,7 +98,7 @@ LARGEST = 2**31 - 1  # the largest count of work that the costs of a round can h
 
 @dataclass(frozen=True)
 class CheckedReply:
-    """Hold a response that has passed all checks that need no other reply, with its decoded update."""
+    """A response that has passed all checks that need no other reply, with its decoded update."""
 
     response: ResponseMessage
     call: CallSignature
@@ -108,13 +108,13 @@ class CheckedReply:
 
 
 def check_response(response: ResponseMessage, call: CallSignature, terms: Terms, population: int) -> CheckedReply:
-    """Return the decoded response to a call, after checks of its form, its numbers and its norm.
+    """Check the form, the numbers and the norm of a response to a call, and return it with its decoded update.
 
     Args:
         response: the response.
         call: the call to which it belongs.
         terms: the server's rules.
-        population: the number of clients, which bounds the counts of work.
+        population: the number of clients; it bounds the counts of work.
 
     Raises:
         Refusal: the response must not count.
@@ -133,7 +133,7 @@ def check_response(response: ResponseMessage, call: CallSignature, terms: Terms,
     metrics = response.numbers()
     if set(metrics) - set(call.metrics) or not all(np.isfinite(value) for value in metrics.values()):
         raise Refusal(Code.MALFORMED, "its metrics are not those of the phase, or are not finite")
-    most = LARGEST // population  # the sum over all clients then does not overflow
+    most = LARGEST // population  # so that the sum over all clients does not overflow
     if not (0 <= response.gradients <= most and 0 <= response.hvps <= most):
         text = f"its counts ({response.gradients}, {response.hvps}) are not between 0 and {most}"
         raise Refusal(Code.MALFORMED, text)
@@ -143,9 +143,9 @@ def check_response(response: ResponseMessage, call: CallSignature, terms: Terms,
 
 
 def too_large(leaf: np.ndarray) -> bool:
-    """Return whether the square of a number in the array would be infinite, in float32 or a wider dtype of the array.
+    """Return whether a number in the array has an infinite square, in float32 or in the array's dtype if it is wider.
 
-    Losses, norms and products of such numbers would not be finite.
+    Losses and norms that are computed from such numbers would not be finite.
     """
     if not is_floating(leaf):
         return False
@@ -154,14 +154,17 @@ def too_large(leaf: np.ndarray) -> bool:
 
 
 FEWEST = 2
-"""The smallest number of norms of an exchange that are compared. Of two norms, the smaller counts as usual. It is not
-known which of two different norms is false, but a false large norm would make the state useless for all clients, while
-a false small norm only causes refusals of the other client's updates, which the log reports in every round."""
+"""The smallest number of norms of an exchange that are compared with each other.
+
+Of two norms, the smaller one is taken as the usual norm. It is not known which of two different norms is false. A false
+large norm would make the state useless for all clients. A false small norm only has the effect that the other client's
+updates are refused, which the log reports in every round.
+"""
 WINDOW = 100  # the number of exchanges of a phase whose norms are kept
 
 
 class NormBounds:
-    """Bound the norms of updates by the norms of other updates of the same phase, without a number from the user.
+    """Bounds on the norms of updates, computed from the norms of other updates of the same phase.
 
     Let ‖·‖ be the Euclidean norm of a whole update. In each exchange, a reply u counts if
 
@@ -172,16 +175,17 @@ class NormBounds:
     Norms of 0 are left out of both medians, since a correct update may be 0 for most clients and not for all. The first
     median is over the replies that have arrived, including u, if there are at least FEWEST of them. The second is over
     the last WINDOW exchanges of this process. If neither is known, as in a first exchange with one client, the bound is
-    norm_bound. If norm_bound is None, the bound is norm_factor² · max(1, ‖message‖), which is so large because
-    gradients and points have different units.
+    norm_bound. If norm_bound is None, the bound is norm_factor² · max(1, ‖message‖). This is large, because the update
+    may be a gradient and the message a point, which have different units.
 
-    The bound by the message's norm is for phases in which the updates of most clients are only rounding errors: an
-    update that is at most a few times as long as the point itself cannot spoil it for good. This factor must be small.
-    A false update makes the next message longer, which would allow an even longer false update.
+    The bound by the message's norm is for phases in which the updates of most clients are only rounding errors. The
+    message contains a point such as y. An update that is at most a few times as long as this point cannot spoil the
+    point for good. message_factor must be small: a false update makes the next message longer, which allows an even
+    longer false update.
 
     norm_factor should refuse only updates that would end a run, and must accept all updates of honest clients. In a
-    test with digits, labels distributed by Dirichlet's 0.05, and clients' own hypergradients (LFedNest), the longest
-    update was 1,020 times as long as the median.
+    test with images of digits, labels divided by a Dirichlet distribution with α = 0.05, and hypergradients that each
+    client computes alone (LFedNest), the longest honest update was 1,020 times as long as the median.
 
     Args:
         terms: the server's rules; `check_response` checks norm_bound.
@@ -220,6 +224,6 @@ class NormBounds:
         return max([*known, *([statistics.median_low(past)] if past else [])], default=None)
 
     def note(self, phase: str, accepted: Sequence[float]) -> None:
-        """Record the median of the norms of the replies that counted in an exchange."""
+        """Record the median norm of the updates that counted in an exchange."""
         if some := [norm for norm in accepted if norm > 0]:
             self.past[phase].append(statistics.median_low(some))
