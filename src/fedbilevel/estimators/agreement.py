@@ -1,4 +1,4 @@
-"""Add up the statistics of all sites of a study; from the sum, each site prepares its own rows."""
+"""Add up the statistics of all sites of a study. With the sum, each site prepares its own rows."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -21,14 +21,17 @@ from fedbilevel.extending import is_count, parse_json, require, unknown
 KINDS: dict[str, type[Penalised]] = {"logistic": LogisticRegression, "ridge": Ridge, "cox": CoxRegression}
 SITE = "site"  # the column of the sites' offsets
 UNCOUNTED = 1e-250
-"""The weight of a site that is held out, in rows: weights are above 0, and this one changes no bit of a sum."""
+"""The weight of a site that is held out, in rows.
+
+Weights must be above 0, and this weight is too small to change any bit of a sum.
+"""
 
 
 class DifferentColumnsError(ConfigurationError):
-    """Report a column that some sites do not have, and name these sites.
+    """Some sites do not have a column of the study.
 
     Args:
-        site: the sites, in words.
+        site: the sites that lack the column, in words.
         column: the column.
         columns: the columns of all sites together.
     """
@@ -53,7 +56,7 @@ def _require_same_columns(parts: Mapping[str, Any]) -> None:
 
 
 def _sum(parts: Mapping[str, Summaries]) -> Summaries:
-    """Add up the sites' statistics, and report any wrong form of them as a ConfigurationError."""
+    """Add up the sites' statistics. Statistics of a wrong form raise a ConfigurationError."""
     try:
         return Preparer.sum_of(parts).columns_
     except ConfigurationError:
@@ -64,14 +67,15 @@ def _sum(parts: Mapping[str, Summaries]) -> Summaries:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Hold the sum of the statistics of all sites, from which every site prepares its rows in the same way.
+    """The sum of the statistics of all sites, with which every site prepares its rows in the same way.
 
     Args:
         study: the `Study`.
         rows: the number of rows of all sites together.
         features: the sums of the sites' statistics of the features, by column.
-        target: the sums of the sites' statistics of the target; for Cox's model, of the events.
-        searched: whether the penalties of many features have been found, so that only the final model is left to train.
+        target: the sums of the sites' statistics of the target or, for Cox's model, of the events.
+        searched: whether the penalties are known and only the final model is left to train (for more than 300
+            features).
     """
 
     study: Any
@@ -85,8 +89,8 @@ class Agreement:
         """Add up the statistics of all sites, in the order of `Study.sites`.
 
         Raises:
-            ConfigurationError: they are not as `SiteTable.statistics` returns them, have different columns, or do not
-                suffice for the model.
+            ConfigurationError: statistics have another form than `SiteTable.statistics` returns, have different
+                columns, or do not suffice for the model.
         """
         parts: dict[str, dict[str, Summaries]] = {"features": {}, "target": {}}
         for site, one in zip(study.sites, statistics, strict=True):
@@ -111,10 +115,10 @@ class Agreement:
 
     @classmethod
     def read(cls, study: Any, text: str) -> Self:
-        """Read what `text` has written.
+        """Read an agreement from the text that `text` returned.
 
         Raises:
-            ConfigurationError: it is something else.
+            ConfigurationError: the text is not an agreement of this study.
         """
         content = parse_json(text.encode())
         searched = isinstance(content, dict) and content.pop("searched", False)
@@ -126,18 +130,18 @@ class Agreement:
 
     @property
     def text(self) -> str:
-        """Return the agreement as JSON, from which the numbers can be read without rounding."""
+        """Return the agreement as JSON. Numbers that are read from it again are exactly the same."""
         content = {"rows": self.rows, "features": self.features, "target": self.target}
         return json.dumps(content | ({"searched": True} if self.searched else {}), ensure_ascii=False)
 
     @property
     def preparer(self) -> Preparer:
-        """Return the preparer of the rows of every site."""
+        """Return the `Preparer` of the rows of every site."""
         return Preparer.sum_of({"": self.features})
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the features of models."""
+        """Return the names of the features, which are the prepared columns."""
         return list(self.preparer.get_feature_names_out())
 
     @property
@@ -158,7 +162,7 @@ class Agreement:
         return np.array(means), np.sqrt(np.where(np.array(variances) > 0, variances, 1))
 
     def estimator(self) -> Any:
-        """Make the estimator, with what is known of all rows."""
+        """Make the estimator of the study, and set the attributes that depend on all rows."""
         study, (target,) = self.study, self.target.values()
         estimator: Any = KINDS[study.estimator](
             penalty_groups=self.penalty_groups(), cv=study.cv, rounds=study.rounds, random_state=study.random_state
@@ -178,7 +182,7 @@ class Agreement:
         return estimator
 
     def penalty_groups(self) -> list[str]:
-        """Name the penalty of each feature."""
+        """Return a label for each feature: features with the same label share a penalty."""
         study = self.study
         own = {column: f"group {name}" for name, columns in study.groups.items() for column in columns}
         for column in own:
@@ -187,19 +191,21 @@ class Agreement:
         return penalty_labels(self.features, study.penalty, own | ({SITE: SITE} if study.offsets else {}))
 
     def remote(self, weights: list[int]) -> fb.RemoteClients:
-        """Return what a server knows of sites with these numbers of rows; 0 for a site that is held out."""
+        """Describe the sites to a server by their numbers of rows; 0 stands for a site that is held out."""
         return fb.RemoteClients(len(weights), self.blank(1), weights=[rows or UNCOUNTED for rows in weights])
 
     def blank(self, count: int) -> dict[str, Any]:
-        """Draw random samples in place of those of a site that is elsewhere or held out. They are not zeros, because
-        zeros would cause the warning that no penalty moves."""
+        """Draw random samples, in place of the samples of a site that is elsewhere or held out.
+
+        With zeros, there would be a warning that the penalties do not change.
+        """
         estimator, drawn = self.estimator(), np.random.default_rng(0).normal(size=(count, len(self.names)))
         encoded = estimator._encoded(np.ones((count, 2)) if self.study.estimator == "cox" else np.ones(count))
         rows = {"row": drawn, **encoded, "fold": np.arange(count, dtype=np.int32) % self.study.cv}
         return dict(estimator._samples(rows))
 
     def posed(self) -> tuple[Any, Any, Any, Any]:
-        """Return algorithm, problem, x0 and y0 of the exchanges."""
+        """Return algorithm, problem, x0 and y0, the arguments of `solve` for this agreement."""
         with jax.enable_x64(True):
             return self.estimator()._posed(len(self.names), self.searched)
 
@@ -215,8 +221,10 @@ class Agreement:
         Args:
             clients: the sites, simulated (`Clients`) or on other machines (`RemoteClients`).
             engine: runs the exchanges with these clients.
-            checkpoint: a file from which an interrupted training resumes (`Penalised._train`); None: nothing is saved.
-            on_searched: is called with the agreement on the last model, if this takes a second run (of many features).
+            checkpoint: the file to which the training is saved, and from which it resumes (`Penalised._train`); None:
+                nothing is saved.
+            on_searched: a function that is called once the penalties are known, with the agreement for the final model.
+                It is called only if this model needs a run of its own (for more than 300 features).
         """
         estimator = self.estimator()
         with jax.enable_x64(True):

@@ -14,11 +14,11 @@ from fedbilevel.data.columns import moments as exact_moments
 from fedbilevel.errors import ConfigurationError, DataWarning
 from fedbilevel.extending import require, unknown, warn
 
-ABSURD = 50  # a number this many times the median distance away from the median is far away
-SHARE = 0.9  # the share of the variance that few numbers must cause for a warning
+ABSURD = 50  # a number is far away if its distance to the median is this many times the median distance
+SHARE = 0.9  # there is a warning if few numbers cause this share of the variance
 Numbers = NDArray[Any]
 """An array of numbers of any type."""
-MANY = 20  # the least number of categories for a warning: in a small table, most of few categories have one row
+MANY = 20  # no warning for fewer categories: in a small table, each of them may have only one row
 
 
 def numbers(field: str, values: Any) -> NDArray[np.float64]:
@@ -40,7 +40,7 @@ def numbers(field: str, values: Any) -> NDArray[np.float64]:
 
 
 def require_in_frame(names: Iterable[str], frame: Any) -> None:
-    """Refuse a site's data frame that lacks one of these columns of the study."""
+    """Refuse a site's data frame if it lacks one of these columns of the study."""
     for name in names:
         if name not in frame.columns:
             error = unknown("column", name, frame.columns)
@@ -57,9 +57,11 @@ def require_sizes(field: str, column: NDArray[np.float64], gaps: str) -> None:
 
 
 def moments(field: str, column: NDArray[np.float64]) -> tuple[float, float]:
-    """Return the mean and the sum of squared differences from it, which is exactly 0 if all numbers are equal.
+    """Return the mean of a column and the sum of squared differences from the mean.
 
-    Warns if few numbers cause most of this sum, as a code for a missing value does.
+    The sum is exactly 0 if all numbers are equal.
+
+    Warns if few numbers cause most of the sum, such as a code like 9999 for a missing value.
 
     Raises:
         ConfigurationError: the numbers differ by so little that the squares of the differences are rounded to 0.
@@ -76,8 +78,8 @@ def moments(field: str, column: NDArray[np.float64]) -> tuple[float, float]:
 def _warn_of_codes(field: str, column: NDArray[np.float64]) -> None:
     """Warn of numbers that are far from the median and cause most of the variance.
 
-    Far means ABSURD times the median distance from the median. If more than half of the numbers are equal to the
-    median, as in a column of 0 and 1, the median distance of the other numbers is taken.
+    A number is far from the median if its distance is ABSURD times the median distance. If more than half of the
+    numbers are equal to the median, as in a column of 0 and 1, the median distance of the other numbers is used.
     """
     away = np.abs(column - np.median(column))
     far = away > ABSURD * (np.median(away) or np.quantile(away[away > 0], 0.5, method="lower"))
@@ -94,8 +96,8 @@ def labels(field: str, given: Any, count: int, allowed: str) -> tuple[NDArray[An
     """Return the distinct labels in order, and for each of `count` entries the index of its label.
 
     Raises:
-        ConfigurationError: there is a gap, the shape is wrong, or the labels have no order, as numbers and texts
-            together.
+        ConfigurationError: there is a gap, the shape is wrong, or the labels cannot be sorted, such as numbers mixed
+            with texts.
     """
     array = np.asarray(given, object)
     array = array[:, 0] if array.shape == (count, 1) else array
@@ -113,7 +115,7 @@ def labels(field: str, given: Any, count: int, allowed: str) -> tuple[NDArray[An
 
 
 def sites_of(model: Any, method: str, groups: Any, count: int) -> tuple[NDArray[Any], NDArray[np.intp]]:
-    """Return the sites, and for each row the index of its site; warn if `groups` was not passed to the method."""
+    """Return the sites and, for each row, the index of its site. Warn if `groups` was not passed to the method."""
     if groups is None:
         name = type(model).__name__
         text = (
@@ -140,7 +142,7 @@ def warn_of_spellings(field: str, names: Iterable[Any]) -> None:
 
 
 def warn_of_words(column: str, rows: Mapping[str, int]) -> None:
-    """Warn of a column of texts in which most texts are numbers, or in which most texts occur in a single row."""
+    """Warn of a column in which most texts are numbers, or in which most texts occur in a single row."""
     single = sum(count == 1 for count in rows.values())
     if not _warn_of_numerals(column, rows) and len(rows) >= MANY and 2 * single > len(rows):
         text = f"column {column!r} has {len(rows)} texts as categories, {single} of them in a single row each"
@@ -149,7 +151,7 @@ def warn_of_words(column: str, rows: Mapping[str, int]) -> None:
 
 
 def _warn_of_numerals(column: str, words: Collection[str]) -> bool:
-    """Warn if most texts of a column are numbers, as with one "?" in a column of numbers; return whether they are."""
+    """Warn if most texts of a column are numbers, for example because it has one "?". Return whether this is so."""
     others = [word for word in words if not _is_numeral(word)]
     if len(words) > 2 * len(others):
         but = f", but not {', '.join(map(repr, others[:5]))}" if others else ""
@@ -168,7 +170,7 @@ def _warn_of_numerals(column: str, words: Collection[str]) -> bool:
 
 
 def _is_numeral(word: str) -> bool:
-    """Tell whether a text is a number; numbers with a decimal comma count too, such as "1,5" or "1.234,5"."""
+    """Return whether a text is a number. Numbers with a decimal comma count too, such as "1,5" or "1.234,5"."""
     if re.fullmatch(r"[+-]?\d{1,3}(\.\d{3})+,\d+", word.strip()):
         return True
     try:
@@ -178,6 +180,6 @@ def _is_numeral(word: str) -> bool:
 
 
 def _is_gap(value: Any) -> bool:
-    """Tell whether a value is None, NaN or one of pandas' gaps, which do not equal themselves."""
+    """Return whether a value is None, NaN or another gap of pandas. (Such gaps do not equal themselves.)"""
     same = value == value
     return value is None or not (isinstance(same, bool | np.bool_) and same)

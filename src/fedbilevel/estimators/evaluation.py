@@ -1,13 +1,15 @@
-"""Report how good a study's model is, by rows that each site holds out and does not show.
+"""Report how good a study's model is, by rows that each site has held out. The rows do not leave their sites.
 
-The server asks each site a question with the model's coefficients; the site answers with measures of its own held-out
-rows and with sums, the same on one machine and over Flower. From these the server has
+The server asks each site a question that contains the model's coefficients. The site answers with measures of its own
+held-out rows, and with sums over them. This is the same on one machine and over Flower. From the answers the server
+computes
 
     within sites    Σ_i w_i θ_i / Σ_i w_i, where w_i is the site's number of pairs (for AUROC and concordance) or of
                     positives (for AUPRC)
-    overall         for logistic regression: all pairs. For pairs of two sites only the groups of predicted
-                    probability are known. Pairs in overlapping groups are estimated from the pairs within sites'
-                    groups, and the smallest and the largest possible value bound the error
+    overall         for logistic regression: over all pairs of rows. If the two rows are of different sites, only
+                    their groups of similar predicted probability are known. If these groups overlap, the order of
+                    the rows is estimated from pairs within sites, and the smallest and the largest possible value
+                    are also reported
     calibration     for logistic regression: slope and intercept over all rows, by Newton's method, with one exchange
                     of sums per step; for Cox's model: the slope at each site
     errors          for ridge regression, from sums over all rows
@@ -35,16 +37,19 @@ from fedbilevel.estimators.survival_curves import check_steps, kaplan_meier
 from fedbilevel.extending import is_count, printable, require, write_text
 
 AskSites = Callable[[dict[str, Any]], list[Any]]
-"""(question) -> each site's answer, in the order of `Study.sites`; both as JSON has them."""
+"""A function (question) -> the answers of all sites, in the order of `Study.sites`.
+
+Both are values that JSON can store.
+"""
 
 POINTS = 10  # the number of points of a calibration curve
-WIDEST = 100.0  # the largest half width of the interval of a logarithm, whose exponential is then finite
+WIDEST = 100.0  # the largest half width of an interval of a logarithm, so that its exponential is finite
 
 
 def held_out(share: float, stratum: Numbers, patients: Numbers | None, rng: np.random.Generator) -> Numbers:
-    """Draw which of a site's rows are held out, (n,) bool: this share of each stratum.
+    """Draw which of a site's n rows are held out, (n,) bool: the given share of each stratum.
 
-    The rows of a patient are held out together, and count as rows of the last of their strata.
+    All rows of a patient are held out together, and count as rows of the largest of their strata.
     """
     strata, of = strata_of(np.arange(len(stratum)) if patients is None else patients, stratum)
     mixed = rng.permutation(len(strata))
@@ -56,14 +61,15 @@ def held_out(share: float, stratum: Numbers, patients: Numbers | None, rng: np.r
 
 
 def answered(question: Mapping[str, Any], rows: Mapping[str, Any], least: int) -> Any:
-    """Answer a question of a study's server about held-out rows, at their site.
+    """Answer a question of the server of a study about a site's held-out rows.
 
     Args:
-        rows: "score", the predictions; the target as the estimator encodes it; and "patients" or None.
-        least: `Study.min_count`.
+        rows: arrays by name, with an entry for each row: "score", the predictions; the target as the estimator encodes
+            it; and "patients", or None.
+        least: the smallest number of rows about which the site answers (`Study.min_count`).
 
     Returns:
-        Measures, in a form that JSON can store; None: there are too few rows.
+        Measures, in a form that JSON can store; None if there are too few rows.
     """
     score, patients = rows["score"], rows["patients"]
 
@@ -106,7 +112,7 @@ def answered(question: Mapping[str, Any], rows: Mapping[str, Any], least: int) -
 
 @dataclass(frozen=True)
 class Report:
-    """Hold a study's report about its model; it prints as a table.
+    """A study's report about its model; it prints as a table.
 
     Args:
         content: the content of `report.json`.
@@ -115,7 +121,7 @@ class Report:
     content: dict[str, Any]
 
     def save(self, folder: str | Path) -> None:
-        """Write the report to `folder`, as report.json and as a text, report.txt."""
+        """Write the report to `folder`: as data, report.json, and as text, report.txt."""
         write_text(Path(folder) / "report.json", json.dumps(self.content, indent=1, ensure_ascii=False) + "\n")
         write_text(Path(folder) / "report.txt", f"{self}\n")
 
@@ -124,7 +130,7 @@ class Report:
 
 
 def evaluated(model: Any, ask: AskSites) -> Any:
-    """Return the `StudyModel` with its report.
+    """Return a copy of a `StudyModel` with a report about held-out rows.
 
     Raises:
         ConfigurationError: a site's answer has the wrong form; the message names the site.
@@ -148,7 +154,7 @@ def evaluated(model: Any, ask: AskSites) -> Any:
             content |= _logistic(measured, lambda at: _sum_of(ask({**question, "at": at.tolist()}), study.sites))
         elif measured:
             content |= (_cox if study.estimator == "cox" else _ridge)(measured)
-        if isinstance(study.holdout, str):  # for a single site, these measures are the same as the site's
+        if isinstance(study.holdout, str):  # with a single site, the overall measures are the site's
             content = {name: one for name, one in content.items() if name not in ("within sites", "overall")}
     baselines = {}
     if study.times:
@@ -170,7 +176,7 @@ OF = {"logistic": " of a class", "ridge": "", "cox": " or events, or no pair of 
 
 
 def _check(site: str, answer: Any, names: tuple[str, ...]) -> None:
-    """Refuse an answer that is not as `answered` makes it."""
+    """Refuse a site's answer that does not have the form that `answered` returns."""
 
     def finite(part: Any, count: int) -> bool:
         fits = isinstance(part, list) and len(part) == count
@@ -191,7 +197,7 @@ def _check(site: str, answer: Any, names: tuple[str, ...]) -> None:
 
 
 def _sum_of(answers: list[Any], sites: tuple[str, ...]) -> Numbers:
-    """Add up the sums that sites answered; sites with too few rows answer None."""
+    """Add up the sums in the answers of sites. Sites with too few rows answer None."""
     total = np.zeros((2, 5))
     for site, answer in zip(sites, answers, strict=True):
         if answer is not None:
@@ -202,7 +208,7 @@ def _sum_of(answers: list[Any], sites: tuple[str, ...]) -> Numbers:
 
 
 def _logistic(answers: Mapping[str, Any], sums: Callable[[Numbers], Numbers]) -> dict[str, Any]:
-    """Report logistic regression by the answers of sites."""
+    """Compute the report on a logistic regression from the answers of sites."""
     by_site, groups = {}, {site: np.array(answer["groups"], float).reshape(-1, 5) for site, answer in answers.items()}
     for site, answer in answers.items():
         negative, positive = groups[site][:, 2:4].sum(0).astype(int).tolist()
@@ -217,7 +223,7 @@ def _logistic(answers: Mapping[str, Any], sums: Callable[[Numbers], Numbers]) ->
         for name, weights in (("auroc", pairs), ("auprc", positives))
     }
     own = dict(zip(answers, [answer["auroc"][0] for answer in answers.values()], strict=True))
-    bounded = within if len(answers) == 1 else _bounded(groups, own)  # for a single site, all pairs are known
+    bounded = within if len(answers) == 1 else _bounded(groups, own)  # with a single site, all pairs are known
     overall = {**bounded, "calibration": _calibrated(measures.calibration(sums))}
     return {"within sites": within, "overall": overall, "sites": by_site, "curve": _curve(groups)}
 
@@ -298,14 +304,17 @@ def _share(value: float, error: float) -> dict[str, float]:
 
 
 def _weighted(estimates: list[list[float]], weights: Numbers, share: bool = True) -> dict[str, float]:
-    """Estimate the mean of independent estimates with these weights."""
+    """Return the weighted mean of independent estimates, with its interval."""
     values, errors = np.array(estimates).T
     weights = weights / weights.sum()
     return _estimate(float(weights @ values), float(np.sqrt(weights**2 @ errors**2)), share)
 
 
 def _root(squares: Mapping[str, float]) -> dict[str, float]:
-    """Return the root of a mean square, with the interval of its logarithm, so that no bound is below 0."""
+    """Return the root of a mean square, with an interval.
+
+    It is computed for the logarithm, so that no bound is below 0.
+    """
     root = squares["value"] ** 0.5
     width = min((squares["high"] - squares["value"]) / (2 * squares["value"]), WIDEST) if root else 0.0
     return {"value": root, "low": root * math.exp(-width), "high": root * math.exp(width)}
@@ -319,13 +328,16 @@ def _calibrated(found: list[float] | None) -> dict[str, Any] | None:
 
 
 def _bounded(groups: Mapping[str, Numbers], own: Mapping[str, float]) -> dict[str, Any]:
-    """Estimate AUROC and AUPRC of all rows from groups of neighbouring cells; pairs within a site are known.
+    """Estimate AUROC and AUPRC over the rows of all sites, from groups of rows with similar predicted probabilities.
 
-    The order of two rows of different sites in overlapping groups is unknown. A positive row is assumed to be above a
-    negative one as often as within the sites' own groups.
+    The measures within each site are known exactly.
 
-    The lower bound of precision puts the negative rows of overlapping groups first, and the upper bound the positive
-    rows. The interval of AUROC, by site and class, assumes the largest variation of ranks within a group: it is wide.
+    If rows of two sites are in overlapping groups, it is not known which of them has the higher probability. A positive
+    row is assumed to be above a negative row as often as within the sites' own groups.
+
+    For the lower bound of precision, the negative rows of overlapping groups are ranked first; for the upper bound, the
+    positive rows. The interval of AUROC assumes, for each site and class, the largest variation of ranks within a
+    group, so it is wide.
     """
     start, stop, negative, positive, _ = np.vstack([*groups.values()]).T
     site = np.repeat(np.arange(len(groups)), [len(one) for one in groups.values()])
@@ -352,7 +364,7 @@ def _bounded(groups: Mapping[str, Numbers], own: Mapping[str, float]) -> dict[st
         )
 
     def precision(hits_beside: float, misses_beside: float) -> float:
-        """Compute the mean precision where these shares of the rows beside a positive one have a higher score."""
+        """Compute the mean precision if these shares of rows in groups that overlap a positive row's are above it."""
         hits = above.T @ positive + hits_beside * (beside @ positive - positive)
         misses, sums = above.T @ negative + misses_beside * (beside @ negative), 0.0
         for others, missed, count in zip(hits, misses, positive.astype(int), strict=True):
@@ -368,7 +380,10 @@ def _bounded(groups: Mapping[str, Numbers], own: Mapping[str, float]) -> dict[st
 
 
 def _cox(answers: Mapping[str, Any]) -> dict[str, Any]:
-    """Report Cox regression: baselines of sites differ, so that only pairs within a site can be compared."""
+    """Compute the report on a Cox regression.
+
+    Sites have different baseline hazards, so only rows of the same site can be compared.
+    """
     by_site = {
         site: {
             "rows": one["rows"],
@@ -384,10 +399,10 @@ def _cox(answers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ridge(answers: Mapping[str, Any]) -> dict[str, Any]:
-    """Report ridge regression: root mean square and mean of target − prediction, and the share of variance R²."""
+    """Compute the report on a ridge regression: root mean square and mean of target − prediction, and R²."""
     rows = np.array([one["rows"] for one in answers.values()])
     away, squares_away = np.array([one["away"] for one in answers.values()]).T
-    within = squares_away - away**2 / rows  # about each site's own mean
+    within = squares_away - away**2 / rows  # squares of differences from the mean of the row's site
 
     def errors(weights: Numbers, variance: float) -> dict[str, Any]:
         squares, bias = (
@@ -406,7 +421,7 @@ def _ridge(answers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _curve(groups: Mapping[str, Numbers]) -> list[dict[str, float]]:
-    """Gather the groups of all sites, by mean prediction, into at most POINTS points of about equally many rows."""
+    """Sort the groups of all sites by mean prediction, and join them to at most POINTS points of about equal size."""
     every = np.vstack([*groups.values()])
     rows = every[:, 2] + every[:, 3]
     every, rows = (each[np.argsort(every[:, 4] / rows, kind="stable")] for each in (every, rows))

@@ -1,16 +1,18 @@
-"""Fit linear models to several sites' rows a_j, with penalties that are found by cross-validation.
+"""Fit linear models to the rows of several sites, and find the penalties by cross-validation.
 
-Each site i divides its n_i rows into K folds with equal shares of the classes; k_j is the fold of row j. There are
-K + 1 models, with coefficients w_k and an intercept b_k without a penalty. Model k < K is trained without fold k. Model
-K is trained on all rows, and is the one that is returned. With the loss ℓ of a row and the penalty λ_l of feature l,
+Row j has the features a_j and the target c_j. Each site i divides its n_i rows into K folds with equal shares of the
+classes; k_j is the fold of row j. There are K + 1 models; model k has the coefficients w_k and an intercept b_k, which
+has no penalty. Model k < K is trained without fold k. Model K is trained on all rows, and is the model that is
+returned. With the loss ℓ of a row and the penalty λ_l of feature l,
 
     g_i = Σ_k [1/(s_k n_i) Σ_{j: k_j ≠ k} ℓ(a_jᵀw_k + b_k, c_j) + Σ_l λ_l w_kl²]      s_k = 1 − 1/K, s_K = 1
     f_i = 1/n_i Σ_j ℓ(a_jᵀw_{k_j} + b_{k_j}, c_j)
 
-and the weight of a site is its number of rows, so that F and G are the losses of the pooled rows. The search minimises
-F over λ: it finds the penalties whose models predict best on rows on which they were not trained.
+The weight of a site is its number of rows, so that F and G are the losses of the pooled rows. The search minimises F
+over λ: it finds the penalties with which models predict best on rows on which they were not trained.
 
-Models are trained on standardised rows, and their coefficients are converted back. Features with the same penalty share
+Models are trained on standardised rows, and their coefficients are converted back. Features with the same penalty have
+a common variable
 
     x = λ_l/(κ s_l²), from 1/999 to 999, 1 at the start
 
@@ -47,48 +49,50 @@ from fedbilevel.extending import explain_call, explain_misspelt, is_count, requi
 
 Columns = dict[str, Numbers]
 LossOfRows = Callable[[Array, Any, Any, Array], Array]
-"""(x, y, rows, valid) -> scalar."""
+"""A function (x, y, rows, valid) -> the mean loss of a site's rows, a scalar."""
 WIDE = 300
-"""The largest number of features for which the search is exact. With n features and K folds, a site's reply has
-(K + 1) n² numbers."""
+"""The largest number of features for which the search is exact.
+
+With n features and K folds, a reply of a site in the exact search has (K + 1) n² numbers.
+"""
 LARGEST = 999.0  # x
 
 
 @explain_misspelt
 class Penalised(BaseEstimator):  # type: ignore[misc]
-    """Base class of the estimators.
+    """The base class of the estimators of linear models.
 
     Args:
         penalties: λ, a single number or a number for each feature; None: found by cross-validation.
-        penalty_groups: "one": all features share a penalty, in units of their variances. "feature": each feature has
-            its own. A list with a label for each feature: features with the same label share a penalty.
+        penalty_groups: "one": all features share a penalty, in units of their variances. "feature": each feature has a
+            penalty of its own. A list with a label for each feature: features with the same label share a penalty.
         cv: K, the number of folds.
         rounds: the largest number of exchanges with the sites. The search usually ends after a few dozen exchanges,
             when the projected gradient is small. With more than 300 features, the search ends when the validation loss
             has not fallen for a hundred exchanges, and `rounds` has two meanings. It bounds the exchanges of the
-            search, and also the steps of Newton's method for the final model, each of which has several exchanges. If
-            one of the bounds is reached, `fit` issues a sklearn.exceptions.ConvergenceWarning.
+            search. It also bounds the steps of Newton's method for the final model, and each of these steps has several
+            exchanges. If one of the bounds is reached, `fit` issues a sklearn.exceptions.ConvergenceWarning.
         random_state: the seed of the folds, a whole number. A site's folds depend on it, the site's name, and its rows.
 
-    `fit` sets `coef_`, `intercept_` (not for Cox's model), `penalties_` (a Series by feature if X is a data frame),
-    `sites_`, `history_`, the history of the search (None if penalties are given), and `ledgers_`, the costs of each
-    run of exchanges: one run, or two with more than 300 features whose penalties are searched. `standard_errors_`
-    are those of `coef_`, (features,). `covariance_` also has the intercept, as last row and column. Both are None
-    with more than 300 features. If H is the Hessian of the mean training loss of n rows, and Λ = diag λ, the
-    covariance is the sandwich
-    (H + 2Λ)⁻¹ H (H + 2Λ)⁻¹/n. For `Ridge` it is multiplied by twice the residual variance, with n − tr H(H + 2Λ)⁻¹
-    degrees of freedom. The errors describe how the coefficients vary about the values toward which the penalties draw
-    them, as if the penalties had not been chosen from the data (Gray, JASA 1992). Without a penalty they are the usual
-    standard errors.
+    `fit` sets `coef_`, `intercept_` (not for Cox's model), `penalties_` (a Series by feature if X is a data frame) and
+    `sites_`. `history_` is the history of the search, or None if penalties are given. `ledgers_` has the costs of each
+    run of exchanges: there is one run, or two if penalties of more than 300 features are searched.
+
+    `standard_errors_`, (features,), are the standard errors of `coef_`, and `covariance_` is the covariance of `coef_`
+    and, in the last row and column, of the intercept. Both are None with more than 300 features. If H is the Hessian of
+    the mean training loss of n rows, and Λ = diag λ, the covariance is (H + 2Λ)⁻¹ H (H + 2Λ)⁻¹/n. For `Ridge` it is
+    multiplied by twice the residual variance, with n − tr H(H + 2Λ)⁻¹ degrees of freedom. The errors describe how the
+    coefficients vary about the values to which penalised coefficients tend, not about the true ones, and ignore that
+    the penalties were chosen from the data (Gray, JASA 1992). Without a penalty they are the usual standard errors.
     """
 
     has_intercept, curvature = True, 1.0  # κ
     history_: Any
     ledgers_: list[Any]
     penalties_: Any
-    _mean, _unit = 0.0, 1.0  # mean and standard deviation of the target, if the model standardises it
-    _target: Any  # (y) -> the arrays that `_losses` needs, by row, and each row's stratum for the split, 0 or 1
-    _encoded: Any  # the same for some rows, after the attributes that depend on all rows have been set
+    _mean, _unit = 0.0, 1.0  # the target's mean and standard deviation, if the model standardises the target
+    _target: Any  # (y) -> (arrays for `_losses`, each row's stratum for the folds, 0 or 1)
+    _encoded: Any  # (y of some rows) -> arrays for `_losses`, after `fit` has seen all rows
     _losses: Any  # (z, rows, valid) -> ℓ of a site's rows, (n,), at z = a_jᵀw + b; any number where not `valid`
 
     def __init__(
@@ -108,18 +112,19 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
 
     @explain_call
     def fit(self, X: Any, y: Any, groups: Any = None, patients: Any = None) -> Self:
-        """Find penalties and coefficients; return the estimator.
+        """Find the penalties and the coefficients. Return the estimator.
 
         Args:
-            X: numbers, (n, features), as a data frame or an array; `Preparer` turns categories and gaps into numbers.
+            X: the features, (n, features), numbers in a data frame or an array; `Preparer` turns categories and gaps
+                into numbers.
             y: the target, (n,). For Cox's model (n, 2): the time of each row, and 1 if the event came at this time, or
                 0 if it had not come by then.
-            groups: the site of each row, (n,); None: all rows count as one site's, with a warning.
+            groups: the site of each row, (n,); None: all rows count as rows of one site, with a warning.
             patients: the patient of each row, (n,). All rows of a patient at a site are put into one fold. None: each
                 row is a different patient.
 
         Raises:
-            ValueError: an argument does not fit; usually a ConfigurationError, which names the column or the site.
+            ValueError: an argument is wrong. It is usually a ConfigurationError, which names the column or the site.
         """
         if y is None:
             raise ConfigurationError(f"{type(self).__name__} requires y to be passed, but the target y is None")
@@ -147,7 +152,10 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         return self
 
     def predict(self, X: Any) -> Numbers:
-        """Compute a_jᵀw + b of each row, (n,); for Cox's model, the log hazard above the site's baseline."""
+        """Return the prediction a_jᵀw + b for each row, (n,).
+
+        For Cox's model, this is the log hazard above the site's baseline.
+        """
         check_is_fitted(self)
         return self._numbers(X) @ self.coef_ + getattr(self, "intercept_", 0.0)
 
@@ -157,7 +165,10 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         require(isinstance(seed, Integral) and seed >= 0, "random_state", seed, "a whole number from 0 on")
 
     def _folds(self, site: Any, stratum: Numbers, patients: Numbers | None) -> Numbers:
-        """Divide a site's rows into folds with equal shares of the strata; rows of a patient are in the same fold."""
+        """Divide a site's rows into folds with equal shares of the strata.
+
+        All rows of a patient are in the same fold.
+        """
         rng = generator_of_site(int(self.random_state), str(site))
         if patients is None:
             return dealt(stratum, self.cv, rng)
@@ -174,13 +185,15 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         checkpoint: Path | None = None,
         on_searched: Callable[[], None] = lambda: None,
     ) -> None:
-        """Find penalties and coefficients of features with these means and deviations, and set the attributes of `fit`.
+        """Find penalties and coefficients, and set the attributes of `fit`.
+
+        The features have the means `centre` and the standard deviations `spread`.
 
         Args:
             checkpoint: the file to which the exact search is saved after each exchange, and from which it resumes. With
-                many features this is so for the training of the last model, and the result of the search is saved
-                beside it, with the suffix .json. None: nothing is saved.
-            on_searched: a function that is called between the two runs for many features (`_posed`).
+                many features, only the training of the last model is saved and resumed in this way; the result of the
+                search is saved in a file of the same name with the suffix .json. None: nothing is saved.
+            on_searched: a function that is called between the two runs that many features need (see `_posed`).
         """
         scale, width, self.history_, self.ledgers_ = self.curvature * spread**2, len(spread), None, []
         given = None if self.penalties is None else self._given(width)
@@ -215,10 +228,10 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         return 1.0
 
     def _posed(self, width: int, searched: bool = False) -> tuple[Any, fb.Bilevel, Numbers, dict[str, Numbers]]:
-        """Return algorithm, problem, x0 and y0 of the exchanges for this number of features.
+        """Return algorithm, problem, x0 and y0, the arguments of `solve` for this number of features.
 
-        For many features there are two runs: the search and, after it has ended (`searched`), the training of the last
-        model.
+        For many features there are two runs: the search and, when it has ended (`searched` is True), the training of
+        the last model.
         """
         of, every = self._groups(width), np.arange(self.cv + 1)
         search, last = self.penalties is None and not searched, every[-1:]
@@ -237,7 +250,10 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
     def _exact(
         self, clients: Any, given: Numbers | None, scale: Numbers, engine: Any, checkpoint: Path | None
     ) -> tuple[Numbers, Any, Any]:
-        """Return x, the models (the last is trained on all rows), and the last model's training derivatives."""
+        """Search exactly.
+
+        Return x, the models (the last is trained on all rows), and the last model's training derivatives.
+        """
         algorithm, problem, x0, y0 = self._posed(len(scale))
         x0 = x0 if given is None else given / scale
         with warnings.catch_warnings():  # the models may predict held-out rows worse than no model does
@@ -263,7 +279,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         checkpoint: Path | None,
         on_searched: Callable[[], None],
     ) -> tuple[Numbers, Any, None]:
-        """Return the same as `_exact`, for many features, but no derivatives."""
+        """Search as `_exact` does, for many features. Return x, the models, and None in place of derivatives."""
         algorithm, problem, _, y = self._posed(len(scale), searched=True)
         if given is None:
             shares, y = self._shares(len(scale), clients, engine, checkpoint and checkpoint.with_suffix(".json"))
@@ -276,9 +292,10 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         return 1 / shares - 1, {**result.y, "coef": np.asarray(result.y["coef"]) * np.sqrt(shares)}, None
 
     def _shares(self, width: int, clients: Any, engine: Any, file: Path | None) -> tuple[Numbers, dict[str, Numbers]]:
-        """Return each feature's share and the start of the last model, from a search or from the file of its result.
+        """Return each feature's share and the start of the last model, from a search or from a file with its result.
 
-        The search itself is not saved, since the sites' steps adapt to curvature that is lost with their processes.
+        The search itself is not saved. Steps at the sites adapt to measured curvature, and the measurements are lost
+        when a site's process ends.
         """
         if file is not None and file.exists():
             content = read_saved(file, dict)
@@ -298,7 +315,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
     def _solved(
         self, posed: tuple[Any, ...], clients: Any, engine: Any, checkpoint: Path | None = None, **options: Any
     ) -> fb.Result:
-        """Run the exchanges of `_posed`, or continue them from a checkpoint, and keep their costs."""
+        """Run `solve` with the arguments of `_posed`, or resume it from a checkpoint. Add its costs to `ledgers_`."""
         algorithm, problem, x0, y0 = posed
         options |= {"rounds": self.rounds, "engine": engine, "progress": False}
         if checkpoint is not None:
@@ -311,13 +328,13 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         warn(ConvergenceWarning(f"{type(self).__name__} has not converged: {why}. More rounds= may help"))
 
     def _keep(self, history: Any) -> None:
-        """Keep the history, with its losses in squared units of the target."""
+        """Set `history_`. Its losses are converted to squared units of the target."""
         self.history_ = history
         for row in history.rows:
             row.update({name: row[name] * self._unit**2 for name in ("outer_loss", "inner_loss") if name in row})
 
     def _groups(self, width: int) -> Numbers:
-        """Return the index of each feature's penalty: that of its group or, if penalties are given, its own index."""
+        """Return the index of each feature's penalty: its group's index or, if penalties are given, its own."""
         if self.penalties is not None or isinstance(self.penalty_groups, str):
             known = self.penalties is not None or self.penalty_groups in ("one", "feature")
             require(known, "penalty_groups", self.penalty_groups, "'one', 'feature', or a label for each feature")
@@ -334,8 +351,9 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
     def _functions(self, of: Numbers, folds: Numbers) -> tuple[LossOfRows, LossOfRows]:
         """Return f and g for models that leave out these folds; feature l has the penalty κ x[of[l]].
 
-        The fold `cv` contains no rows, so its model is trained on all rows. If it is the only model, f is its loss on
-        all rows."""
+        The fold `cv` contains no rows, so the model without this fold is trained on all rows. If it is the only model,
+        f is its loss on all rows.
+        """
         every, share = folds[:, None], np.where(folds < self.cv, 1 - 1 / self.cv, 1.0)[:, None]
 
         def losses(y: Any, rows: Any, chosen: Array) -> Array:
@@ -352,7 +370,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         return outer, inner
 
     def _samples(self, rows: Columns) -> Columns:
-        """Return a site's samples as `_losses` wants them."""
+        """Return a site's samples in the form that `_losses` needs."""
         return rows
 
     def _given(self, width: int) -> Numbers:
@@ -367,11 +385,11 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         return np.broadcast_to(given, width)
 
     def _names(self) -> list[str]:
-        """Name the features in messages, by their columns or numbers."""
+        """Return names of the features for messages: the names or the numbers of their columns."""
         return [f"column {name!r}" for name in getattr(self, "feature_names_in_", range(self.n_features_in_))]
 
     def _numbers(self, X: Any, reset: bool = False) -> Numbers:
-        """Check the features."""
+        """Return the features as an array, (n, features), after a check of each column."""
         for name, dtype in zip(getattr(X, "columns", ()), getattr(X, "dtypes", ()), strict=True):
             allowed = "numbers; Preparer turns categories into numbers, and the site of each row is passed as groups"
             require(getattr(dtype, "kind", "f") in "biuf", f"column {name!r} of X", str(dtype), allowed)
@@ -382,7 +400,11 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
 
 
 class Ridge(RegressorMixin, Penalised):  # type: ignore[misc]
-    """Fit a linear regression: ℓ = (z − c)². The same penalty on n rows is α = n λ in scikit-learn's `Ridge`."""
+    """A linear regression with a ridge penalty.
+
+    The loss of a row with the target c is ℓ = (z − c)², where z is the prediction. In scikit-learn's `Ridge`, the
+    penalty λ on n rows is α = n λ.
+    """
 
     def _target(self, y: Any) -> Columns:
         target = column_or_1d(numbers("y", y), warn=True)
@@ -398,14 +420,20 @@ class Ridge(RegressorMixin, Penalised):  # type: ignore[misc]
         return (z - rows["target"]) ** 2
 
     def _dispersion(self, gradient: Numbers, hessian: Numbers, w: Numbers, freedom: float, rows: int) -> float:
-        """Return twice the residual variance. With a standardised target the loss is 1 at w = 0, and quadratic in w."""
+        """Return twice the residual variance.
+
+        It follows from gradient and Hessian, since the loss of a standardised target is 1 at w = 0 and quadratic in w.
+        """
         return 2 * float(1 + gradient @ w - w @ hessian @ w / 2) * rows / max(rows - freedom, 1.0)
 
 
 class LogisticRegression(ClassifierMixin, Penalised):  # type: ignore[misc]
-    """Fit a logistic regression of two classes: ℓ = log(1 + eᶻ) − c z.
+    """A logistic regression of two classes with a ridge penalty.
 
-    The same penalty on n rows is C = 1/(2 n λ) in scikit-learn's `LogisticRegression`.
+    The loss of a row is ℓ = log(1 + eᶻ) − c z, where z is the predicted log odds, and c is 1 for the second class and
+    otherwise 0.
+
+    In scikit-learn's `LogisticRegression`, the penalty λ on n rows is C = 1/(2 n λ).
     """
 
     curvature = 0.125
@@ -431,14 +459,14 @@ class LogisticRegression(ClassifierMixin, Penalised):  # type: ignore[misc]
         return jax.nn.softplus(z) - rows["label"] * z
 
     def decision_function(self, X: Any) -> Numbers:
-        """Compute the logits of the second class, (n,)."""
+        """Return the predicted log odds of the second class, (n,)."""
         return super().predict(X)
 
     def predict_proba(self, X: Any) -> Numbers:
-        """Compute the probabilities of both classes, (n, 2)."""
+        """Return the predicted probabilities of both classes, (n, 2)."""
         return expit(np.multiply.outer(self.decision_function(X), [-1, 1]))
 
     def predict(self, X: Any) -> Numbers:
-        """Predict the more probable class of each row, (n,)."""
+        """Return the more probable class of each row, (n,)."""
         positive = self.decision_function(X) > 0
         return self.classes_[positive.astype(int)]

@@ -1,14 +1,14 @@
 """Measure predictions of one site's rows, with standard errors.
 
-U_j is the derivative of a measure in the weight of row j, c runs over the patients (over the rows, if no patients are
-named), and m is their number. Then
+Let U_j, the influence of row j, be the derivative of a measure by the weight of row j. Let c run over the m patients,
+or over the m rows if no patients are given. Then
 
     variance = m/(m − 1) Σ_c (Σ_{j of c} U_j)²
 
-which is the infinitesimal jackknife (Efron, "The Jackknife, the Bootstrap and Other Resampling Plans", SIAM 1982): to
-first order, the variance of a bootstrap of the site's patients with infinitely many replicates. It needs no seed, and a
-site sends one number. From many replicates with a known seed, a server could compute the ranks of rows. For AUROC it is
-DeLong's variance (Biometrics 1988), up to factors m/(m − 1).
+This is the infinitesimal jackknife (Efron, "The Jackknife, the Bootstrap and Other Resampling Plans", SIAM 1982). To
+first order, it is the variance of a bootstrap of the site's patients with infinitely many replicates. It needs no seed,
+and a site sends only one number. From many bootstrap replicates with a known seed, a server could compute the ranks of
+rows. For AUROC it is DeLong's variance (Biometrics 1988), up to factors m/(m − 1).
 """
 
 from collections.abc import Callable
@@ -23,13 +23,16 @@ NORMAL = 1.959963984540054  # the 97.5 % quantile of the normal distribution
 
 
 def standard_error(influence: Numbers, patients: Numbers | None) -> float:
-    """Return the standard error of a measure by the influence of each row, (n,)."""
+    """Return the standard error of a measure from the influence of each row on it, (n,)."""
     each = influence if patients is None else np.bincount(patients, influence)[np.unique(patients)]
     return float(np.sqrt(np.sum(each**2) * len(each) / max(len(each) - 1, 1)))
 
 
 def interval(value: float, error: float, share: bool = False) -> tuple[float, float]:
-    """Return the 95 % interval. For a share it is computed for the log odds, so that it lies between 0 and 1."""
+    """Return the 95 % interval of a value with a standard error.
+
+    The interval of a share is computed for its log odds, so that it lies between 0 and 1.
+    """
     if not share:
         return value - NORMAL * error, value + NORMAL * error
     if not 0 < value < 1:
@@ -56,15 +59,15 @@ def auroc(score: Numbers, label: Numbers) -> tuple[float, Numbers]:
 def auprc(score: Numbers, label: Numbers) -> tuple[float, Numbers]:
     """Return the average precision, and each row's influence on it.
 
-    Average precision is the mean over positive rows of this share: positive rows among all rows whose score is at least
-    that of the row.
+    The precision at a positive row is the share of positive rows among all rows whose score is at least as high.
+    Average precision is the mean of this share over all positive rows.
     """
     positive, negative = np.sort(score[label == 1]), np.sort(score[label == 0])
     hits = len(positive) - np.searchsorted(positive, positive, "left")  # T_i
     all_above = hits + len(negative) - np.searchsorted(negative, positive, "left")  # T_i + F_i
     precision = hits / all_above
     value = float(precision.mean())
-    upto = np.searchsorted(positive, score, "right")  # the positive rows whose precision a row counts in
+    upto = np.searchsorted(positive, score, "right")  # the number of positive rows in whose precision a row counts
 
     def summed(of_row: Numbers) -> Numbers:
         return np.append(0.0, np.cumsum(of_row))[upto]
@@ -78,7 +81,7 @@ def concordance(time: Numbers, event: Numbers, risk: Numbers) -> tuple[int, floa
     """Return the number of comparable pairs, Harrell's concordance, and each row's influence on it.
 
     A pair is comparable if one row has an event before the other row's time. Concordance is the share of these pairs in
-    which that row has the higher risk; equal risks count half.
+    which the row with this event has the higher risk; equal risks count half.
     """
     pairs, concordant = np.zeros(len(time)), np.zeros(len(time))
     for first in np.array_split(np.flatnonzero(event), max(1, int(np.sum(event)) // 256)):
@@ -95,8 +98,8 @@ def concordance(time: Numbers, event: Numbers, risk: Numbers) -> tuple[int, floa
 def merged(counts: Numbers, least: int) -> list[tuple[int, int]]:
     """Merge neighbouring cells into groups of at least `least` rows.
 
-    Returns (the first cell, the first cell after the group) of each group. If the last cells have fewer rows, they are
-    in no group.
+    Returns (first cell, first cell after the group) for each group. If the last cells have too few rows, they are in no
+    group.
     """
     stops, rows = [], 0
     for cell, count in enumerate(counts.tolist(), 1):
@@ -115,7 +118,7 @@ def grouped(probability: Numbers, label: Numbers, least: int) -> list[list[float
     """
     cell = np.minimum((probability * CELLS).astype(int), CELLS - 1)
     cells, groups = merged(np.bincount(cell, minlength=CELLS), least), []
-    cells[-1:] = [(cells[-1][0], CELLS)]  # this group also has the rows after the last full group
+    cells[-1:] = [(cells[-1][0], CELLS)]  # this group also gets the rows after the last full group
     for start, stop in cells:
         inside = (start <= cell) & (cell < stop)
         positive = int(label[inside].sum())
@@ -124,10 +127,10 @@ def grouped(probability: Numbers, label: Numbers, least: int) -> list[list[float
 
 
 def calibration_sums(score: Numbers, label: Numbers, at: Numbers) -> Numbers:
-    """Return the derivatives of a log likelihood at each point (a, b), summed over rows, (points, 5).
+    """Return derivatives of a calibration model's log likelihood at points (a, b), summed over rows, (points, 5).
 
-    The model is that label = 1 has the log odds a + b·score. The five numbers are the gradient in a and b, and the
-    information's entries (a, a), (a, b) and (b, b).
+    In the model, label = 1 has the log odds a + b·score. The five numbers for a point are the gradient in a and b, and
+    the entries (a, a), (a, b) and (b, b) of the information matrix.
     """
     chance = expit(at[:, :1] + at[:, 1:] * score)
     left, weight = label - chance, chance * (1 - chance)
@@ -138,8 +141,9 @@ def calibration_sums(score: Numbers, label: Numbers, at: Numbers) -> Numbers:
 def calibration(sums: Callable[[Numbers], Numbers]) -> list[float] | None:
     """Compute the calibration intercept, its standard error, the calibration slope, and its standard error.
 
-    The intercept is fitted with a slope of 1, and the slope with an intercept of its own, by Newton's method. None if
-    Newton's method does not converge, for example because the scores separate the classes.
+    The intercept is fitted with the slope fixed at 1; the slope is fitted together with another intercept. Both fits
+    use Newton's method. If it does not converge, for example because the scores separate the classes, the result is
+    None.
 
     Args:
         sums: a function that returns `calibration_sums` of all rows at two points, (2, 2).
@@ -162,11 +166,11 @@ def hazard_slope(time: Numbers, event: Numbers, risk: Numbers, patients: Numbers
     """Compute the slope of a Cox regression on the rows' predicted log hazards, and its standard error.
 
     The slope is 1 if hazards differ as much as predicted, and smaller if they differ less. It is found by Newton's
-    method. None if the likelihood has no maximum.
+    method. If the likelihood has no maximum, the result is None.
 
     Args:
-        patients: the patient of each row. The standard error is then the sandwich of Lin and Wei (JASA 1989), in which
-            the rows of a patient count together. None: the standard error follows from the information.
+        patients: the patient of each row, for the robust standard error of Lin and Wei (JASA 1989), in which the rows
+            of a patient count together. None: the standard error follows from the information matrix.
     """
     if not (scale := float(np.std(risk))) > 0:
         return None

@@ -1,4 +1,4 @@
-"""Write a model card in Markdown: what readers should know about a study's model."""
+"""Write a model card in Markdown, which says what readers should know about a study's model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ MODELS = {
     "ridge": "linear regression with a ridge penalty",
     "cox": "Cox's proportional hazards, with a baseline of its own for each site",
 }
-NO_NOISE = "none: no noise was added to what the sites sent, so that no ε bounds what it reveals"  # as in every study
+NO_NOISE = "none: no noise was added to what the sites sent, so that no ε bounds what it reveals"  # true of every study
 NOT_FOR = (
     "Decisions about a patient without a person who knows the patient; the model has no approval as a medical device.",
     "Conclusions about causes: a coefficient says how a column and the target vary together, given the other columns.",
@@ -29,14 +29,14 @@ NOT_FOR = (
 
 @dataclass(frozen=True, kw_only=True)
 class StudyCosts:
-    """Hold the costs of a study, for its model card.
+    """The costs of a study, for its model card.
 
     Args:
         exchanges: the number of exchanges with the sites.
         requests: the number of messages to sites.
         bytes_down, bytes_up: bytes to and from all sites together.
-        simulated: whether the exchanges were simulated on one machine. The sums of statistics and the evaluation, which
-            then need no messages, are not counted.
+        simulated: whether the exchanges were simulated on one machine. A simulation needs no messages to add up
+            statistics and to evaluate the model, so these are not counted.
     """
 
     exchanges: int
@@ -47,7 +47,7 @@ class StudyCosts:
 
     @classmethod
     def of(cls, ledgers: Sequence[Ledger]) -> Self:
-        """Add up the costs of simulated runs, in which every message has a reply."""
+        """Add up the costs of simulated runs. In a simulation, every message has a reply."""
         counts = {name: sum(getattr(one, name) for one in ledgers) for name in ("exchanges", "bytes_down", "bytes_up")}
         return cls(**counts, requests=sum(one.replies for one in ledgers), simulated=True)
 
@@ -58,7 +58,7 @@ class StudyCosts:
 
 
 def card(model: Any) -> str:
-    """Write the card that `StudyModel.card` describes."""
+    """Return the model card of a `StudyModel`: see `StudyModel.card`."""
     agreed, study = model.agreement, model.agreement.study
     what = {"logistic": "the probability of", "ridge": "the number", "cox": "the log hazard of the event"}
     target = study.event or study.target
@@ -81,7 +81,7 @@ def card(model: Any) -> str:
     columns = [f"- {_code(name)}: {_described(summary)}" for name, summary in agreed.features.items()]
     report = ["There is no report with this model."]
     if model.report is not None:
-        # Indentation marks the report as code; a fence could be closed by a name in the report.
+        # The report is indented, which marks it as code. A name in the report could close a fence.
         report = [f"    {line}" for line in printable(str(model.report), None, kept="\n").split("\n")]
     parts = {
         f"Model of {_code(target)}": [f"- {name}: {text}" for name, text in facts.items()],
@@ -96,19 +96,19 @@ def card(model: Any) -> str:
 
 
 def held_out_in_words(study: Any) -> str:
-    """Say which rows are held out."""
+    """Say in words which rows are held out."""
     if isinstance(study.holdout, str):
         return f"all rows of {_code(study.holdout)} are held out and not counted here"
     return f"{study.holdout:.0%} of each site's rows are held out and not counted here"
 
 
 def _code(text: Any) -> str:
-    """Return a name in a line as Markdown shows it."""
+    """Return a name as code in Markdown, so that all its characters are shown."""
     return f"`{printable(str(text)).replace('`', chr(39))}`"
 
 
 def _penalties(model: Any) -> str:
-    """Write the penalty of each group of features; two numbers are its range over the features of the group."""
+    """Write the penalty of each group of features: one number, or the least and the greatest in the group."""
     groups = np.array(model.agreement.penalty_groups())
     values = np.asarray(model.estimator.penalties_, float)
     said = []

@@ -1,7 +1,8 @@
-"""Use a study's model: predict the rows of a table, and return the coefficients in units of the original columns.
+"""Use a study's model: predict for rows of a table, and convert coefficients to units of the original columns.
 
-A prepared number is (a − mean)/deviation. So its coefficient w is w/deviation for each unit of a, and the intercept for
-a row whose numbers are all 0 is b − Σ w mean/deviation.
+A prepared number is (a − mean)/deviation, where a is the original number. If w is its coefficient, the coefficient for
+one unit of a is w/deviation. If b is the intercept, the intercept for a row whose original numbers are all 0 is b − Σ w
+mean/deviation.
 """
 
 from collections.abc import Mapping
@@ -14,13 +15,13 @@ from fedbilevel.errors import ConfigurationError
 from fedbilevel.extending import missing, require
 
 COLUMNS = {"logistic": ("probability", "class"), "ridge": ("number",), "cox": ("log_hazard",)}
-"""The columns of predictions, by estimator."""
+"""The names of the columns that `predictions` returns, by estimator."""
 RATIOS = {"logistic": "odds ratio", "cox": "hazard ratio"}
 INTERCEPT = "(intercept)"
 
 
 def predictions(model: Any, frame: Any, site: str = "") -> Any:
-    """Predict each row of a table.
+    """Return a model's prediction for each row of a table.
 
     Args:
         model: a `StudyModel`.
@@ -28,9 +29,10 @@ def predictions(model: Any, frame: Any, site: str = "") -> Any:
         site: the site of the rows, as in `StudyModel.prepared`.
 
     Returns:
-        A data frame with a row for each row of `frame`: its number in the column "row", from 1 on, and its prediction.
-        For logistic regression the prediction is the "probability" of the positive class and the more probable "class";
-        for ridge regression a "number"; for Cox's model the "log_hazard" above the site's baseline.
+        A data frame with a row for each row of `frame`. The column "row" has the number of the row, from 1 on. The
+        other columns have the prediction: for logistic regression the "probability" of the positive class, and "class",
+        the more probable class; for ridge regression a "number"; for Cox's model the "log_hazard" above the site's
+        baseline.
 
     Raises:
         ConfigurationError: the site is unknown, or a column is missing or holds values that are not allowed.
@@ -43,7 +45,7 @@ def predictions(model: Any, frame: Any, site: str = "") -> Any:
 
 
 def data_frame(columns: Mapping[str, Any]) -> Any:
-    """Make a pandas.DataFrame.
+    """Make a pandas.DataFrame from columns, given by name.
 
     Raises:
         ConfigurationError: pandas is not installed.
@@ -56,12 +58,12 @@ def data_frame(columns: Mapping[str, Any]) -> Any:
 
 
 def in_units(model: Any) -> tuple[float, list[tuple[tuple[str, str, dict[str, Any]], float]]]:
-    """Return the model in units of the original columns.
+    """Convert the model's coefficients to units of the original columns.
 
     Returns:
-        The log odds, the number or the log hazard of a row whose numbers are 0 and whose words are gaps; and, for each
-        coefficient, its column, its category (empty for numbers), the sites' statistics of the column, and the value of
-        the coefficient.
+        The intercept: the log odds, the number or the log hazard of a row whose numbers are 0 and whose words are gaps.
+        And, for each coefficient: ((column, category, statistics of the column), value). The category is empty for
+        numbers.
     """
     features, estimator = model.agreement.features, model.estimator
     rows = [(name, word, one) for name, one in features.items() for word in one.get("categories", [""])]
@@ -72,9 +74,12 @@ def in_units(model: Any) -> tuple[float, list[tuple[tuple[str, str, dict[str, An
 
 
 def intercept_error(agreement: Any, estimator: Any) -> float | None:
-    """Compute the standard error of b − Σ w mean/deviation, which is linear in the intercept and the coefficients.
+    """Compute the standard error of the intercept for a row whose original numbers are all 0.
 
-    None if there is no intercept, or if the covariance of the coefficients is not known."""
+    This intercept is b − Σ w mean/deviation, which is linear in the intercept b and the coefficients w.
+
+    The result is None if there is no intercept, or if the covariance of the coefficients is not known.
+    """
     if estimator.covariance_ is None or not estimator.has_intercept:
         return None
     features = agreement.features.values()
@@ -86,7 +91,7 @@ def intercept_error(agreement: Any, estimator: Any) -> float | None:
 
 
 def coefficient_table(model: Any) -> Any:
-    """Make the data frame that `StudyModel.table` describes."""
+    """Make the table of a model's coefficients: see `StudyModel.table`."""
     estimator, (at_zero, coefficients) = model.estimator, in_units(model)
     rows = [one for one, _ in coefficients]
     units = np.array([1.0 if "categories" in one else deviation(one) for _, _, one in rows])
@@ -106,7 +111,7 @@ def coefficient_table(model: Any) -> Any:
 
 
 def fitted_pipeline(model: Any) -> Any:
-    """Make the pipeline that `StudyModel.pipeline` describes."""
+    """Make a scikit-learn Pipeline of a model: see `StudyModel.pipeline`."""
     from sklearn import linear_model
     from sklearn.pipeline import Pipeline
 

@@ -2,23 +2,23 @@
 
 from jax import Array
 
-SHORTEST = 2.0**-20  # step, as a share of Newton's
-EXACT, ROUNDED = 1e-14, 1e-9  # ‖∇G‖ in units of the first: small enough; and small enough for rounding errors to count
+SHORTEST = 2.0**-20  # the shortest step that is tried, as a share of Newton's step
+EXACT, ROUNDED = 1e-14, 1e-9  # ‖∇G‖ in units of the first ‖∇G‖: it is small enough to stop; rounding errors may matter
 
 
 def exact(norm: Array, first: Array) -> Array:
-    """Decide whether ‖∇G‖ is small enough, compared with the first."""
+    """Return whether ‖∇G‖ is small enough to stop, compared with the first ‖∇G‖."""
     return norm <= EXACT * first
 
 
 def ended(norm: Array, first: Array, length: Array) -> Array:
-    """Decide whether no further step is worth an exchange.
+    """Return whether Newton's method should end, because no further step is worth an exchange.
 
     Args:
-        norm: ‖∇G‖ at the best models so far.
-        first: the same at the start.
-        length: the length of the step that is tried next, as a share of Newton's. If it is below 1, the last step did
-            not make ‖∇G‖ smaller.
+        norm: ‖∇G‖ at the best models so far, a scalar.
+        first: ‖∇G‖ at the start.
+        length: the length of the next step, as a share of Newton's step. If it is below 1, the last step did not make
+            ‖∇G‖ smaller.
     """
-    rounded = (norm <= ROUNDED * first) & (length < 1)  # the last step was no larger than rounding errors
+    rounded = (norm <= ROUNDED * first) & (length < 1)  # only rounding errors are left: the last step did not help
     return exact(norm, first) | rounded | (length < SHORTEST)

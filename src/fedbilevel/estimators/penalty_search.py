@@ -1,18 +1,20 @@
-"""Search exactly for the penalties of models with few coefficients, by exchanges of gradients and Hessians.
+"""Search for the penalties of models with few coefficients, by exact hypergradients from exchanged Hessians.
 
-The models k = 1 … M of `linear` are trained with penalties c_l w_kl²/2, c_l = 2 κ x_{g(l)}, and f measures them on
-validation rows. In every exchange the server sends x and w, and each client replies for every model with the gradient
-and the Hessian H_k of its training loss, and the gradient s_k of its validation loss: about M (D + 1) (D + 2) numbers,
-for D coefficients. From their means the server has, without a further exchange,
+The models k = 1 … M of `linear` have D coefficients w_kl each. They are trained with the penalties c_l w_kl²/2, where
+c_l = 2 κ x_{g(l)} and g(l) is the group of feature l. f measures the models on validation rows. In every exchange the
+server sends x and w. For every model, each client replies with the gradient and the Hessian H_k of the training loss,
+and with the gradient s_k of the validation loss. This is about M (D + 1) (D + 2) numbers. From the means over clients
+the server computes, without a further exchange,
 
     the step of Newton's method    w_k ← w_k − H_k⁻¹ ∇G_k
     the hypergradient              ∂F/∂log x_g = −Σ_k Σ_{l: g(l) = g} c_l w_kl (H_k⁻¹ s_k)_l
 
-as ∂²G_k/∂w_kl ∂log x_g = c_l w_kl needs no samples. A step is halved until it makes ‖∇G‖ smaller. When ‖∇G‖ is
-small, the server moves log x in its box, by a projected BFGS method with backtracking on F − Σ_k s_kᵀH_k⁻¹∇G_k, which
-is F at the minimum to second order. The server can compute how new penalties change the gradients and Hessians, so
-the models make a Newton step for these penalties before the next exchange. The search ends when the projected gradient
-is small; Newton's method then continues until only rounding errors are left.
+The server can do this because ∂²G_k/∂w_kl ∂log x_g = c_l w_kl depends on no samples. A step of Newton's method is
+halved until it makes ‖∇G‖ smaller. When ‖∇G‖ is small, the server moves log x within its bounds, by a projected BFGS
+method. Backtracking uses F − Σ_k s_kᵀH_k⁻¹∇G_k, which is F at the minimum of G up to second order. The server can
+compute how new penalties change the gradients and Hessians, so it makes a Newton step for these penalties before the
+next exchange. The search ends when the projected gradient is small. Newton's method then continues until only rounding
+errors are left.
 """
 
 from typing import Any, NamedTuple
@@ -27,58 +29,61 @@ from fedbilevel.authoring import Algorithm, Client, Fed, Reply, phase, positive,
 from fedbilevel.estimators.newton_end import SHORTEST, ended
 
 Tree = dict[str, Array]
-"""The models: "coef", (M, features), and, where they have one, "intercept", (M,)."""
+"""The coefficients of M models: "coef", (M, features), and "intercept", (M,), if the models have one."""
 
-SOLVED = 1e-7  # ‖∇G‖ of models that are judged, in units of the first
-LONGEST = 4.0  # the longest step on log x
+SOLVED = 1e-7  # the largest ‖∇G‖ at which penalties are judged, in units of the first ‖∇G‖
+LONGEST = 4.0  # the longest step in log x
 
 
 class Derivatives(NamedTuple):
-    """Hold the means that an exchange returns; `gradient` and `hessian` do not include the penalties."""
+    """The means over clients that an exchange returns, for M models with D coefficients each.
 
-    value: Array  # f
-    slope: Array  # (M, D), its gradient
-    gradient: Array  # (M, D)
-    hessian: Array  # (M, D, D)
+    `gradient` and `hessian` do not include the penalties.
+    """
+
+    value: Array  # f, the validation loss
+    slope: Array  # (M, D), the gradient of f
+    gradient: Array  # (M, D), the gradient of the training loss
+    hessian: Array  # (M, D, D), the Hessian of the training loss
 
 
 class Judged(NamedTuple):
-    """Hold the best penalties so far, and the numbers by which they are compared."""
+    """The best penalties so far, and the numbers by which they are compared."""
 
     log_x: Array  # (groups,)
     value: Array  # F
     slope: Array  # (groups,), the hypergradient in log x
     curvature: Array  # (groups, groups), BFGS's approximation of the second derivatives
-    direction: Array  # (groups,), from log_x to a point in the box
-    length: Array  # the length of the step along the direction that is tried
+    direction: Array  # (groups,), from log_x to a point within the bounds
+    length: Array  # the length of the next step along the direction
     left: Array  # the largest entry of the projected gradient
-    moves: Array  # how many penalties have been the best
+    moves: Array  # how often better penalties were found
 
 
 class State(NamedTuple):
-    """Hold the server's state: `y` has the best models for x so far, and `trial` those that clients evaluate next."""
+    """The server's state: `y` has the best models for x so far, and `trial` those that clients evaluate next."""
 
     x: Array
     y: Tree
     trial: Tree
     known: Derivatives  # the derivatives at y
     norm: Array  # ‖∇G‖ at y
-    first: Array  # the same at the start
+    first: Array  # ‖∇G‖ at the start
     length: Array  # the length of Newton's step from y to `trial`
     best: Judged
     searching: Array
 
 
 class PenaltySearch(Algorithm):
-    """Search for penalties by exact hypergradients, one exchange a round, and train the models.
+    """The method that searches for penalties by exact hypergradients and trains the models, with one exchange a round.
 
     Args:
-        groups: g(l), the index of the penalty of each feature l, as a text, since sites take whole numbers for counts
-            of work.
-        curvature: κ, half of the loss's second derivative, or half of a bound of it.
+        groups: g(l), the index of the penalty of each feature l, as a text. (If they were numbers, sites would compare
+            them with their limits on work.)
+        curvature: κ, half of the second derivative of the loss of a row, or half of an upper bound of it.
         largest: the upper bound of x; 1/largest is the lower bound.
         tolerance: the search ends when the largest entry of the projected gradient in log x, in units of f, is at most
-            this.
+            this number.
         search: whether to search for x; False: x is given, and only the models are trained.
     """
 
@@ -99,7 +104,7 @@ class PenaltySearch(Algorithm):
         nothing = jnp.zeros_like(w)
         known = Derivatives(huge, nothing, nothing, jnp.zeros((models, width, width), w.dtype))
         zero, one = jnp.zeros_like(x), jnp.ones((), w.dtype)
-        log_x = jnp.log(x) if self.search else zero  # penalties that are given may be 0
+        log_x = jnp.log(x) if self.search else zero  # given penalties may be 0, which has no logarithm
         best = Judged(log_x, huge, zero, jnp.eye(groups, dtype=x.dtype), zero, one, huge, jnp.asarray(0))
         return State(x, y, y, known, huge, 0 * huge, one, best, jnp.asarray(self.search))
 
@@ -130,12 +135,12 @@ class PenaltySearch(Algorithm):
         return ~state.searching & ended(state.norm, state.first, state.length)
 
     def penalty(self, x: Array, y: Tree) -> Array:
-        """Compute c, (D,): 0 for an intercept."""
+        """Return c, (D,), the penalty of each coefficient; 0 for an intercept."""
         penalty = 2 * self.curvature * x[self.of]
         return jnp.append(penalty, 0.0) if "intercept" in y else penalty
 
     def moved(self, state: State) -> State:
-        """Judge x by the models that were trained for it, and move x or end the search."""
+        """Judge the penalties x by the models that were trained with them. Then move x, or end the search."""
         known, penalty, w = state.known, self.penalty(state.x, state.y), _rows(state.y)
         adjoint = _solved(known.hessian, penalty, known.slope)
         value = known.value - jnp.sum(adjoint * (known.gradient + penalty * w))
@@ -149,9 +154,9 @@ class PenaltySearch(Algorithm):
         return state._replace(x=x, norm=norm, length=jnp.ones_like(state.length), best=best, searching=searching)
 
     def judged(self, best: Judged, log_x: Array, value: Array, slope: Array) -> Judged:
-        """Accept new penalties as the best, or shorten the step that led to them."""
+        """Accept new penalties if they are the best so far; otherwise shorten the step that led to them."""
         step, bound = log_x - best.log_x, jnp.log(self.largest)
-        expected = jnp.sum(best.slope * step)  # the change of F to first order
+        expected = jnp.sum(best.slope * step)  # the expected change of F, to first order
         fits = value <= best.value + 1e-4 * expected
         curvature = _updated(best.curvature, step, slope - best.slope, best.moves)
         curvature = jnp.where(best.moves > 0, curvature, jnp.max(jnp.abs(slope)) * curvature)
@@ -160,7 +165,7 @@ class PenaltySearch(Algorithm):
         taken = Judged(
             log_x, value, slope, curvature, direction, jnp.ones_like(value), jnp.max(jnp.abs(left)), best.moves + 1
         )
-        parabola = -expected / (2 * (value - best.value - expected))  # the parabola's minimum, as a share of the step
+        parabola = -expected / (2 * (value - best.value - expected))  # the minimum of a parabola through both values
         shorter = best._replace(length=best.length * jnp.clip(jnp.nan_to_num(parabola, nan=0.1), 0.1, 0.5))
         return optax.tree.where(fits, taken, shorter)
 
@@ -173,7 +178,7 @@ class PenaltySearch(Algorithm):
         def slopes(w: Array) -> Array:
             return jax.grad(lambda w: client.problem.inner(x, _like(y, w), inner))(w)
 
-        # Models do not depend on each other, so one product gives a column of all their Hessians.
+        # Models do not depend on each other, so one product with a unit vector gives a column of every model's Hessian.
         def column(unit: Array) -> Array:
             return jax.jvp(slopes, (w,), (jnp.broadcast_to(unit, w.shape),))[1]
 
@@ -190,7 +195,7 @@ def _rows(y: Tree) -> Array:
 
 
 def _like(y: Tree, w: Array) -> Tree:
-    """Invert `_rows`: return a tree like y that has the rows w."""
+    """Return a tree like y that has the rows w. This is the inverse of `_rows`."""
     return {"coef": w[:, :-1], "intercept": w[:, -1]} if "intercept" in y else {"coef": w}
 
 
@@ -199,7 +204,7 @@ def _norm(gradient: Array) -> Array:
 
 
 def _solved(hessian: Array, penalty: Array, b: Array) -> Array:
-    """Solve (H_k + diag c) v_k = b_k for each model; if there are several solutions, take the shortest v_k."""
+    """Solve (H_k + diag c) v_k = b_k for each model. Of several solutions, return the shortest v_k."""
     values, vectors = jnp.linalg.eigh(hessian + penalty[:, None] * jnp.eye(len(penalty)))
     large = values > 1e-13 * values[:, -1:]
     inverse = jnp.where(large, 1 / jnp.where(large, values, 1), 0)
@@ -207,7 +212,7 @@ def _solved(hessian: Array, penalty: Array, b: Array) -> Array:
 
 
 def _updated(curvature: Array, step: Array, change: Array, count: Array) -> Array:
-    """Update BFGS's approximation by a step and the change of the gradient, if these show positive curvature."""
+    """Update the BFGS approximation by a step and the change of the gradient, if this shows positive curvature."""
     along = jnp.sum(step * change)
     positive = along > 1e-8 * _norm(step) * _norm(change)
     along = jnp.where(positive, along, 1)
@@ -219,7 +224,7 @@ def _updated(curvature: Array, step: Array, change: Array, count: Array) -> Arra
 
 
 def _direction(curvature: Array, log_x: Array, slope: Array, free: Array, bound: Array) -> Array:
-    """Return the step from log x to the minimum of the quadratic model over the free entries, clipped to the box.
+    """Return the step from log x to the minimum of the quadratic model over the free entries, clipped to the bounds.
 
     If this step leads uphill, return the step of steepest descent.
     """

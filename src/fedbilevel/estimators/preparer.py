@@ -1,17 +1,18 @@
-"""Turn a table with categories and gaps into numbers, in a way on which sites agree without showing rows.
+"""Turn a table with categories and gaps into numbers, in the same way at all sites, which need not show rows for this.
 
-For each column of numbers, a site sends how many numbers there are, their mean and the sum of squares about the mean.
-For each column of categories, it sends how many rows have each category. With these statistics added up over sites, a
-number becomes (a − mean)/deviation, and a gap becomes 0, which is the mean; a category becomes an indicator for each
-name, and all indicators are 0 in a gap. `fit` on the rows of all sites gives the same, up to rounding.
+For each column of numbers, a site sends the count of numbers, their mean, and the sum of squared differences from the
+mean. For each column of categories, it sends how many rows have each category. These statistics are added up over
+sites. With the sums, a number a becomes (a − mean)/deviation, and a gap becomes 0, which is the mean. A column of
+categories becomes a column of 0 and 1, an indicator, for each category; in a gap all its indicators are 0. `fit` on the
+rows of all sites gives the same result, up to rounding.
 
 A site writes its statistics with `save`, as a text that a person can read before it is sent, and `load` adds up the
 texts of several sites. Sums are exact and rounded once, so that they do not depend on the order of sites.
 
-The statistics reveal little, but not nothing. The mean of one number is that number, a category with one row reveals
-that a patient has it, and a column of names reveals them all. So `save` leaves out statistics of fewer than `min_count`
-rows. It does not hide a single number among zeros. It does not hide a row from a reader who gets two texts of a site,
-one with the row and one without it.
+The statistics reveal something about rows. The mean of one number is that number, a category with one row reveals that
+a patient has this category, and a column of names reveals all names. So `save` leaves out statistics of fewer than
+`min_count` rows. This does not protect a single number among zeros. It also does not protect a row from a reader who
+gets two texts of a site, one with the row and one without it.
 """
 
 import json
@@ -40,27 +41,27 @@ from fedbilevel.extending import (
 __all__ = ["Preparer", "Summaries", "read_saved", "words_of"]
 
 T = TypeVar("T")
-NUMBERS = "biuf"  # kinds of types
+NUMBERS = "biuf"  # the kinds of NumPy's dtypes of numbers
 KINDS_OF_COLUMN = "numbers", "words"
 
 
 class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
-    """Turn a data frame's columns into standardised numbers and indicators of categories.
+    """A transformer of data frames: columns become standardised numbers and indicators of categories.
 
     Args:
-        categorical: the names of columns of categories. Columns of texts and of pandas' categories need not be named,
-            unless a site has only gaps in one. Columns of codes must be named, also if the codes are 0 and 1 (the mean
-            of such a column would reveal a count of rows).
+        categorical: the names of columns of categories. A column of texts or of pandas' categories need not be named,
+            unless a site has only gaps in it. Columns of codes must be named, even if the codes are 0 and 1, because
+            the mean of such a column would reveal a count of rows.
 
-    `fit` and `load` set `columns_`, the statistics of each column. The name of a category is its text; 1.0 and 1 have
-    the same name.
+    `fit` and `load` set `columns_`, the statistics of each column. The name of a category is its text; the numbers 1.0
+    and 1 have the same text.
     """
 
     def __init__(self, *, categorical: Sequence[str] = ()) -> None:
         self.categorical = categorical
 
     def fit(self, X: Any, y: Any = None) -> Self:
-        """Compute the statistics of the columns of a data frame, such as a site's rows; return the preparer.
+        """Compute the statistics of the columns of a data frame, such as a site's rows. Return the preparer.
 
         Raises:
             ConfigurationError: X is not a data frame, a categorical column is missing, or a number is infinite.
@@ -87,12 +88,12 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         return self._keep({"X": summaries})
 
     def save(self, file: str | Path, *, min_count: int = 8) -> None:
-        """Write the statistics as JSON, a line for each column.
+        """Write the statistics to a file as JSON, with a line for each column.
 
         Args:
-            min_count: the least number of rows that a statistic must come from. The mean of fewer numbers, and
-                categories with fewer rows, are left out. A column of numbers whose mean all sites leave out counts as
-                gaps. 1: nothing is left out.
+            min_count: the least number of rows from which a statistic may be computed. The mean of fewer numbers, and
+                categories with fewer rows, are left out. If all sites leave out the mean of a column, the column counts
+                as gaps. 1: nothing is left out.
         """
         summaries = self.summaries(min_count).items()
         lines = [json.dumps({name: summary}, ensure_ascii=False)[1:-1] for name, summary in summaries]
@@ -106,11 +107,11 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
 
     @classmethod
     def sum_of(cls, parts: Mapping[str, Summaries]) -> Self:
-        """Add up the statistics of several sites, given by site name, as `load` does with files.
+        """Return the preparer with the sum of the statistics of several sites; `parts` has them by site name.
 
         Raises:
             ConfigurationError: a site has other columns than the first site, or columns of another kind.
-            ValueError: the statistics of a site are not as `summaries` returns them.
+            ValueError: the statistics of a site do not have the form that `summaries` returns.
         """
         for summaries in parts.values():
             checked(summaries)
@@ -118,7 +119,7 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
 
     @classmethod
     def load(cls, *files: str | Path) -> Self:
-        """Read a file that `save` wrote, or the files of several sites, whose statistics are added up.
+        """Read files that `save` wrote, one or several, and add up their statistics. Return the preparer with the sum.
 
         Numbers are read exactly, and columns come in the order of the first file.
 
@@ -135,8 +136,9 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         """Return a data frame of numbers without gaps, with the rows of X.
 
         Raises:
-            ConfigurationError: a column is missing or unknown, or has a category that no site has named. (If a site
-                has rarer categories in this column, which it does not name, the category counts as a gap instead.)
+            ConfigurationError: a column is missing or unknown, or has a category that no site has named. (If some site
+                has rarer categories in this column, which `save` does not name, an unknown category counts as a gap
+                instead.)
         """
         check_is_fitted(self)
         _require_frame(X)
@@ -160,7 +162,7 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         return np.asarray(names_of(self.columns_), object)
 
     def _keep(self, parts: Mapping[str, Summaries]) -> Self:
-        """Store the sum of the statistics of several sites."""
+        """Set `columns_` to the sum of the statistics of several sites. Return the preparer."""
         (first, known), *_ = parts.items()
         for place, summaries in parts.items():
             _require_columns(place, summaries, known)
@@ -177,7 +179,7 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
 
 
 def read_saved(file: Path, read: Callable[[Any], T]) -> T:
-    """Read the JSON that `save` wrote, and return what the function `read` makes of it.
+    """Read the JSON that `save` wrote, and return `read`(content).
 
     Raises:
         DataError: the file cannot be read, or was not written by `save`.
@@ -203,7 +205,7 @@ def _require_columns(place: str, names: Collection[str], known: Collection[str])
 
 
 def _numbers(X: Any, name: str) -> Any:
-    """Return the values of a column of numbers, NaN in gaps."""
+    """Return the values of a column of numbers, with NaN in gaps."""
     require(
         X[name].dtype.kind in NUMBERS,
         f"type of column {name!r}",
@@ -216,5 +218,5 @@ def _numbers(X: Any, name: str) -> Any:
 
 
 def words_of(column: Any) -> Any:
-    """Return the texts of a column of categories, "1" of the number 1.0."""
+    """Return the texts of a column of categories; the text of the number 1.0 is "1"."""
     return column.astype("string").str.replace(r"^(-?\d+)\.0$", r"\1", regex=True)

@@ -1,9 +1,9 @@
 """Write a scoring sheet: a study's model in plain text, for people with pen, paper and a pocket calculator.
 
-The sum S of a row is the start, plus the term of each number, plus the points of each word. A number's term is the
-number times its factor, which is the coefficient for one unit of the original column. Terms have enough decimals that
-rounding one of them changes S by less than 10⁻⁵ of the unit of S, even if a number is ten standard deviations away from
-its mean. The sheet says by how much S can then differ from the model's S.
+The sheet says how to compute a sum S for a row: the start, plus the term of each number, plus the points of each word.
+A number's term is the number times its factor, which is the coefficient for one unit of the original column. Terms have
+so many decimals that rounding one term changes S by less than 10⁻⁵ of the unit of S, even if a number is ten standard
+deviations away from its mean. The sheet says by how much S can differ from the model's S because of rounding.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ from fedbilevel.estimators.model_card import MODELS
 from fedbilevel.estimators.model_in_use import data_frame, in_units
 from fedbilevel.extending import printable
 
-FAR = 10  # standard deviations from the mean
-DECIMALS, SHOWN = 5, 3  # the decimals of terms and of results, if the unit of S is 1
+FAR = 10  # the largest distance from the mean for which rounding is bounded, in standard deviations
+DECIMALS, SHOWN = 5, 3  # the numbers of decimals of terms and of results, if the unit of S is 1
 Cells = Sequence[tuple[str, ...]]
 
 
 @dataclass(frozen=True)
 class NumberLine:
-    """Hold the line of the sheet for a column of numbers, as printed.
+    """The line of the sheet for a column of numbers, with texts as they are printed.
 
     Args:
         each: the factor of the column: its coefficient for one unit.
@@ -40,7 +40,7 @@ class NumberLine:
 
 
 def sheet(model: Any) -> str:
-    """Write the sheet that `StudyModel.sheet` describes."""
+    """Return the scoring sheet of a `StudyModel`: see `StudyModel.sheet`."""
     agreed, study = model.agreement, model.agreement.study
     decimals = _decimals(agreed)
     start, numbers, words = _lines(model, decimals)
@@ -67,15 +67,18 @@ def sheet(model: Any) -> str:
 
 
 def _decimals(agreed: Any) -> int:
-    """Return the number of decimals of terms: DECIMALS if the unit of S is 1."""
+    """Return the number of decimals of terms, which is DECIMALS if the unit of S is 1."""
     (target,) = agreed.target.values()
     unit = deviation(target) if agreed.study.estimator == "ridge" else 1.0
     return max(0, DECIMALS - floor(log10(unit)))
 
 
 def _precision(decimals: int, numbers: list[NumberLine], words: dict[str, dict[str, str]]) -> list[str]:
-    """Say how to round terms, and bound the error of S: half a unit of the last decimal for each printed number, and
-    the same again for each term that a person rounds."""
+    """Say how to round terms, and by how much S can be wrong.
+
+    The error is at most half a unit of the last decimal for each printed number, and another half for each term that a
+    person rounds.
+    """
     bound = (1 + 2 * len(numbers) + len(words)) / 2 * 10.0**-decimals
     differs = f"differs from the model's S by {bound:.{decimals + 1}f} at most"
     if not numbers:
@@ -108,7 +111,7 @@ def _predicted(model: Any) -> str:
 
 
 def _results(model: Any) -> list[str]:
-    """Say what follows from S."""
+    """Say how to compute the prediction from S."""
     study = model.agreement.study
     if study.estimator == "logistic":
         other, positive = (printable(str(one)) for one in model.estimator.classes_)
@@ -130,7 +133,10 @@ def _results(model: Any) -> list[str]:
 
 
 def _example(model: Any, start: str, numbers: list[NumberLine], words: dict[str, dict[str, str]]) -> list[str]:
-    """Compute a row from the printed numbers: rounded means, the last number missing, and the most frequent words."""
+    """Compute an example by the printed numbers.
+
+    Its row has rounded means, a gap in place of the last number, and the most frequent words.
+    """
     study, features = model.agreement.study, model.agreement.features
     decimals = _decimals(model.agreement)
     row: dict[str, Any] = {name: None if "categories" in summary else np.nan for name, summary in features.items()}
@@ -155,7 +161,7 @@ def _example(model: Any, start: str, numbers: list[NumberLine], words: dict[str,
 
 
 def _computed(model: Any, frame: Any, site: str, total: float) -> list[str]:
-    """Say what the example's sum means, in the decimals in which sheet and model agree."""
+    """Compute the prediction of the example, with as many decimals as are equal by the sheet and by the model."""
     study = model.agreement.study
     if study.estimator == "logistic":
         chance = _common(1 / (1 + exp(-total)), float(model.predict_proba(frame, site)[0]), SHOWN)
@@ -174,12 +180,15 @@ def _computed(model: Any, frame: Any, site: str, total: float) -> list[str]:
 
 
 def _common(by_hand: float, by_model: float, decimals: int) -> str:
-    """Return the number with as many decimals as agree, since rounding can make the last decimals differ."""
+    """Return a number with only those decimals that are equal by hand and by the model.
+
+    Rounding can change the others.
+    """
     texts = ((f"{by_hand:.{places}f}", f"{by_model:.{places}f}") for places in range(decimals, -1, -1))
     return next((one for one, other in texts if one == other), f"{by_model:.{decimals}f}")
 
 
 def _aligned(rows: Cells) -> list[str]:
-    """Write rows of cells; the first cell of a row begins its line."""
+    """Write rows of cells in aligned columns, a line for each row."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]

@@ -1,4 +1,4 @@
-"""Hold a site's own table in a study: the statistics that it sends, its samples, and its answers on held-out rows."""
+"""Use a site's own table in a study: make the statistics that the site sends, its samples, and its answers."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ from fedbilevel.extending import printable, require, unknown, warn
 
 @contextmanager
 def at_site(site: str) -> Iterator[None]:
-    """Let an error about a site's table name the site."""
+    """Add the site's name to errors and warnings about its table that arise within the block."""
     try:
         yield
     except ConfigurationError as error:
@@ -35,7 +35,7 @@ def at_site(site: str) -> Iterator[None]:
 
 
 class SiteTable:
-    """Hold a site's own rows, in the form in which the site uses them in a study.
+    """A site's own rows, in the form in which the site uses them in a study.
 
     Args:
         study: the `Study`.
@@ -82,7 +82,10 @@ class SiteTable:
         self.held_out = features[held], kept.loc[held, targets], None if patients is None else patients[held]
 
     def _held_out(self, target: Any, patients: Any) -> Any:
-        """Return which rows are held out, (n,) bool. If they are a share of the rows, the site's name is their seed."""
+        """Return which rows are held out, (n,) bool.
+
+        If this is a share of the rows, they are drawn with the site's name as seed.
+        """
         if not self.study.holdout or isinstance(self.study.holdout, str):
             return np.full(len(target), self.whole)
         by_class = self.study.estimator != "ridge"
@@ -90,7 +93,7 @@ class SiteTable:
         return held_out(self.study.holdout, stratum, patients, generator_of_site(self.study.random_state, self.site, 1))
 
     def digest(self) -> Any:
-        """Compute a hash of each row, (n, 2) int32."""
+        """Return a hash of each row, (n, 2) int32."""
         import pandas as pd
 
         parts = (self.features, self.target), self.held_out[:2]
@@ -98,13 +101,13 @@ class SiteTable:
         return rows.to_numpy().view(np.int32).reshape(-1, 2)
 
     def fingerprint(self) -> str:
-        """Compute a hash of everything that the study uses of the table: columns, rows in their order, and patients."""
+        """Return a hash of all that the study uses of the table: columns, rows in their order, and patients."""
         patients = [[] if one is None else np.asarray(one).tolist() for one in (self.patients, self.held_out[2])]
         content = json.dumps([[*self.features.columns], len(self.target), *patients])
         return hashlib.sha256(content.encode() + self.digest().tobytes()).hexdigest()
 
     def described(self) -> dict[str, str]:
-        """Describe to the site's owner, for each column, which statistics are sent, and the share of missing values."""
+        """Describe the columns for the site's owner: the statistics that are sent, and the share of missing values."""
         if self.whole:
             return dict.fromkeys(self.summaries, "nothing")
         said = {}
@@ -122,7 +125,7 @@ class SiteTable:
         return said
 
     def statistics(self) -> dict[str, Any]:
-        """Return the statistics of its rows that the site sends before the exchanges."""
+        """Return the statistics of the site's rows, which the site sends before the exchanges."""
         column = self.target.iloc[:, -1:]
         codes = [] if self.study.estimator == "ridge" else [*column.columns]
         target = Preparer(categorical=codes).fit(column).summaries(1)
@@ -131,7 +134,7 @@ class SiteTable:
         return {"rows": len(self.target), "features": self.summaries, "target": target, "absent": self.absent}
 
     def require_columns(self, columns: object) -> None:
-        """Refuse a list of all sites' columns, as a server sends it, if this table lacks one of them."""
+        """Refuse the server's list of all sites' columns if this table lacks one of them."""
         fits = isinstance(columns, list) and all(isinstance(name, str) for name in columns)
         require(fits, "columns of the question", type(columns).__name__, "a list of names")
         for name in columns if isinstance(columns, list) else ():
@@ -139,20 +142,23 @@ class SiteTable:
                 raise DifferentColumnsError(self.site, printable(name))
 
     def samples(self, agreement: Agreement) -> dict[str, Any]:
-        """Return the site's samples for the run that finds penalties and coefficients; random if it is held out."""
+        """Return the site's samples for the run that finds penalties and coefficients.
+
+        If the site is held out, they are random numbers.
+        """
         estimator, (centre, spread) = agreement.estimator(), agreement.scales
-        self._prepared(agreement, *self.held_out[:2])  # so that errors in held-out rows come before the exchanges
+        self._prepared(agreement, *self.held_out[:2])  # to find errors in held-out rows before the exchanges
         if self.whole:
             return agreement.blank(len(self.held_out[1]))
         rows, encoded = self._prepared(agreement, self.features, self.target)
         stratum = encoded["stratum"]
         if self.study.estimator == "logistic" and estimator.classes_[0] > estimator.classes_[1]:
-            stratum = 1 - stratum  # so that folds do not depend on which class is positive
+            stratum = 1 - stratum  # then folds do not depend on which class is positive
         fold = estimator._folds(self.site, stratum, self.patients)
         return dict(estimator._samples({"row": (rows - centre) / spread, **encoded, "fold": fold}))
 
     def answer(self, agreement: Agreement, question: Mapping[str, Any]) -> Any:
-        """Return what the site sends about how a model fits its rows: see `evaluation` and `survival_curves`."""
+        """Return the site's answer about how a model fits its rows: see `evaluation` and `survival_curves`."""
         curves = bool(self.study.times and question.get("curves"))
         features, target, patients = (self.features, self.target, self.patients) if curves else self.held_out
         if not len(target):
@@ -168,7 +174,7 @@ class SiteTable:
         return answered(question, {"score": score, **encoded, "patients": patients}, self.study.min_count)
 
     def _prepared(self, agreement: Agreement, features: Any, target: Any) -> tuple[Any, dict[str, Any]]:
-        """Prepare rows, and encode their target."""
+        """Return prepared rows, (n, features), and their encoded target."""
         estimator, encoded = agreement.estimator(), target.to_numpy()
         if self.study.estimator == "logistic":
             words = words_of(target.iloc[:, 0])
@@ -181,7 +187,7 @@ class SiteTable:
 
 
 def _used(features: Any, summaries: Summaries) -> Any:
-    """Replace all entries whose statistics the site does not send by gaps."""
+    """Put gaps in place of all entries whose statistics the site does not send."""
     words = {
         name: words_of(features[name]) if "categories" in one else features[name] for name, one in summaries.items()
     }

@@ -1,18 +1,19 @@
-"""Make one model of several sites' tables (a study), on one machine or with sites that keep their rows.
+"""Fit one model to the tables of several sites (a study), on one machine or with sites that keep their rows.
 
-It has three steps, the same in both cases:
+A study has three steps, which are the same in both cases:
 
-1. Each site returns `SiteTable.statistics`: its number of rows, and counts, means and squares by column.
-2. All statistics are added up to an `Agreement`: columns, categories, classes and scales, from which each site prepares
+1. Each site sends `SiteTable.statistics`: its number of rows, and counts, means and sums of squares by column.
+2. All statistics are added up to an `Agreement` on columns, categories, classes and scales. With it, each site prepares
    its own rows. Sums are exact and rounded once, so that they do not depend on the order of sites.
-3. The estimator's exchanges find penalties and coefficients.
+3. The exchanges of the estimator find penalties and coefficients.
 
-A column of prepared rows needs no second sum: a number becomes (a − mean)/deviation and a gap 0, so that its mean over
-all rows is 0, and its variance the share of rows without a gap; the mean of an indicator is the share of its category.
+The means and variances of prepared columns need no second sum over sites. A number a becomes (a − mean)/deviation and a
+gap becomes 0, so the prepared column has the mean 0, and its variance is the share of rows without a gap. The mean of
+an indicator is the share of its category.
 
-Values that `min_count` hides in the statistics are not used for training, because the first gradient would reveal
-them. They count as gaps at that site. The classes of the target are always sent, because the first gradient reveals
-them anyway.
+Values whose statistics are left out because of `min_count` are not used for training, because the first gradient would
+reveal them. They count as gaps at their site. The classes of the target are always sent, because the first gradient
+reveals them in any case.
 """
 
 import json
@@ -44,7 +45,7 @@ VALUES = "coef", "penalties"  # the values that a saved model has for each featu
 @explain_misspelt
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """Hold all settings that the sites need before a study begins.
+    """The settings of a study, which all sites need before it begins.
 
     Args:
         estimator: the model: "logistic", "ridge" or "cox".
@@ -52,29 +53,30 @@ class Study:
         target: the column that is predicted; for Cox's model the column of times.
         event: for Cox's model, the column that is 1 if the event came at the row's time, and 0 if it had not come by
             then.
-        positive: for logistic regression, the class whose probability is predicted; empty: the second class in
-            alphabetical order.
-        patient: the column that identifies the patient of each row, if patients have several rows; empty: none.
-        categorical: the columns of codes and words.
+        positive: for logistic regression, the class whose probability is predicted; empty: the second of both classes
+            in alphabetical order.
+        patient: the column that identifies the patient of each row, if patients have several rows; empty: each row is a
+            different patient.
+        categorical: the columns of categories: codes or words.
         columns: the features; empty: all columns except target, event, patient and `drop`.
         drop: the columns that are left out. If a table lacks such a column, a warning is issued; if all tables
             lack it, an error is raised.
-        gaps: texts that mean a gap, in addition to those that pandas treats as gaps.
-        offsets: whether each site has an offset; the offsets of all sites share a penalty. Cox's model has a baseline
-            for each site instead.
-        penalty: "one" for all features; or "column", a penalty for each column; or "feature", a penalty for each
+        gaps: texts that mean a missing value, in addition to the texts that pandas treats so.
+        offsets: whether the model has an offset for each site; all offsets share a penalty. Cox's model has a baseline
+            hazard for each site instead.
+        penalty: "one": one penalty for all features; "column": a penalty for each column; "feature": a penalty for each
             feature, where each category of a column is a feature.
         groups: lists of columns by name; the columns of a list share a penalty of their own.
         cv: the number of folds of the cross-validation that finds the penalties.
         rounds: the largest number of exchanges; the search for penalties usually ends after a few dozen. With more than
-            300 features, it bounds the exchanges of the search, and also the number of Newton's steps that follow, each
-            of which has several exchanges.
+            300 features, it bounds the exchanges of the search, and also the number of steps of Newton's method after
+            the search. Each of these steps has several exchanges.
         random_state: the seed of the folds and of the rows that are held out.
         min_count: the least number of rows of a category, or of numbers in a column, at a site. Categories and columns
-            with less are neither sent nor used there.
-        holdout: the share of rows of each site and class that are held out: they are used for no statistics and no
-            fitting, and the model's report is about them. Or the name of a site: all of its rows are held out, and it
-            is evaluated as a site that was not in the study, with the offset 0 if the model has offsets.
+            with fewer are neither sent nor used at this site.
+        holdout: the share of rows of each site and class that are held out. These rows are not used for statistics or
+            fitting; the model's report is about them. Or the name of a site: all its rows are held out, and the model
+            is evaluated on them as on a site that was not in the study (with the offset 0 if the model has offsets).
         times: for Cox's model, the times of baseline hazards and Kaplan-Meier curves, at most 50, in rising order;
             empty: neither is computed.
     """
@@ -152,7 +154,7 @@ class Study:
 
     @classmethod
     def read(cls, text: str | Mapping[str, Any]) -> Self:
-        """Read a study from the table of a TOML file, or from `text`.
+        """Read a study from a table of settings, such as that of a TOML file, or from the JSON that `text` returned.
 
         Raises:
             ConfigurationError: a field is missing, unknown or wrong.
@@ -168,12 +170,12 @@ class Study:
 
     @property
     def text(self) -> str:
-        """Return the study as JSON; equal studies have equal texts."""
+        """Return the study as JSON. Equal studies have equal texts."""
         return json.dumps(asdict(self), sort_keys=True, ensure_ascii=False)
 
     @property
     def fitted_sites(self) -> list[str]:
-        """Return the sites to whose rows the model is fitted: all sites except one that is held out."""
+        """Return the sites to whose rows the model is fitted: all sites, without a site that is held out."""
         return [site for site in self.sites if site != self.holdout]
 
     @property
@@ -186,7 +188,7 @@ class Study:
 
         Args:
             tables: a data frame for each site, by the site's name.
-            engine: Local() by default.
+            engine: the engine that runs the exchanges; None: `Local()`.
 
         Raises:
             ConfigurationError: a site has no table, or its rows do not fit the study.
@@ -213,14 +215,14 @@ class Study:
 
 @dataclass(frozen=True)
 class StudyModel:
-    """Hold the model of a study, with all that is needed to use it on a site's own table.
+    """A study's model, with all that is needed to use it on a site's own table.
 
     Args:
-        agreement: the `Agreement`, which says how rows are prepared.
+        agreement: the `Agreement` of the sites, which says how rows are prepared.
         estimator: the estimator of prepared rows, with `coef_`, `intercept_`, `penalties_` and `classes_`.
         intercept_error: the standard error of the intercept of `table`; None with more than 300 features, and for Cox's
             model.
-        report: how good the predictions are on held-out rows, and the coefficients; None for a loaded model.
+        report: the `Report` on predictions for held-out rows and on coefficients; None for a loaded model.
         baselines: for Cox's model, the steps of the baseline hazard of each site that has one.
         costs: exchanges, requests, bytes and ε of the study; None for a loaded model.
     """
@@ -234,7 +236,7 @@ class StudyModel:
 
     @classmethod
     def of(cls, agreement: Agreement, estimator: Any) -> Self:
-        """Make the model of a fitted estimator, without a report."""
+        """Make the model from a fitted estimator, without a report."""
         return cls(agreement, estimator, intercept_error(agreement, estimator))
 
     def save(self, file: str | Path) -> None:
@@ -256,7 +258,7 @@ class StudyModel:
 
     @classmethod
     def load(cls, file: str | Path) -> Self:
-        """Read what `save` wrote.
+        """Read a model from a file that `save` wrote.
 
         Raises:
             DataError: the file cannot be read, or was not written by `save`.
@@ -281,12 +283,12 @@ class StudyModel:
         return cls(agreement, estimator, of_intercept, baselines=baselines)
 
     def prepared(self, frame: Any, site: str = "") -> Any:
-        """Prepare rows of a table with the columns of the study; other columns are ignored.
+        """Prepare the rows of a table with the columns of the study. Other columns are ignored.
 
         Args:
-            site: the site of the rows. If it is empty, or is the site that was held out, the rows count as those of a
-                site that was not in the study. The offset of such a site is 0, which is a weighted mean of the sites'
-                offsets; the weights are the variances of the sites' indicators.
+            site: the site of the rows. If it is empty, or is the site that was held out, the rows count as rows of a
+                site that was not in the study. Such a site has the offset 0. (This is a weighted mean of all offsets,
+                with the variances of the sites' indicators as weights.)
         """
         study, columns = self.agreement.study, [*self.agreement.features]
         if site and site not in study.sites:
@@ -297,17 +299,17 @@ class StudyModel:
         return self.agreement.preparer.transform(frame[columns])
 
     def predict(self, frame: Any, site: str = "") -> Any:
-        """Predict the class, the number, or the log hazard above the site's baseline of each row, (n,)."""
+        """Return the prediction for each row, (n,): the class, the number, or the log hazard above the baseline."""
         return self.estimator.predict(self.prepared(frame, site))
 
     def predict_proba(self, frame: Any, site: str = "") -> Any:
-        """Compute the probability of the positive class for each row, (n,)."""
+        """Return the probability of the positive class for each row, (n,)."""
         fits = self.agreement.study.estimator == "logistic"
         require(fits, "predict_proba", self.agreement.study.estimator, "called only for a logistic regression")
         return self.estimator.predict_proba(self.prepared(frame, site))[:, 1]
 
     def table(self) -> Any:
-        """Return the coefficients as papers print them: a data frame with a row for each coefficient.
+        """Return a data frame with a row for each coefficient, in original units, as tables in papers have them.
 
         Its columns are:
             "column" and "category": what the coefficient belongs to; the category is empty for a number.
@@ -326,40 +328,40 @@ class StudyModel:
     def pipeline(self) -> Any:
         """Return the model as a fitted scikit-learn Pipeline of a `Preparer` and a plain LogisticRegression or Ridge.
 
-        It makes the same predictions as the model, for a data frame with exactly the columns of the study. If the study
-        has offsets, one of these columns is "site", which is None for a site that was not in the study. Store the model
-        with `save`, and make the pipeline from the model that `load` returns: a pickled pipeline can run any code when
-        it is loaded.
+        For a data frame with exactly the columns of the study, the pipeline makes the same predictions as the model. If
+        the study has offsets, one of these columns is "site", which is None for a site that was not in the study. Do
+        not store the pipeline by pickle, since a pickled file can run any code when it is loaded. Store the model by
+        `save`, and make the pipeline from the model that `load` returns.
 
         Raises:
-            ConfigurationError: the model is Cox's, which scikit-learn does not have.
+            ConfigurationError: the model is Cox's: scikit-learn has no such estimator.
         """
         return fitted_pipeline(self)
 
     def card(self) -> str:
         """Return a model card in Markdown, for readers who do not know the study.
 
-        It has columns, sites, rows, the positive class, penalties, costs and report (a loaded model has neither),
-        versions and the date of the card, and what the model is not for. The costs are exchanges, requests to sites,
-        bytes, and the ε of differential privacy, or that no noise was added.
+        The card lists columns, sites, rows, the positive class, penalties, costs, the report, versions, the date of the
+        card, and uses for which the model is not meant. The costs are exchanges, requests to sites, bytes, and the ε of
+        differential privacy (or that no noise was added). A loaded model has no costs and no report.
         """
         return card(self)
 
     def sheet(self) -> str:
-        """Return a scoring sheet, with which a person computes a prediction by pen, paper and a pocket calculator.
+        """Return a scoring sheet in plain text, for computing a prediction with pen, paper and a pocket calculator.
 
-        The sheet is plain text. It has the start of the sum; for each column of numbers, its factor and the term of a
-        missing number; the points of each word and of each site; the formula that turns the sum into the prediction;
-        and an example. The prediction is a probability (logistic regression), a number (ridge regression), or a
-        relative hazard and, with baselines, the survival at each site (Cox's model).
+        The sheet has the start of a sum; for each column of numbers, its factor and the term of a missing number; the
+        points of each word and of each site; the formula that turns the sum into the prediction; and an example. The
+        prediction is a probability (logistic regression), a number (ridge regression), or a relative hazard and, with
+        baselines, the survival at each site (Cox's model).
         """
         return sheet(self)
 
     def predict_survival(self, frame: Any, times: Any, site: str) -> Any:
-        """Compute the probability that the event has not happened by these times, for each row of a site, (n, times).
+        """Return the probability that the event has not happened by each time, for each row of a site, (n, times).
 
-        Cox's model and the site's baseline hazard give it. The baseline is a step function that rises at the ends of
-        its steps.
+        The probability follows from Cox's model and the site's baseline hazard. The cumulative baseline is a step
+        function that rises at the ends of its steps.
 
         Raises:
             ConfigurationError: the site has no baseline, or a time is after the end of the baseline.

@@ -1,4 +1,4 @@
-"""Fit Cox's proportional hazards to several sites' rows; each site has a baseline hazard of its own.
+"""Fit Cox's proportional hazards model to the rows of several sites. Each site has a baseline hazard of its own.
 
 The loss is a stratified partial likelihood (Cox, "Regression models and life-tables", JRSS B 1972), with sites as
 strata: no sum contains rows of two sites. Row j has the features a_j and the time t_j, and w are the coefficients. e_j
@@ -23,13 +23,13 @@ from fedbilevel.extending import require
 
 
 def no_event(path: str) -> ConfigurationError:
-    """Return the error for rows without an event, from which no hazard can be estimated."""
+    """Return the error for rows without any event, from which no hazard can be estimated."""
     message = f"{path}: no row has an event, and at least one is needed"
     return ConfigurationError(path=path, got=0, allowed="at least one", message=message)
 
 
 class CoxRegression(Penalised):
-    """Fit a Cox regression, stratified by site, without an intercept; `predict` returns log hazards."""
+    """A Cox regression that is stratified by site, without an intercept. `predict` returns log hazards."""
 
     has_intercept, curvature = False, 0.5
 
@@ -51,20 +51,23 @@ class CoxRegression(Penalised):
         return {"time": times, "event": events, "stratum": events.astype(np.int32)}
 
     def _samples(self, rows: Columns) -> Columns:
-        """Sort rows by time, latest first: the rows at risk at a row's time are all rows up to its index `last`."""
+        """Return a site's samples, sorted by time, latest first.
+
+        At a row's time, all rows up to the index `last` are at risk.
+        """
         return in_order_of_time(rows)
 
     def _losses(self, z: Array, rows: Any, valid: Array) -> Array:
-        most = jax.lax.stop_gradient(jnp.max(z))  # so that no power overflows
+        most = jax.lax.stop_gradient(jnp.max(z))  # so that no exponential overflows
         at_risk = jnp.cumsum(jnp.where(valid, jnp.exp(z - most), 0))[rows["last"]]
         return rows["event"] * (most + jnp.log(jnp.where(valid, at_risk, 1)) - z)
 
     def score(self, X: Any, y: Any, groups: Any = None) -> float:
-        """Compute Harrell's concordance, the share of pairs of rows in the right order.
+        """Return Harrell's concordance, the share of pairs of rows that are predicted in the right order.
 
-        A pair counts if both rows are of the same site, and one has an event before the other's time. It is in the
-        right order if that row has the higher predicted hazard; equal hazards count half. Without groups all rows
-        count as one site's, with a warning if the model was trained on several sites.
+        A pair counts if both rows are of the same site, and one row has an event before the other row's time. The pair
+        is in the right order if the row with this event has the higher predicted hazard; equal hazards count half.
+        Without `groups`, all rows count as rows of one site, with a warning if the model was trained on several sites.
         """
         risk, target = self.predict(X), self._target(y)
         alone = groups is None and len(self.sites_) == 1

@@ -1,19 +1,20 @@
 """Compute baseline hazards and Kaplan-Meier curves of sites that keep their rows.
 
-The study has a grid of times, on which a site counts the rows to which the model is fitted. A row leaves the risk set
-at its time, by an event or because it is no longer observed. Neighbouring intervals of the grid are merged into steps,
-until at least `min_count` rows leave in each step. If fewer rows leave after the last such step, that step ends with
-the grid. If no row leaves after it, and at least `min_count` rows stay beyond the grid, a further step without a
-leaving row ends with the grid. For each step the site sends
+The study has a grid of times, `Study.times`. On this grid, each site counts the rows to which the model is fitted. A
+row leaves the risk set at its time, by an event or because it is no longer observed. Neighbouring intervals of the grid
+are merged into steps, so that at least `min_count` rows leave in each step. If a few rows leave after the last such
+step, but fewer than `min_count`, this step is extended to the end of the grid. If no row leaves after the last step,
+and at least `min_count` rows stay beyond the grid, there is one more step, in which no row leaves, up to the end of the
+grid. For each step the site sends
 
     its end t_k, the rows at risk n_k (those that leave in this step or later), the events d_k in this step, and
     H(t_k) = Σ_{t_j ≤ t_k} e_j / Σ_{l: t_l ≥ t_j} exp(a_lᵀw), Breslow's cumulative baseline hazard (Biometrics 1974)
 
-Row j has the features a_j and the time t_j, e_j is 1 for an event and otherwise 0, and w are the coefficients. H is
-exact at t_k. A patient of the site with the features a survives the time t with the probability exp(−H exp(aᵀw)), where
-H belongs to the last end that is not after t. The Kaplan-Meier curve of all sites is Π (1 − Σ_i d_i/Σ_i n_i) over the
-ends, with sums over sites i. In this curve, a site's rows leave at the ends of its steps. With `min_count` = 1 and a
-grid of all times, it is the Kaplan-Meier curve of the pooled rows.
+Row j has the features a_j and the time t_j; e_j is 1 for an event and otherwise 0; w are the coefficients. H is exact
+at t_k. A patient of the site with the features a survives the time t with the probability exp(−H exp(aᵀw)), where H is
+taken at the last end that is not after t. The Kaplan-Meier curve of all sites is the product of (1 − Σ_i d_i/Σ_i n_i)
+over all ends, with sums over sites i. In this curve, a site's rows leave at the ends of the site's steps. With
+`min_count` = 1 and a grid that contains all times of rows, it is the Kaplan-Meier curve of the pooled rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,11 +28,11 @@ from fedbilevel.estimators.measures import NORMAL, merged
 from fedbilevel.extending import require
 
 CurveSteps = list[list[float]]
-"""The steps of a site's curve; each has its end, rows at risk, events, and cumulative baseline hazard."""
+"""The steps of a site's curve: for each step its end, rows at risk, events, and cumulative baseline hazard."""
 
 
 def steps(time: Numbers, event: Numbers, risk: Numbers, grid: Sequence[float], least: int) -> CurveSteps | None:
-    """Return the steps of a site's curve, in each of which at least `least` rows leave; None if fewer leave in all."""
+    """Return the steps of a site's curve; at least `least` rows leave in each step. None if fewer rows leave in all."""
     cell = np.searchsorted(grid, time, "left")
     leaving = np.bincount(cell, minlength=len(grid) + 1)[: len(grid)]
     groups = merged(leaving, least)
@@ -54,7 +55,7 @@ def steps(time: Numbers, event: Numbers, risk: Numbers, grid: Sequence[float], l
 
 
 def check_steps(site: str, baseline: Any, grid: Sequence[float]) -> None:
-    """Refuse a site's survival curve that does not have the form that `steps` returns.
+    """Refuse a survival curve of a site if it does not have the form that `steps` returns.
 
     Raises:
         ConfigurationError: the curve has another form; the message names the site.
@@ -75,7 +76,10 @@ def check_steps(site: str, baseline: Any, grid: Sequence[float]) -> None:
 
 
 def kaplan_meier(baselines: Mapping[str, CurveSteps]) -> list[dict[str, float]]:
-    """Estimate the survival of all sites' rows, with Greenwood's 95 % intervals, computed for log(−log survival)."""
+    """Return the Kaplan-Meier estimate of survival for all sites' rows.
+
+    The 95 % intervals are Greenwood's, computed for log(−log survival).
+    """
     sites = [np.array(one) for one in baselines.values()]
     found, survival, variance = [], 1.0, 0.0
     for end in np.unique(np.concatenate([one[:, 0] for one in sites])):
@@ -96,7 +100,7 @@ def kaplan_meier(baselines: Mapping[str, CurveSteps]) -> list[dict[str, float]]:
 
 
 def survival(baseline: CurveSteps, risk: Numbers, times: Any) -> Numbers:
-    """Compute the probability that rows with these log hazards survive each time, (n, times)."""
+    """Return the probability that n rows with these log hazards survive each time, (n, times)."""
     ends, hazard = np.array(baseline)[:, 0], np.append(0.0, np.array(baseline)[:, 3])
     times = np.atleast_1d(np.asarray(times, float))
     fits = times.ndim == 1 and bool(((times >= 0) & (times <= ends[-1])).all())

@@ -1,10 +1,11 @@
-"""Find the penalties and coefficients of many features, with messages that are as long as the coefficients.
+"""Find the penalties and coefficients of many features, with messages about as long as the coefficients.
 
-The penalties are chosen in the shares 1/(1 + x_l), and the models of `linear` have the variables w_kl s_l √(1 + x_l).
-Their training losses then have Hessians with the diagonal 2κ, whatever scales and penalties are. fb.SimFBO searches for
-the shares, with full batches and steps that adapt, one exchange a round (`share_search`). Model K is then trained at
-these shares by Newton's method with conjugate gradient, one exchange for each gradient and each product with the
-Hessian (`Newton`). It starts from the mean of the models of the folds.
+The penalties are expressed by the shares 1/(1 + x_l) of `linear`, and the variables of its models are w_kl s_l √(1 +
+x_l). With these variables, the Hessians of the training losses have the diagonal 2κ for all scales and penalties.
+First, fb.SimFBO searches for the shares, with full batches, steps that adapt, and one exchange a round
+(`share_search`). Then model K is trained with these shares by Newton's method with conjugate gradient (`Newton`), which
+needs an exchange for each gradient and for each product with the Hessian. It starts from the mean of the models of the
+folds.
 """
 
 from collections.abc import Callable
@@ -20,23 +21,26 @@ from fedbilevel.authoring import Algorithm, Client, Fed, Reply, phase
 from fedbilevel.estimators.newton_end import ended, exact
 
 PRODUCTS = fb.parts.CG(max_steps=500, tolerance=0.1)
-"""The solver of each of Newton's steps; no field, since sites take fields that are counts as their own work.
+"""The solver for the steps of Newton's method.
 
-With more accurate steps there are fewer of them, but more products in all."""
+It is not a field, since sites compare fields that are counts with their limits on work.
+
+A smaller tolerance gives fewer steps, but more products with the Hessian in all.
+"""
 
 
 def share_search() -> Algorithm:
-    """Return the method that searches for the shares."""
+    """Return the method that searches for the shares 1/(1 + x)."""
     return fb.layered(fb.SimFBO(local_steps=1, batch_size=None), fb.AdaptiveSteps(x_lr=0.02))  # a share is from 0 to 1
 
 
 def in_shares(outer: Any, inner: Any, of: Any, largest: float | None = None) -> fb.Bilevel:
-    """State a problem in the shares 1/(1 + x), and in coefficients divided by the roots of their shares.
+    """Rewrite a problem in the shares 1/(1 + x), and in coefficients divided by the roots of their shares.
 
     Args:
-        outer, inner: the losses of x and the coefficients.
-        of: the number of each feature's share, (features,).
-        largest: the bound of x, and 1/largest the other; None: the shares have no bounds.
+        outer, inner: the losses as functions of x and the coefficients.
+        of: the index of each feature's share, (features,).
+        largest: the upper bound of x; the lower bound is 1/largest. None: the shares have no bounds.
     """
 
     def changed(loss: Callable[..., Array]) -> fb.WholeLoss:
@@ -50,21 +54,23 @@ def in_shares(outer: Any, inner: Any, of: Any, largest: float | None = None) -> 
 
 
 class Trained(NamedTuple):
-    """Hold the server's state: `y` has the smallest ‖∇G‖ so far, and clients evaluate `trial` next."""
+    """The server's state: `y` has the smallest ‖∇G‖ so far, and clients evaluate `trial` next."""
 
     x: Any
     y: Any
     trial: Any
     step: Any  # Newton's step from y
     norm: Array  # ‖∇G‖ at y
-    first: Array  # the same at the start
-    length: Array  # of the step from y to `trial`, as a share of Newton's
+    first: Array  # ‖∇G‖ at the start
+    length: Array  # the length of the step from y to `trial`, as a share of Newton's step
 
 
 class Newton(Algorithm):
-    """Minimise the inner loss over y at a fixed x, by Newton's method with conjugate gradient, a step a round.
+    """The method that minimises the inner loss over y at a fixed x, by Newton's method with conjugate gradient.
 
-    A step is halved until it makes ‖∇G‖ smaller.
+    It makes one step in each round.
+
+    If a step does not make ‖∇G‖ smaller, half of it is tried, and so on.
     """
 
     def init(self, x: Any, y: Any) -> Trained:
@@ -81,8 +87,8 @@ class Newton(Algorithm):
         def product(fed: Fed, v: Any, key: Array, _: Any) -> Any:
             return fed.mean(self.product, (state.x, y, v), key)
 
-        # Of a system with the right side 0, no product is asked for. If the trial is no better, the step is known; if
-        # its gradient is small enough, there is no further step.
+        # For a system with the right side 0, the solver asks for no product. This is used if the trial is not better,
+        # since the step is then known, and if the gradient is small enough, since no step follows.
         right = jax.tree.map(lambda leaf: jnp.where(better & ~exact(norm, first), leaf, 0), gradient)
         step = optax.tree.where(better, PRODUCTS.solve(fed, product, right, key, 1).v, state.step)
         length = jnp.where(better, 1.0, state.length / 2)
@@ -101,12 +107,12 @@ class Newton(Algorithm):
 
     @phase
     def gradient(self, client: Client, message: tuple[Any, Any], key: Array) -> Reply:
-        """Reply with ∇y g, like y."""
+        """Reply with ∇y g, in the structure of y."""
         return Reply(_slope(client, message[0])(message[1]), gradients=1)
 
     @phase
     def product(self, client: Client, message: tuple[Any, Any, Any], key: Array) -> Reply:
-        """Reply with the product of ∇²yy g and a direction, like y."""
+        """Reply with the product of ∇²yy g and a direction, in the structure of y."""
         x, y, direction = message
         return Reply(jax.jvp(_slope(client, x), (y,), (direction,))[1], hvps=1)
 
