@@ -1,4 +1,4 @@
-"""Load data sets, partition them over clients and pack the clients' samples, with NumPy only."""
+"""Load data sets, partition them over clients, and pack the clients' samples, with NumPy alone."""
 
 from fedbilevel.data.characters import Characters, Drawings, load_characters
 from fedbilevel.data.clients import (

@@ -20,12 +20,12 @@ from fedbilevel.data.clients import Indices, Seed, generator, iid
 from fedbilevel.data.files import SOURCES, DataError, as_data_error, mapped, unknown_name
 from fedbilevel.wording import in_a_line, missing, printable
 
-SIDE = 28  # pixels of an image's edge
+SIDE = 28  # the number of pixels along an image's edge
 
 
 @dataclass(frozen=True, eq=False)
 class Drawings:
-    """Hold several drawings of each character.
+    """Several drawings of each character.
 
     Args:
         images: (characters, drawings, 28, 28) uint8, with 255 for ink and 0 for paper.
@@ -38,13 +38,13 @@ class Drawings:
     alphabets: tuple[str, ...]
 
 
-STROKES_MEAN, STROKES_STD = 0.1158, 0.2889  # of the training pixels of `strokes()`; a test computes them again
+STROKES_MEAN, STROKES_STD = 0.1158, 0.2889  # mean and standard deviation of the training pixels of `strokes()`
 PIXELS = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
 class Characters:
-    """Hold characters for training, and characters of other alphabets for testing.
+    """Characters for training, and characters of other alphabets for testing.
 
     Args:
         name: the name of the set.
@@ -65,10 +65,12 @@ def load_characters(name: str, *, progress: files.Progress | None = None) -> Cha
     """Load the set of characters called `name`: "omniglot", or "strokes", which is generated and needs no file.
 
     The files of Omniglot are looked for in `$FEDBILEVEL_DATA/omniglot/`, then in the cache
-    (`$XDG_CACHE_HOME/fedbilevel/data/omniglot/`, by default below `~/.cache`), and else downloaded into the cache.
+    (`$XDG_CACHE_HOME/fedbilevel/data/omniglot/`, by default below `~/.cache`). If they are in neither, they are
+    downloaded into the cache.
 
     Args:
-        progress: called with (bytes done, bytes in all) during each download; None: a bar on standard error.
+        progress: a function that is called with (bytes done, bytes in all) during each download; None: a bar is shown
+            on standard error.
 
     Raises:
         DataError: the name is unknown, a file is damaged, a download fails, or Pillow is missing.
@@ -79,7 +81,7 @@ def load_characters(name: str, *, progress: files.Progress | None = None) -> Cha
 
 
 def by_alphabet(alphabet: NDArray[np.integer], clients: int, *, seed: Seed) -> list[Indices]:
-    """Deal out whole alphabets to clients at random, and return the indices of each client's characters.
+    """Deal whole alphabets out to clients at random, and return the indices of each client's characters.
 
     The clients' numbers of alphabets differ by at most 1. The characters of a client are in random order.
 
@@ -104,7 +106,7 @@ def strokes(
 ) -> Characters:
     """Generate characters of two to four strokes, each a quadratic curve, in about a second.
 
-    The strokes of an alphabet start and end at the same six points and are about equally bent, slanted and thick. Each
+    All strokes of an alphabet start and end at six common points, and are about equally bent, slanted and thick. Each
     drawing of a character moves the points of its strokes a little, then turns, scales, shears and shifts the
     character. A seed gives the same pixels on every machine.
 
@@ -129,9 +131,10 @@ def strokes(
 def _alphabet(rng: np.random.Generator, characters: int, drawings: int) -> NDArray[np.uint8]:
     """Generate the drawings of an alphabet, (characters, drawings, SIDE, SIDE).
 
-    All draws are uniform, and IEEE 754 defines the rounding of all operations, so that every machine gets the same.
+    All draws are uniform, and IEEE 754 defines the rounding of all operations, so that every machine gets the same
+    pixels.
     """
-    grid = np.stack(np.meshgrid([-0.6, 0, 0.6], [-0.6, 0, 0.6]), axis=-1).reshape(9, 2)  # the image is [−1, 1]²
+    grid = np.stack(np.meshgrid([-0.6, 0, 0.6], [-0.6, 0, 0.6]), axis=-1).reshape(9, 2)  # the image covers [−1, 1]²
     points = (grid + rng.uniform(-0.15, 0.15, grid.shape))[rng.permutation(9)[:6]]
     bend, slant = rng.uniform(0.1, 0.7), rng.uniform(-0.3, 0.3)
     pen = rng.uniform(0.06, 0.1)  # half the width of a line
@@ -179,7 +182,7 @@ def _drawn(rng: np.random.Generator, curves: PIXELS, slant: float, pen: float, d
 
 NAME = "omniglot"
 DRAWINGS, EDGE = 20, 105
-LARGEST = 100_000  # the largest image file in bytes; images of the published archives have a few hundred
+LARGEST = 100_000  # the largest number of bytes of an image file; images of the published archives have a few hundred
 ENCRYPTED = 0x1  # the bit for encryption in the flags of a zip entry
 PUBLISHED = {"images_background.zip": (30, 964), "images_evaluation.zip": (20, 659)}  # numbers of alphabets, characters
 
@@ -189,9 +192,10 @@ def read_omniglot(progress: files.Progress | None = None) -> Characters:
 
     The training characters are Omniglot's background set, in `images_background.zip`, and the test characters its
     evaluation set, in `images_evaluation.zip`. Both archives are looked for in `$FEDBILEVEL_DATA/omniglot` and in the
-    cache, and else downloaded. A local archive may be packed anew if the paths inside are the same; its alphabets,
-    characters and drawings are counted. Images of 105×105 pixels are averaged over areas to 28×28. Decoding takes
-    seconds, so the small images are cached under the checksum of their archive.
+    cache, and otherwise downloaded. A local archive may have been packed again if the paths inside are the same; so its
+    alphabets, characters and drawings are counted in place of a checksum. Images of 105×105 pixels are averaged over
+    areas to 28×28. Decoding takes seconds, so the small images are stored in the cache under the checksum of their
+    archive.
 
     Brenden M. Lake, Ruslan Salakhutdinov, Joshua B. Tenenbaum. "Human-level concept learning through probabilistic
     program induction". Science 350, 2015.
@@ -227,7 +231,10 @@ def _names(archive: zipfile.ZipFile, where: str, alphabets: int, characters: int
 
 
 def _small_images(archive: zipfile.ZipFile, names: list[str], checksum: str, where: str) -> NDArray[np.uint8]:
-    """Return the small images, (characters, DRAWINGS, SIDE, SIDE), from the cache; or decode and cache them."""
+    """Return the small images, (characters, DRAWINGS, SIDE, SIDE).
+
+    Read them from the cache, or decode and cache them.
+    """
     cache = files.folders(NAME)[-1] / f"{checksum}-{SIDE}.npy"
     shape = (len(names) // DRAWINGS, DRAWINGS, SIDE, SIDE)
     if cache.is_file():
@@ -253,7 +260,7 @@ def _small_images(archive: zipfile.ZipFile, names: list[str], checksum: str, whe
 def _png(archive: zipfile.ZipFile, name: str, where: str) -> tuple[bytes, str]:
     """Return the bytes of an image file, and its name for errors.
 
-    Other compressions than deflate are refused, since only the sizes of stored and deflated files can be bounded.
+    Files must be stored or compressed by deflate, since the expanded size cannot be bounded for other compressions.
     """
     place, entry = f"{printable(name)} in {where}", archive.getinfo(name)
     if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or entry.flag_bits & ENCRYPTED:

@@ -25,15 +25,15 @@ from fedbilevel.reading import parse_json
 from fedbilevel.wording import printable
 
 Indices = NDArray[np.int64]
-"""The places of samples in the arrays of a data set."""
+"""The indices of samples in the arrays of a data set."""
 Seed = int | np.random.Generator
 """A whole number, or a generator of NumPy, whose state changes."""
 
-ATTEMPTS = 1000  # the number of draws of a random partition after which its `minimum` counts as impossible
+ATTEMPTS = 1000  # after this many draws of a random partition, its `minimum` counts as impossible
 
 
 def iid(labels: ArrayLike, clients: int, *, seed: Seed) -> list[Indices]:
-    """Deal out samples at random, so that the sizes of clients differ by at most 1.
+    """Deal samples out to clients at random, so that the clients' numbers of samples differ by at most 1.
 
     Returns the indices of each client's samples. `labels` are (n,) integers.
     """
@@ -64,17 +64,17 @@ def shards(labels: ArrayLike, clients: int, *, per_client: int = 2, seed: Seed) 
 def dirichlet(labels: ArrayLike, clients: int, *, alpha: float, minimum: int = 1, seed: Seed) -> list[Indices]:
     """Skew labels: draw the clients' shares of each class from a symmetric Dirichlet distribution.
 
-    With K clients, a share has the mean 1/K and the variance (1/K)(1 − 1/K)/(K·alpha + 1). A small alpha gives each
-    client few classes, and a large one approaches `iid`. The sizes of clients are not balanced. Returns the indices of
-    each client's samples.
+    With K clients, a share has the mean 1/K and the variance (1/K)(1 − 1/K)/(K·alpha + 1). With a small alpha, each
+    client gets samples of few classes; with a large alpha, the partition is close to `iid`. The clients' numbers of
+    samples are not balanced. Returns the indices of each client's samples.
 
     Args:
         labels: (n,) integers.
         clients: the number of clients, K.
         alpha: the concentration of the distribution, above 0.
-        minimum: the least number of samples of a client. A draw that violates it is repeated as a whole, up to 1,000
-            times, so that the distribution is conditional on the minimum. 0 is the definition in the paper, which may
-            leave a client without samples.
+        minimum: the least number of samples of a client. If a client gets fewer, the whole draw is repeated, up to
+            1,000 times, so that the distribution is conditional on the minimum. With 0, the partition is as in the
+            paper, and a client may get no samples.
         seed: the seed, or a NumPy Generator.
 
     Source: Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks", ICML 2019, section 4; also
@@ -92,7 +92,7 @@ def dirichlet(labels: ArrayLike, clients: int, *, alpha: float, minimum: int = 1
 
 
 def quantity(labels: ArrayLike, clients: int, *, alpha: float, minimum: int = 1, seed: Seed) -> list[Indices]:
-    """Skew quantities: make the sizes of clients proportional to a draw from Dirichlet(alpha), and deal at random.
+    """Skew quantities: deal samples out at random, in numbers that are proportional to a draw from Dirichlet(alpha).
 
     Returns the indices of each client's samples.
 
@@ -100,7 +100,8 @@ def quantity(labels: ArrayLike, clients: int, *, alpha: float, minimum: int = 1,
         labels: (n,) integers.
         clients: the number of clients.
         alpha: the concentration of the distribution, above 0.
-        minimum: the least number of samples of a client. A draw that violates it is repeated, up to 1,000 times.
+        minimum: the least number of samples of a client. If a client gets fewer, the draw is repeated, up to 1,000
+            times.
         seed: the seed, or a NumPy Generator.
 
     Source: Li et al., "Federated Learning on Non-IID Data Silos: An Experimental Study", ICDE 2022, section 3.
@@ -111,11 +112,13 @@ def quantity(labels: ArrayLike, clients: int, *, alpha: float, minimum: int = 1,
 
 
 def one_label(labels: ArrayLike, clients: int, *, seed: Seed) -> list[Indices]:
-    """Give each client samples of a single label: of C labels in ascending order, client k holds number k mod C.
+    """Give each client samples of a single label.
 
-    The clients of a label share its samples at random, and their sizes differ by at most 1. Returns the indices of each
-    client's samples. `labels` are (n,) integers. Source: the case of one class per client in McMahan et al., AISTATS
-    2017.
+    Of C labels in ascending order, client k gets the label with the index k mod C.
+
+    The samples of a label are dealt out at random to the clients with this label, in numbers that differ by at most 1.
+    Returns the indices of each client's samples. `labels` are (n,) integers. Source: the case of one class per client
+    in McMahan et al., AISTATS 2017.
 
     Raises:
         DataError: there are fewer clients than labels, or a label has fewer samples than clients.
@@ -148,7 +151,7 @@ PARTITIONS: dict[str, Callable[..., list[Indices]]] = {
     "shards": shards,
 }
 REQUIRED = {"alpha": ("a number above 0, up to 1e9 (clients differ more if it is smaller)", 0.5)}
-"""The options without a default, each with the values that are allowed, and an example."""
+"""The options that have no default: name -> (the allowed values, an example)."""
 
 
 def partition(name: str, labels: ArrayLike, clients: int, *, seed: Seed, **options: Any) -> list[Indices]:
@@ -188,8 +191,8 @@ def split(
 
     Args:
         parts: the indices of each client's samples.
-        fraction: the share of training samples, strictly between 0 and 1. Their number is rounded, and each client
-            keeps at least one sample in both lists.
+        fraction: the share of training samples, strictly between 0 and 1. The number of a client's training samples is
+            rounded, and each client has at least one sample in both lists.
         seed: the seed, or a NumPy Generator.
 
     Raises:
@@ -210,7 +213,7 @@ def split(
 
 
 def dealt(labels: NDArray[Any], folds: int, rng: np.random.Generator) -> NDArray[np.int32]:
-    """Draw the fold of each sample, (n,) int32, such that each class is spread evenly over the folds.
+    """Draw the fold of each sample, (n,) int32, so that each class is spread evenly over the folds.
 
     Samples are ordered by class, at random within a class, and dealt out to the folds in turn.
     """
@@ -222,7 +225,7 @@ def dealt(labels: NDArray[Any], folds: int, rng: np.random.Generator) -> NDArray
 
 
 def generator_of_site(seed: int, site: str, *purpose: int) -> np.random.Generator:
-    """Return the generator of a site's draws for a purpose; it depends on the site's name and on no other site."""
+    """Return the random generator of a site for a purpose. It depends on the site's name, and not on other sites."""
     name = int.from_bytes(hashlib.sha256(site.encode()).digest()[:8], "big")
     return np.random.default_rng([seed, name, *purpose])
 
@@ -244,7 +247,7 @@ def strata_of(owners: NDArray[Any], strata: NDArray[Any]) -> tuple[NDArray[np.in
 
 
 def in_order_of_time(samples: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Put a client's latest samples first, as losses of survival times need them.
+    """Sort a client's samples by time, the latest first, as losses of survival times need them.
 
     The result also has "last", (n,) int32: for each sample, the index of the last sample of the same time. All samples
     up to this index are at risk at the time of the sample.
@@ -258,7 +261,10 @@ def in_order_of_time(samples: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[A
 def _drawn(
     rng: np.random.Generator, totals: NDArray[np.integer], clients: int, alpha: float, minimum: int
 ) -> NDArray[np.int64]:
-    """Draw counts (groups, clients) with the row sums `totals`; each row is proportional to a Dirichlet(alpha) draw."""
+    """Draw counts (groups, clients) with the row sums `totals`.
+
+    Each row is proportional to a draw from Dirichlet(alpha), up to rounding.
+    """
     if isinstance(alpha, bool) or not isinstance(alpha, int | float | np.number) or not 0 < alpha <= 1e9:
         raise DataError(f"alpha is {alpha!r}; allowed: a number above 0, up to 1e9.")
     if not _is_whole(minimum) or not 0 <= minimum <= totals.sum() // clients:
@@ -268,7 +274,8 @@ def _drawn(
         )
     for _ in range(ATTEMPTS):
         edges = np.cumsum(rng.dirichlet(np.full(clients, alpha), size=len(totals)), axis=1)
-        # Rounding to the nearest number favours no client, and the last edge is the total despite rounding errors.
+        # Edges are rounded to the nearest whole number, which favours no client. The last edge is the total, in spite
+        # of rounding errors.
         cuts = np.rint(edges * totals[:, None]).astype(np.int64)
         counts: NDArray[np.int64] = np.diff(cuts, axis=1, prepend=np.int64(0))
         if counts.sum(axis=0).min() >= minimum:
@@ -297,9 +304,11 @@ def _is_whole(number: object) -> bool:
 
 
 def generator(seed: Seed, stream: int) -> np.random.Generator:
-    """Return the Generator of a stream: streams of the same int are independent, such as a partition and its split.
+    """Return the random generator of a stream.
 
-    A Generator as `seed` is returned as it is.
+    Different streams of the same int are independent. A partition and its split use different streams, for example.
+
+    If `seed` is a Generator, it is returned as it is.
     """
     if isinstance(seed, np.random.Generator):
         return seed
@@ -313,7 +322,7 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class Packed(NamedTuple):
-    """Hold the samples of all clients in flat arrays, client after client.
+    """The samples of all clients in flat arrays, client after client.
 
     Args:
         arrays: arrays by name, each with the samples of all clients along the first axis.
@@ -326,7 +335,7 @@ class Packed(NamedTuple):
     size: NDArray[np.int64]
 
     def client(self, i: int) -> Arrays:
-        """Return the arrays of client i, each with size[i] rows, as views and not as copies."""
+        """Return the arrays of client i, each with size[i] rows. They are views, not copies."""
         rows = slice(int(self.start[i]), int(self.start[i] + self.size[i]))
         return {name: array[rows] for name, array in self.arrays.items()}
 
@@ -344,8 +353,8 @@ def pack_arrays(arrays: Mapping[str, NDArray[Any]], parts: Sequence[NDArray[np.i
         parts: the indices of each client's rows, from 0 to n − 1.
 
     Raises:
-        DataError: there is no client or no array, arrays differ in length, a client has no samples (a mean over them
-            would not exist), or an index is out of range.
+        DataError: there is no client or no array, arrays differ in length, a client has no samples, or an index is out
+            of range.
     """
     shapes = {name: array.shape for name, array in arrays.items()}
     lengths = {shape[:1] for shape in shapes.values()}
@@ -364,7 +373,7 @@ def pack_arrays(arrays: Mapping[str, NDArray[Any]], parts: Sequence[NDArray[np.i
 
 
 def starts(size: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the first row of each client, from the clients' numbers of samples.
+    """Return the first row of each client in flat arrays, from the clients' numbers of samples.
 
     Raises:
         DataError: there is no client, or a client has no samples.
@@ -380,14 +389,14 @@ def starts(size: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 MANIFEST, FORMAT, VERSION = "manifest.json", "fedbilevel-clients", 1
-NAME = re.compile(r"[A-Za-z0-9_-]+")  # the name of an array, which becomes the name of a file
+NAME = re.compile(r"[A-Za-z0-9_-]+")  # allowed names of arrays, which become names of files
 
 
 def write_clients(folder: str | Path, size: ArrayLike, clients: Iterable[Mapping[str, NDArray[Any]]]) -> Path:
     """Write the samples of all clients to a new folder, and return the folder.
 
-    The folder appears complete or not at all. Only a single client is in memory at a time. To write a `Packed` p, call
-    `write_clients(folder, p.size, map(p.client, range(len(p.size))))`.
+    The folder is complete as soon as it exists; if writing fails, there is no folder. Only one client's samples are in
+    memory at a time. To write a `Packed` p, call `write_clients(folder, p.size, map(p.client, range(len(p.size))))`.
 
     Args:
         folder: a path that does not exist yet.
@@ -402,7 +411,7 @@ def write_clients(folder: str | Path, size: ArrayLike, clients: Iterable[Mapping
     if target.exists():
         raise DataError(f"{target} exists; allowed: a new folder (to write it again, delete it first).")
     sizes = np.asarray(size, np.int64)
-    starts(sizes)  # checks them
+    starts(sizes)  # refuses wrong sizes
     part = temporary(target)
     try:
         part.mkdir(parents=True)
@@ -490,7 +499,8 @@ def _synced(path: Path) -> Iterator[IO[bytes]]:
 def _npy(part: Path, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[IO[bytes]]:
     """Open a new .npy file and write its header; the caller writes the entries.
 
-    On a full disk a write raises an error, whereas a writable memory map would kill the process.
+    Entries are written to the file, and not by a memory map, because on a full disk a memory map would kill the
+    process, while a write raises an error.
     """
     path = part / f"{name}.npy"
     if not NAME.fullmatch(name) or path.exists() or dtype.kind not in "biufc":

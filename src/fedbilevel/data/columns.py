@@ -1,4 +1,4 @@
-"""Let sites agree on columns without showing rows, by adding up summaries of columns, and encode rows as numbers.
+"""Add up the summaries of columns that sites send, so that all sites can encode rows as numbers in the same way.
 
 A table has columns by name. A column of numbers is (n,) floats with NaN in gaps, and a column of words is (n,) objects
 with None in gaps. A site sends a summary of each column. For numbers it is {"count", "mean", "squares"}; "squares" is
@@ -38,19 +38,25 @@ __all__ = [
 ColumnValues = NDArray[Any]
 Summaries = dict[str, dict[str, Any]]
 MOST = 1e100
-"""The largest number, and 1/MOST the smallest standard deviation: sums of squares neither overflow nor become 0."""
-MOST_ROWS = 2**53  # the largest number of rows: floats cannot count further
+"""The largest allowed number.
+
+The smallest allowed standard deviation is 1/MOST. With these limits, sums of squares neither overflow nor become 0.
+"""
+MOST_ROWS = 2**53  # the largest number of rows, since floats cannot count further
 
 
 def moments(numbers: NDArray[np.float64]) -> tuple[float, float]:
-    """Compute the mean, and the sum of squared differences from it, which is exactly 0 if all numbers are equal."""
+    """Return the mean of numbers, and the sum of squared differences from the mean.
+
+    The sum is exactly 0 if all numbers are equal.
+    """
     first = numbers[:1].sum()  # equal numbers have exactly this mean
     mean = float(first + (numbers - first).sum() / max(len(numbers), 1))
     return mean, float(((numbers - mean) ** 2).sum())
 
 
 def summaries_of(table: Mapping[str, ColumnValues]) -> Summaries:
-    """Return the summaries of a table's columns."""
+    """Return the summaries of a table's columns, by name."""
     summaries: Summaries = {}
     for name, column in table.items():
         if column.dtype.kind == "O":
@@ -62,7 +68,7 @@ def summaries_of(table: Mapping[str, ColumnValues]) -> Summaries:
 
 
 def without_rare(summaries: Summaries, least: int) -> Summaries:
-    """Leave out categories with fewer rows than `least`, and the mean and squares of fewer numbers than `least`."""
+    """Return summaries without the categories and the means that come from fewer than `least` rows."""
     shown: Summaries = {}
     for name, one in summaries.items():
         if "categories" in one:
@@ -77,8 +83,8 @@ def without_rare(summaries: Summaries, least: int) -> Summaries:
 def hidden_entries(summaries: Summaries, table: Mapping[str, ColumnValues]) -> dict[str, NDArray[np.bool_]]:
     """Return which entries of each column a site's summaries leave out, (n,) booleans by name.
 
-    They are words that are not among the categories, and all numbers of a column without a mean. The site treats them
-    as gaps: if it used them, its first gradient would reveal them.
+    Left out are words that are not among the categories, and all numbers of a column whose summary has no mean. The
+    site treats such entries as gaps. If it used them, its first gradient would reveal them.
     """
     hidden = {}
     for name, one in summaries.items():
@@ -90,13 +96,13 @@ def hidden_entries(summaries: Summaries, table: Mapping[str, ColumnValues]) -> d
 
 
 def penalty_labels(summaries: Summaries, penalty: str, own: Mapping[str, str]) -> list[str]:
-    """Name the penalty of each column that `prepared` makes.
+    """Return a label for each column that `prepared` makes. Columns with the same label share a penalty.
 
     Args:
         summaries: the summaries of the columns.
-        penalty: whether all columns share "one" penalty, or each "column" has one, or each "feature", so that each
-            indicator has its own.
-        own: the labels of columns that have another penalty than these.
+        penalty: "one": all columns share a penalty; "column": each original column has a penalty; "feature": each
+            prepared column has a penalty, such as each indicator.
+        own: column -> label, for columns with a penalty of another group.
     """
     labels = []
     for column, one in summaries.items():
@@ -106,7 +112,10 @@ def penalty_labels(summaries: Summaries, penalty: str, own: Mapping[str, str]) -
 
 
 def added(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Add up several sites' summaries of one column, exactly and with a single rounding: order has no effect."""
+    """Add up several sites' summaries of one column.
+
+    Sums are exact and rounded once, so that the order of sites has no effect.
+    """
     if "categories" in summaries[0]:
         rows = sum((Counter(one["categories"]) for one in summaries), Counter[str]())
         return {"categories": dict(sorted(rows.items())), "rarer": any(one["rarer"] for one in summaries)}
@@ -117,14 +126,15 @@ def added(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def deviation(summary: Mapping[str, Any]) -> float:
-    """Return the standard deviation of a column of numbers; 1 if all are equal, and infinite if there are none."""
+    """Return the standard deviation of a column of numbers; 1 if all numbers are equal, infinity if there are none."""
     return float(np.sqrt(summary["squares"] / summary["count"]) or 1.0) if summary["count"] else np.inf
 
 
 def prepared(summaries: Summaries, table: Mapping[str, ColumnValues]) -> dict[str, NDArray[np.float64]]:
     """Encode columns as numbers without gaps.
 
-    A number a becomes (a − mean)/deviation, and a gap 0. Words become an indicator for each category.
+    A number a becomes (a − mean)/deviation, and a gap becomes 0. A column of words becomes an indicator for each
+    category.
     """
     made: dict[str, NDArray[np.float64]] = {}
     for name, one in summaries.items():
@@ -136,7 +146,7 @@ def prepared(summaries: Summaries, table: Mapping[str, ColumnValues]) -> dict[st
 
 
 def names_of(summaries: Summaries) -> list[str]:
-    """Return the names of the columns that `prepared` makes; that of an indicator is COLUMN_CATEGORY."""
+    """Return the names of the columns that `prepared` makes. An indicator has the name COLUMN_CATEGORY."""
     each = ((name, one.get("categories")) for name, one in summaries.items())
     return [made for name, rows in each for made in ([name] if rows is None else [f"{name}_{word}" for word in rows])]
 
@@ -160,7 +170,7 @@ def _is_count(rows: object) -> bool:
 
 
 def read_summaries(file: Path) -> Summaries:
-    """Read a file of `estimators.Preparer.save`: the summaries of one site's columns, or of all sites together.
+    """Read a file that `estimators.Preparer.save` wrote, with the summaries of one site or the sum over sites.
 
     Raises:
         DataError: the file cannot be read, or has other content.

@@ -1,6 +1,6 @@
-"""Find the published files of data sets in a user's folder or in the cache, or download them, and verify their bytes.
+"""Find published files of data sets in a user's folder or in the cache, or download them, and verify their bytes.
 
-Files are read within bounds on their sizes, and an error is a single sentence that names the file.
+The sizes of files are bounded when they are read. An error message is one sentence that names the file.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from fedbilevel.reading import require_regular
 from fedbilevel.wording import in_a_line, nearest
 
 CHUNK = 1 << 18  # the number of bytes that are read at once
-LONGEST = 1 << 28  # the largest number of bytes of a file; the longest file below has 170 MB
+LONGEST = 1 << 28  # the largest allowed number of bytes of a file; the largest file below has 170 MB
 
 
 class DataError(ValueError):
-    """Report data that cannot be found, read, downloaded, partitioned or stored; the message says what to do."""
+    """Data cannot be found, read, downloaded, partitioned or stored; the message says what to do."""
 
 
 def unknown_name(field: str, got: object, allowed: Iterable[str]) -> DataError:
-    """Return the error for a `field` that got an unknown name, with the nearest name of `allowed`."""
+    """Return the error for a field that got an unknown name. It suggests the nearest of the allowed names."""
     names = sorted(allowed)
     near = nearest(str(got), names)
     hint = f" Did you mean {near!r}?" if near else ""
@@ -54,10 +54,10 @@ EXPANDERS: dict[str, Callable[[IO[bytes]], Any]] = {
 
 @contextmanager
 def as_data_error(where: str | Path, problem: str) -> Iterator[None]:
-    """Turn every exception of the block into a DataError whose message is `where`, `problem` and the exception.
+    """Turn every exception within the block into a DataError whose message has `where`, `problem` and the exception.
 
-    Libraries do not document what they raise for damaged files: for example ValueError, zlib.error or
-    NotImplementedError.
+    This is for libraries that do not document which exceptions a damaged file causes: ValueError, zlib.error,
+    NotImplementedError and others.
     """
     try:
         yield
@@ -68,13 +68,13 @@ def as_data_error(where: str | Path, problem: str) -> Iterator[None]:
 
 
 class Expanded:
-    """Expand compressed bytes as a stream.
+    """A stream that expands compressed bytes.
 
     Args:
         content: the compressed bytes.
         form: the compression, a key of EXPANDERS.
-        limit: the largest number of expanded bytes, since a small file can expand to thousands of times its size. A
-            read beyond it raises DataError.
+        limit: the largest number of expanded bytes. A read beyond it raises DataError. The limit is needed since a
+            small file can expand to thousands of times its size.
         where: the name of the file in errors.
     """
 
@@ -97,7 +97,7 @@ class Expanded:
 
 
 def mapped(path: Path, problem: str) -> NDArray[Any]:
-    """Map the array of numbers in a .npy file as a read-only memory map, which takes no memory whatever its shape."""
+    """Open the array of numbers in a .npy file as a read-only memory map, which takes no memory, whatever its shape."""
     with as_data_error(path, problem):
         require_regular(path)
         array: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
@@ -108,7 +108,7 @@ def mapped(path: Path, problem: str) -> NDArray[Any]:
 
 @dataclass(frozen=True)
 class File:
-    """Describe a published file: its name, its size in bytes and its SHA-256 in hexadecimal digits."""
+    """A published file: its name, its size in bytes, and its SHA-256 in hexadecimal digits."""
 
     name: str
     size: int
@@ -117,9 +117,10 @@ class File:
 
 @dataclass(frozen=True)
 class DataSource:
-    """Describe the files of a data set below the URL `home`.
+    """The files of a data set; `home` is the URL below which they are.
 
-    For sets of images, `mean` and `std` are those of the training pixels scaled to [0, 1], per channel.
+    For sets of images, `mean` and `std` are the mean and the standard deviation, per channel, of the training pixels
+    scaled to [0, 1].
     """
 
     home: str
@@ -128,10 +129,10 @@ class DataSource:
     std: tuple[float, ...] = ()
 
 
-# The sizes and checksums are those of the original files, whose published MD5 sums (MNIST f68b3c2d..., Fashion-MNIST
-# 8d4fb7e6..., CIFAR-10 c32a1d4a...) belong to the same bytes. The checksums of Omniglot are those of TensorFlow
-# Datasets. The order is training images, training labels, test images, test labels. Means and standard deviations have
-# the usual four digits, for Omniglot at 28×28 pixels; tests compute them again from the pixels.
+# Sizes and checksums are of the original files: the published MD5 sums (MNIST f68b3c2d..., Fashion-MNIST 8d4fb7e6...,
+# CIFAR-10 c32a1d4a...) belong to the same bytes. The checksums of Omniglot are from TensorFlow Datasets. The order of
+# files is training images, training labels, test images, test labels. Means and standard deviations have the usual four
+# digits; those of Omniglot are of images with 28×28 pixels. Tests compute them again from the pixels.
 MNIST = (
     File("train-images-idx3-ubyte.gz", 9_912_422, "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),
     File("train-labels-idx1-ubyte.gz", 28_881, "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"),
@@ -175,11 +176,11 @@ SOURCES: dict[str, DataSource] = {
 Progress = Callable[[int, int], None]
 """A function that is called during a download with (bytes done, bytes in all), from (0, total) to (total, total)."""
 
-TIMEOUT = 30.0  # seconds without a byte from the server until a download fails
+TIMEOUT = 30.0  # a download fails if the server sends no byte for this many seconds
 
 
 def folders(name: str) -> list[Path]:
-    """Return the folders that may hold files of data set `name`, in the order of search; the last one is the cache."""
+    """Return the folders in which files of a data set are searched, in this order. The last one is the cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     places = [cache / "fedbilevel" / "data" / name]
     users = os.environ.get("FEDBILEVEL_DATA")
@@ -189,12 +190,12 @@ def folders(name: str) -> list[Path]:
 
 
 def local(name: str, filename: str) -> Path | None:
-    """Return the first existing copy of `filename` of data set `name`, or None."""
+    """Return the path of the first copy of a data set's file that exists, or None."""
     return next((path for folder in folders(name) if (path := folder / filename).is_file()), None)
 
 
 def read(name: str, file: File, progress: Progress | None = None) -> bytes:
-    """Return the verified bytes of a file of data set `name`, downloaded into the cache if there is no local copy.
+    """Return the verified bytes of a data set's file. If there is no local copy, download it into the cache.
 
     Raises:
         DataError: the local copy is truncated or altered, or the download fails.
@@ -225,7 +226,9 @@ def read_bytes(path: Path, longest: int = LONGEST) -> bytes:
 
 
 def download(url: str, path: Path, file: File, progress: Progress, timeout: float = TIMEOUT) -> None:
-    """Download `url` to `path`, where the file appears complete and verified or not at all.
+    """Download `url` to `path`.
+
+    A file exists at `path` only if it is complete and verified.
 
     Raises:
         DataError: the download failed, or its size or checksum is wrong.
@@ -235,7 +238,7 @@ def download(url: str, path: Path, file: File, progress: Progress, timeout: floa
         with appearing(path) as part, urllib.request.urlopen(url, timeout=timeout) as reply, open(part, "xb") as out:
             digest, done = hashlib.sha256(), 0
             progress(0, file.size)
-            # One byte more than expected shows that the file is wrong: no more of it is read and written.
+            # At most one byte more than expected is read and written: this byte already shows that the file is wrong.
             while chunk := reply.read(min(CHUNK, file.size + 1 - done)):
                 out.write(chunk)
                 digest.update(chunk)
@@ -266,7 +269,10 @@ def temporary(path: Path) -> Path:
 
 @contextmanager
 def appearing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in the folder of `path`; it is renamed to `path` if the block succeeds, else removed."""
+    """Yield a temporary path in the folder of `path`.
+
+    The file there is renamed to `path` if the block succeeds, else removed.
+    """
     part = temporary(path)
     try:
         yield part
@@ -276,7 +282,7 @@ def appearing(path: Path) -> Iterator[Path]:
 
 
 def bar(title: str) -> Progress:
-    """Return a progress bar on a single line of standard error; it shows nothing if standard error is no terminal."""
+    """Return a progress bar on one line of standard error. If standard error is not a terminal, nothing is shown."""
     shown = -1
 
     def show(done: int, total: int) -> None:

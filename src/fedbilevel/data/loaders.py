@@ -1,4 +1,4 @@
-"""Load labelled data sets by name: images (`load`), tables (`load_table`) or patients of hospitals (`load_heart`)."""
+"""Load labelled data sets by name: images by `load`, tables by `load_table`, patients of hospitals by `load_heart`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Labels = NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Hold images and labels for training and for testing, in their published order.
+    """Images and labels for training and for testing, in their published order.
 
     Args:
         name: the name of the data set.
@@ -36,8 +36,8 @@ class Dataset:
             [0, 1]. For a table, (n, features).
         train_labels, test_labels: (n,) int32 from 0 to classes − 1.
         classes: the number of classes.
-        mean, std: the mean and standard deviation of the training pixels, scaled to [0, 1]: a number per channel, or a
-            single number if images have no axis of channels. For a table, a number per feature.
+        mean, std: the mean and the standard deviation of the training pixels, scaled to [0, 1]: a number per channel,
+            or one number if images have no axis of channels. For a table, a number per feature.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Dataset:
     std: tuple[float, ...]
 
     def standardised(self) -> Dataset:
-        """Return this data set with both image arrays as `standardise(images, self.mean, self.std)`, float32."""
+        """Return this data set with standardised images, float32, by its own mean and standard deviation."""
         return replace(
             self,
             train_images=standardise(self.train_images, self.mean, self.std),
@@ -59,11 +59,12 @@ class Dataset:
 
 
 def standardise(images: Images, mean: float | Sequence[float], std: float | Sequence[float]) -> NDArray[np.float32]:
-    """Return (pixel − mean)/std as float32 of the same shape, with the pixels of uint8 images divided by 255 first.
+    """Return (pixel − mean)/std as float32 of the same shape. The pixels of uint8 images are divided by 255 first.
 
     Args:
         images: (n, height, width) or (n, height, width, channel), uint8 from 0 to 255 or floats in [0, 1].
-        mean, std: a single number, or a number per entry of the last axis, for pixels scaled to [0, 1].
+        mean, std: the mean and the standard deviation of pixels scaled to [0, 1]: a number, or a number for each entry
+            of the last axis.
 
     Raises:
         DataError: the shapes do not fit, or an std is not positive.
@@ -78,7 +79,7 @@ def standardise(images: Images, mean: float | Sequence[float], std: float | Sequ
         raise DataError(f"std is {std}; every entry must be above zero.")
     full = 255 if images.dtype == np.uint8 else 1
     out: NDArray[np.float32] = np.divide(images, full, dtype=np.float32, casting="same_kind", order="C")
-    pixels = out.reshape(len(out), math.prod(out.shape[1:]))  # a view with long rows, over which NumPy is fast
+    pixels = out.reshape(len(out), math.prod(out.shape[1:]))  # a view with long rows, for which NumPy is fast
     pixels -= np.resize(centre, pixels.shape[1])
     pixels /= np.resize(scale, pixels.shape[1])
     return out
@@ -116,9 +117,10 @@ def load(name: str, *, progress: files.Progress | None = None) -> Dataset:
 def digits(name: str = "digits", progress: files.Progress | None = None) -> Dataset:
     """Load scikit-learn's 1,797 handwritten digits, (n, 8, 8) float32 in [0, 1].
 
-    The set has no published split. In each class, every fifth image in scikit-learn's order is a test image, so that
-    the split is always the same. The same 13 people wrote the training and the test images. Source: E. Alpaydin,
-    C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998.
+    The set has no published split into training and test images. Here, every fifth image of each class in
+    scikit-learn's order is a test image, so the split is always the same. The same 13 people wrote the training and the
+    test images. Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
+    Repository, 1998.
     """
     pixels, target = _digits_table()
     images = (pixels / 16).astype(np.float32).reshape(-1, 8, 8)  # pixels are whole numbers from 0 to 16
@@ -130,7 +132,10 @@ def digits(name: str = "digits", progress: files.Progress | None = None) -> Data
 
 
 def _digits_table() -> tuple[np.ndarray, np.ndarray]:
-    """Read pixels (1797, 64) and labels (1797,) from the file in scikit-learn, whose import would take seconds."""
+    """Read pixels (1797, 64) and labels (1797,) from scikit-learn's file.
+
+    scikit-learn itself is not imported, since this would take seconds.
+    """
     spec = importlib.util.find_spec("sklearn")
     if spec is None:
         raise DataError(f'The data set "digits" needs {missing("scikit-learn", "cli")}.')
@@ -138,7 +143,7 @@ def _digits_table() -> tuple[np.ndarray, np.ndarray]:
         if (file := Path(folder, DIGITS_FILE)).is_file():
             table = np.loadtxt(file, delimiter=",")
             return table[:, :-1], table[:, -1]
-    from sklearn.datasets import load_digits  # for a version of scikit-learn with the file elsewhere
+    from sklearn.datasets import load_digits  # for versions of scikit-learn that have the file elsewhere
 
     bunch = load_digits()
     return bunch.data, bunch.target
@@ -162,7 +167,7 @@ def cifar(name: str, progress: files.Progress | None) -> Dataset:
     """Load CIFAR-10, (n, 32, 32, 3) uint8: 50,000 images for training and 10,000 for testing.
 
     The file is the official `cifar-10-binary.tar.gz`, or a local `cifar-10-binary.tar.xz` with the same files inside.
-    The latter has no published checksum: sizes and class counts are checked. Source: Krizhevsky 2009.
+    The local file has no published checksum, so sizes and class counts are checked instead. Source: Krizhevsky 2009.
     """
     source = SOURCES[name]
     (official,) = source.files
@@ -183,8 +188,8 @@ IDX_LIMIT = 100_000_000  # the largest expanded size in bytes; the longest publi
 def parse_idx(content: bytes, ndim: int, where: str | Path) -> NDArray[np.uint8]:
     """Parse a gzipped IDX file of unsigned bytes to a read-only uint8 array.
 
-    An IDX file has two zero bytes, the type (8 for unsigned bytes), the number of axes, the length of each axis as a
-    big-endian int32, and the entries.
+    An IDX file has two zero bytes, the type of entries (8 for unsigned bytes), the number of axes, the length of each
+    axis as a big-endian int32, and the entries.
 
     Args:
         content: the bytes of the file.
@@ -253,7 +258,8 @@ def _batches(archive: tarfile.TarFile, where: str | Path) -> dict[str, bytes]:
 def _records(batches: list[bytes], where: str | Path) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
     records = np.frombuffer(b"".join(batches), np.uint8).reshape(-1, RECORD)
     labels = records[:, 0].astype(np.int32)
-    # The published classes are equally frequent. This is checked, since an archive packed anew has no known checksum.
+    # The published classes are equally frequent. This is checked, since an archive that was packed again has no known
+    # checksum.
     counts = np.bincount(labels, minlength=10)
     if np.any(counts != len(labels) // 10):
         raise DataError(
@@ -279,7 +285,7 @@ Rows = tuple[NDArray[np.float32], NDArray[np.int32]]
 
 
 class Published(NamedTuple):
-    """Hold the published sizes of a data set of libsvm's collection; they are checked in place of a checksum."""
+    """The published sizes of a data set of libsvm's collection, which are checked in place of a checksum."""
 
     features: int
     train: tuple[int, int]  # the numbers of rows and of positive rows
@@ -295,9 +301,9 @@ LIBSVM = {
 def load_table(name: str) -> Dataset:
     """Load the table called `name`: "covtype" (7 classes), "a9a" or "ijcnn1" (2 classes each).
 
-    The fields for images hold the rows: `train_images` is (n, features) float32, with the published values. `mean` and
-    `std` have an entry per feature, computed from the training rows, and `standardised()` uses them. A constant feature
-    has std 1. Nothing is downloaded: files are looked for in `$FEDBILEVEL_DATA` and in the cache.
+    The fields for images contain the rows: `train_images` is (n, features) float32, with the published values. `mean`
+    and `std` have an entry for each feature, computed from the training rows, and `standardised()` uses them. The std
+    of a constant feature is 1. Nothing is downloaded: files are looked for in `$FEDBILEVEL_DATA` and in the cache.
 
     Raises:
         DataError: the name is unknown, a file is missing, or its content is not the published one.
@@ -315,7 +321,7 @@ def covtype(name: str) -> tuple[Rows, Rows, int]:
     """Load Covertype: 54 features of a patch of forest, and the kind of its trees, one of 7.
 
     The file is `covtype.data.gz` with 581,012 rows, or `covtype.subset.data.gz` with a subset of them. The published
-    split is not at random, so every fifth row is a test row. Source: Blackard, Dean 1998.
+    split is not random, so every fifth row is a test row instead. Source: Blackard, Dean 1998.
     """
     path = _first_existing(name, "covtype.data.gz", "covtype.subset.data.gz")
     with as_data_error(path, "is not a gzipped table of integers, separated by commas"):
@@ -366,7 +372,7 @@ def parse_libsvm(path: Path, features: int, count: int, positive: int) -> Rows:
     with as_data_error(path, "is not a bz2 file in libsvm's format"):
         text = Expanded(files.read_bytes(path), "bz2", limit, path).read()
         ends = text.count(b"\n")
-        if ends > 2 * count:  # parsed rows of very short lines would take a hundred times the size of the file
+        if ends > 2 * count:  # if lines are very short, parsed rows would take a hundred times the size of the file
             raise DataError(f"{path} has {ends:,} lines; expected {count:,}.")
         table, label = load_svmlight_file(io.BytesIO(text), n_features=features, zero_based=False)
     counts = table.shape[0], int((label == 1).sum()), int((label == -1).sum())
@@ -382,7 +388,7 @@ def parse_libsvm(path: Path, features: int, count: int, positive: int) -> Rows:
 
 
 def _first_existing(folder: str, *names: str) -> Path:
-    """Return the first file of these names that exists, and raise DataError if there is none."""
+    """Return the first of these files that exists; raise DataError if none exists."""
     paths = [path for name in names if (path := files.local(folder, name))]
     if not paths:
         places = " or ".join(str(place) for place in files.folders(folder))
@@ -399,22 +405,22 @@ TABLES: dict[str, Callable[[str], tuple[Rows, Rows, int]]] = {"a9a": libsvm, "co
 COLUMNS = 14  # age, sex, cp, trestbps, chol, fbs, restecg, thalach, exang, oldpeak, slope, ca, thal, num
 KEPT, CHEST_PAIN, ECG, DISEASE = [0, 1, 3, 4, 5, 7, 8, 9], 2, 6, 13
 NUMBER = re.compile(rb"\s*(\?|nan|[+-]?(\d+(\.\d*)?|\.\d+))\s*", re.IGNORECASE)
-TRAINING = 0.66  # the share of each hospital's patients that is for training
+TRAINING = 0.66  # the share of each hospital's patients that are training patients
 FLAMBY = 43  # the random_state of the split that FLamby publishes
 
 
 class Patients(NamedTuple):
-    """Hold the patients of a hospital without missing values in the columns in use, in the order of the file."""
+    """The patients of a hospital who have no missing values in the used columns, in the order of the file."""
 
     rows: NDArray[np.float32]  # (n, 13): the columns KEPT as published, then cp_2, cp_3, cp_4, restecg_1, restecg_2
     labels: NDArray[np.int32]  # (n,): 1 for a patient with heart disease, else 0
 
 
 class Counts(NamedTuple):
-    """Hold the numbers of patients that a hospital's file must have."""
+    """The numbers of patients that the file of a hospital must have."""
 
     patients: int
-    complete: int  # patients without missing values in the columns in use
+    complete: int  # patients without missing values in the used columns
     diseased: int  # complete patients with heart disease
 
 
@@ -429,10 +435,10 @@ HOSPITALS = {
 def load_heart(hospital: str, *, progress: files.Progress | None = None) -> Patients:
     """Load the patients of "cleveland", "hungarian", "switzerland" or "va" (Long Beach), prepared as in FLamby.
 
-    The columns slope, ca and thal, which three hospitals hardly recorded, are dropped. Then rows with a missing value
-    are dropped. Chest pain and ECG become indicators of all levels but the first. The label is 1 if num > 0.
+    The columns slope, ca and thal are dropped, because three hospitals hardly recorded them. Then rows with a missing
+    value are dropped. Chest pain and ECG become indicators of all levels but the first. The label is 1 if num > 0.
 
-    The file `processed.<hospital>.data` is looked for in `$FEDBILEVEL_DATA/heart/`, then in the cache, and else
+    The file `processed.<hospital>.data` is looked for in `$FEDBILEVEL_DATA/heart/`, then in the cache, and otherwise
     downloaded into the cache. Files of other hospitals are not read. Source: Janosi, Steinbrunn, Pfisterer, Detrano,
     "Heart Disease", UCI Machine Learning Repository, 1988, CC BY 4.0.
 
@@ -445,14 +451,14 @@ def load_heart(hospital: str, *, progress: files.Progress | None = None) -> Pati
     if hospital not in HOSPITALS:
         raise unknown_name("hospital", hospital, HOSPITALS)
     file = next(file for file in SOURCES["heart"].files if file.name == f"processed.{hospital}.data")
-    # a local copy may write missing values in another way, so its patients are counted in place of a checksum
+    #     # a local copy may write missing values differently, so patients are counted in place of a checksum
     path = files.local("heart", file.name)
     content = files.read_bytes(path) if path else files.read("heart", file, progress)
     return _patients(content, str(path or file.name), HOSPITALS[hospital])
 
 
 def stratified(labels: NDArray[np.int32], share: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Divide rows at random into (chosen, rest), with a `share` of each class in `chosen`, and return row numbers.
+    """Divide rows at random into (chosen, rest), with a `share` of each class in `chosen`. Return the rows' numbers.
 
     Neither part is empty. The draw is scikit-learn's `train_test_split`; with share = TRAINING and seed = FLAMBY it
     gives the parts of FLamby. If a class has two rows or fewer, the division ignores classes: of 46 patients in

@@ -1,8 +1,8 @@
-r"""Read files of tables, with a header and a row for each person or thing; columns have numbers or words, and gaps.
+r"""Read files of tables that have a header and a row for each person or thing. Entries are numbers, words or gaps.
 
 `read_texts` needs no other package; `read_table` makes a data frame with pandas. Both refuse a missing or repeated name
-of a column, rows that are longer or shorter than the header, and quotes that are not closed. An entry may have several
-lines if it is quoted; the line breaks in it are read as "\n" on every system.
+of a column, rows that are longer or shorter than the header, and quotes that are not closed. A quoted entry may have
+several lines; its line breaks are read as "\n" on every system.
 """
 
 import csv
@@ -20,12 +20,12 @@ from fedbilevel.wording import in_a_line, missing
 
 _WORDS = "#N/A,#N/A N/A,#NA,-1.#IND,-1.#QNAN,-NaN,-nan,1.#IND,1.#QNAN,<NA>,N/A,NA,NULL,NaN,None,n/a,nan,null"
 GAPS = frozenset(["", *_WORDS.split(",")])
-"""The texts that mean a gap; pandas takes the same texts as gaps."""
+"""The texts that mean a gap. They are the same as pandas'."""
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 NAMES = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 LONGEST_ENTRY = 2**31 - 1
 """The largest number of characters of an entry that the csv module accepts on every system; its default is 131,072."""
-csv.field_size_limit(max(LONGEST_ENTRY, csv.field_size_limit()))  # of the process: lowering it would end other readers
+csv.field_size_limit(max(LONGEST_ENTRY, csv.field_size_limit()))  # a lower limit would affect other readers
 ENCODING = "utf-8-sig"
 QUOTES = "a quote in this row may not be closed, and an entry with a quote at its start must end with one"
 Texts = NDArray[Any]
@@ -33,7 +33,7 @@ Texts = NDArray[Any]
 
 
 def read_texts(file: Path, gaps: Collection[str] = ()) -> dict[str, Texts]:
-    """Read a CSV file, and return its columns by name, as texts, with None in gaps.
+    """Read a CSV file, and return its columns by name. Entries are texts, or None in gaps.
 
     Args:
         gaps: texts that mean a gap besides `GAPS`.
@@ -50,10 +50,10 @@ def read_texts(file: Path, gaps: Collection[str] = ()) -> dict[str, Texts]:
 
 
 def rows_of(file: Path, separator: str) -> Iterator[list[str]]:
-    """Yield the header and the rows of a text file with a table; lines without anything but spaces are left out.
+    """Yield the header and the rows of a text file with a table. Lines that contain only spaces are left out.
 
     Args:
-        separator: what is between the entries of a row.
+        separator: the character between the entries of a row.
 
     Raises:
         DataError: the file cannot be read, is not UTF-8, has a quote that is not closed, has text after a closing
@@ -85,13 +85,16 @@ def rows_of(file: Path, separator: str) -> Iterator[list[str]]:
 
 
 def _line_that_is_not_utf_8(file: Path) -> int:
-    """Return the number of the first line with a byte that is not UTF-8; decoding in blocks does not report it."""
+    """Return the number of the first line with a byte that is not UTF-8.
+
+    It has to be searched, because decoding in blocks does not report it.
+    """
     with open(file, encoding=ENCODING, errors="surrogateescape") as text:
         return next(number for number, line in enumerate(text, 1) if re.search("[\udc80-\udcff]", line))
 
 
 def check_header(file: Path, header: list[str], separator: str) -> None:
-    """Raise DataError if a column has no name, two have the same, or the header has another separator."""
+    """Raise DataError if a column has no name, two columns have the same name, or the separator is another one."""
     other = next((one for one in NAMES if one in header[0] and one != separator), None)
     if len(header) == 1 and other:
         where = f"a {file.suffix} file" if file.suffix else "the file"
@@ -106,11 +109,11 @@ def read_table(file: Path, gaps: Collection[str] = ()) -> Any:
     """Read a .csv, .tsv or .parquet file as a pandas.DataFrame, with a row for each row of the file.
 
     Args:
-        gaps: texts that mean a gap, besides those of pandas; not used with Parquet, which has gaps of its own.
+        gaps: texts that mean a gap, in addition to pandas'. They are not used for Parquet, which has gaps of its own.
 
     Raises:
-        DataError: the name ends otherwise; the file cannot be read, has no rows, a wrong header, a row of another
-            length than its header, or a quote that is not closed; a package that reads such files is missing.
+        DataError: the name has another ending; the file cannot be read, has no rows, a wrong header, a row of another
+            length than its header, or a quote that is not closed; or a package that reads such files is not installed.
     """
     kind = file.suffix.lower()
     if kind not in (*SEPARATORS, ".parquet"):
@@ -124,8 +127,8 @@ def read_table(file: Path, gaps: Collection[str] = ()) -> Any:
             frame = pd.read_parquet(file)
         else:
             for _ in rows_of(file, SEPARATORS[kind]):
-                pass  # only their lengths count: pandas moves columns if rows are longer than the header
-            with open(file, encoding=ENCODING) as text:  # of a path, pandas moves columns after "\r" at a line's start
+                pass  # this checks the lengths of rows: pandas moves columns if rows are longer than the header
+            with open(file, encoding=ENCODING) as text:  # with a path, pandas misreads "\r" at a line's start
                 frame = pd.read_csv(text, na_values=list(gaps), sep=SEPARATORS[kind], low_memory=False)
     except ImportError as error:
         raise DataError(f"{file} needs pyarrow, which is not installed: pip install pyarrow") from error

@@ -1,4 +1,4 @@
-"""Provide the problems of the papers, ready to run."""
+"""Problems that are ready to run, most of them from papers."""
 
 from collections.abc import Callable
 
@@ -38,7 +38,7 @@ TASKS: dict[str, Callable[..., Task]] = {
     "selection": selection,
     "tables": tables,
 }
-"""The tasks by their names on the command line."""
+"""The functions that make tasks, by the names of the tasks on the command line."""
 
 MEASURED_PER_CLIENT = (
     "classification",
@@ -49,6 +49,6 @@ MEASURED_PER_CLIENT = (
     "loss_tuning",
     "tables",
 )
-"""The tasks that have `metrics_per_client`."""
+"""The names of the tasks that have `metrics_per_client`."""
 
 __all__ = ["MEASURED_PER_CLIENT", "TASKS", "Task", *sorted(TASKS)]

@@ -41,14 +41,14 @@ def classification(
     """Split a set of labelled images over clients; x is the whole network, as (body, head).
 
     Args:
-        ratio: the number of training images of the last class over that of the first. Below 1, classes between get
-            exponentially decreasing numbers, as in loss_tuning.
+        ratio: the number of training images of the last class, divided by that of the first class. Below 1, the numbers
+            fall exponentially from the first class to the last, as in loss_tuning.
         ridge: the factor of ‖x‖² in the loss.
         data, network, hidden, clients, partition_by, partition_options, holdout, seed: as in hyper_representation.
     """
     require(ridge >= 0, "ridge", ridge, "at least 0")
     images = load_images(data, network, hidden, ratio=ratio, holdout=holdout, seed=seed)
-    model = images.model  # losses close over the model alone: a series of runs keeps them, without the images
+    model = images.model  # losses hold the model and not the images, since a series of runs keeps the losses in memory
 
     def loss(x: PyTree, batch: dict[str, Array]) -> Array:
         return networks.cross_entropy(

@@ -1,19 +1,20 @@
-"""Clients' weights: some clients have wrong labels, and x learns how much each client counts in training.
+"""Clients' weights: some clients have wrong labels, and x determines how much each client counts in training.
 
-Let z(y) be the logits of a sample with label c. The clients with wrong labels are not known, labels of validation
-samples are right, and every client's validation loss counts alike in f:
+Let z(y) be the logits of a sample with label c. It is not known which clients have wrong labels. The labels of
+validation samples are right, and in f the validation losses of all clients have the same weight:
 
     g_i = M softmax(x)_i · mean CE(z(y), c) + ridge·‖y‖²        f_i = mean CE(z(y), c)
 
-x starts at 0, where all clients count alike. Let p_i be the weight of client i in means, s = softmax(x), v the solution
-of ∇²yy G v = ∇y F, and ℓ_i the mean CE of client i's training samples. The hypergradient of one entry is then
+x starts at 0, where all clients have the same weight. Let p_i be the weight of client i in means over clients, s =
+softmax(x), v the solution of ∇²yy G v = ∇y F, and ℓ_i the mean CE of client i's training samples. The hypergradient of
+one entry is then
 
     ∂Φ/∂x_i = −M s_i (a_i − Σ_k s_k a_k),    a_i = p_i ⟨v, ∇ℓ_i⟩,
 
-so that a client counts more if its gradient lowers the validation loss by more than the mean of the clients does.
+So x_i grows if the gradient of client i lowers the validation loss by more than the gradients of clients do on average.
 
-For a problem of your own, `numbered(clients)` adds the number of its client to each inner sample, and `weights(x)`
-returns the clients' weights, by which the inner loss is multiplied.
+For a problem of your own, use `numbered(clients)`, which adds the client's number to each inner sample, and multiply
+the inner loss by the client's entry of `weights(x)`.
 """
 
 import copy
@@ -52,10 +53,10 @@ def client_weights(
     ridge: float = 1e-3,
     seed: int = 0,
 ) -> Task:
-    """Split a set of labelled images over clients, halve each client's samples, and make labels of some clients wrong.
+    """Split labelled images over clients, divide each client's samples into two parts, and spoil some clients' labels.
 
-    The metrics are the accuracy and, if there are clients of both kinds, the share of the weight that clients with
-    wrong labels have. It is `spoilt` where all clients count alike.
+    The metrics are the accuracy and, if some clients have wrong labels and some do not, the share of all weight that
+    the clients with wrong labels have. This share is `spoilt` if all clients have the same weight.
 
     Args:
         spoilt: the share of the clients whose training labels are made wrong, rounded to a number of clients.
@@ -98,7 +99,7 @@ def weights(x: Array) -> Array:
 
 
 def numbered(clients: Clients) -> Clients:
-    """Return the clients with other inner samples: {"samples": the sample, "client": the number of its client}.
+    """Return clients whose inner samples are {"samples": the sample, "client": the number of its client}.
 
     Multiply the inner loss of a batch by `weights(x)[batch["client"][0]]`; all samples of a batch have the same client.
     The outer samples stay as they are. The inner samples are copied.

@@ -3,8 +3,8 @@
     min over x of F(R(x)),   r_i(x) = B_i x + c_i,   f_i(y) = ½ (y − t_i)ᵀD_i (y − t_i)
 
 B_i is dense with at least as many rows as columns, and D_i is diagonal and positive. All coefficients differ between
-clients. The samples of a client scatter about its c_i and t_i. Let bars denote weighted means, and D̄t the weighted mean
-of D_i t_i. Then y*(x) = R(x) = B̄x + c̄, and x* solves
+clients. A sample of client i has its own c and t, drawn around c_i and t_i. Let bars denote weighted means, and D̄t the
+weighted mean of D_i t_i. Then y*(x) = R(x) = B̄x + c̄, and x* solves
 
     B̄ᵀD̄B̄ x* = B̄ᵀ(D̄t − D̄c̄)
 
@@ -47,8 +47,9 @@ def compositional(
     Args:
         clients: the number of clients, M.
         dim_x, dim_y: the dimensions of x and y; dim_y is at least dim_x.
-        heterogeneity: the size of the differences between clients' coefficients; 0: all clients have the same ones.
-        noise: the standard deviation of c and t of a sample about those of its client.
+        heterogeneity: the size of the differences between clients' coefficients; 0: all clients have the same
+            coefficients.
+        noise: the standard deviation of a sample's c and t around its client's c_i and t_i.
         samples: the least and the largest number of samples per client and loss.
         weighted: whether the weights of clients differ; False: each weight is 1/M.
         seed: the seed of the draw.
@@ -93,7 +94,10 @@ def compositional(
 
 
 def coefficients(clients: Clients, weights: np.ndarray | None = None) -> tuple[Floats, Floats, Floats, Floats]:
-    """Compute the weighted means B̄, c̄, D̄ and that of D_i t_i, for the clients' own weights or others (summing to 1)."""
+    """Return the weighted means over clients of B, c, D and Dt: B̄, c̄, D̄ and D̄t.
+
+    `weights` sum to 1; None: the clients' own weights.
+    """
     p = clients.weights if weights is None else weights
     own = client_means(clients)  # D is the same in all samples of a client
     b, c, d, dt = (np.tensordot(p, part, 1) for part in (own["B"], own["c"], own["D"], own["D"] * own["t"]))

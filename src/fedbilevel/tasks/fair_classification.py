@@ -2,9 +2,9 @@
 
     min over x, max over y of   E[(1 + y_c) CE(z(x), c)] − ½ρ‖y‖²,   y ∈ R^C
 
-The expectation is over images of class c with logits z(x). The maximum is at y_c = E[1{class is c} CE]/ρ ≥ 0, so that x
-minimises the mean loss plus Σ_c (E[1{class is c} CE])²/(2ρ). For a given mean loss, this penalty is least if all
-classes contribute equally. y starts at 0.
+The expectation is over images of class c with logits z(x). The maximum over y is at y_c = E[1{class is c} CE]/ρ ≥ 0.
+Therefore x minimises the mean loss plus the penalty Σ_c (E[1{class is c} CE])²/(2ρ). For a given mean loss, the penalty
+is smallest if all classes contribute equally. y starts at 0.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,14 +40,14 @@ def fair_classification(
     """Split a set of labelled images over clients; x is the whole network, as (body, head).
 
     Args:
-        ratio: the number of training images of the last class over that of the first. Below 1, classes between get
-            exponentially decreasing numbers, as in loss_tuning.
+        ratio: the number of training images of the last class, divided by that of the first class. Below 1, the numbers
+            fall exponentially from the first class to the last, as in loss_tuning.
         concavity: ρ, above 0. With a smaller ρ, the weights of classes follow their losses more.
         data, network, hidden, clients, partition_by, partition_options, holdout, seed: as in hyper_representation.
     """
     require(concavity > 0, "concavity", concavity, "positive")
     images = load_images(data, network, hidden, ratio=ratio, holdout=holdout, seed=seed)
-    model = images.model  # losses close over the model alone: a series of runs keeps them, without the images
+    model = images.model  # losses hold the model and not the images, since a series of runs keeps the losses in memory
 
     def loss(x: PyTree, y: Array, batch: dict[str, Array]) -> Array:
         label = batch["label"]

@@ -3,18 +3,19 @@
     f_i(x, y) = mean_j CE(y_j(φ(x))) on the query images of task j,
     g_i(x, y) = mean_j [CE(y_j(φ(x))) on the support images of task j + ridge·‖y_j‖²],   j over the tasks of client i.
 
-A task is to distinguish N = `way` characters of a client (meta-learning). This is the few-shot problem of RABO (Li et
-al. 2025, section V-A), except that each task has a linear head y_j of its own. The paper has one MLP as the head of all
-tasks; `shared` and `head_hidden` give this form. A column of a shared head means another character in each task, so
-that f stays at the level of chance, log N, or above, apart from memorised tasks. (A head with one column for each
-character was tried too, and no column came near its minimiser.) With hidden layers, g is not convex in y.
+In a task, N = `way` characters of a client have to be distinguished (meta-learning). This is the few-shot problem of
+RABO (Li et al. 2025, section V-A), except that each task has a linear head y_j of its own. In the paper, one MLP is the
+head of all tasks; `shared` and `head_hidden` give this form. A column of a shared head stands for a different character
+in each task. So f stays at the level of chance, log N, or above, unless tasks are memorised. (A head with one column
+for each character was also tried; no column came near its minimiser.) If a head has hidden layers, g is not convex in
+y.
 
 Since no two tasks share a head, ∇²yy g is block diagonal, with a block for each task. If all clients hold the whole
 model and invert their Hessians exactly, the mean of their local hypergradients is therefore the hypergradient.
 
 The features are φ = z/√(1 + mean z²), where z is the output of the backbone. Without the division, z and the curvature
-of g in y would grow while x learns, until any step size is too large. Single-level objectives use the same φ, so that
-methods can be compared.
+of g in y would grow during training, until every step size is too large. Single-level objectives use the same φ, so
+that results can be compared.
 
 Images of B tasks have the shape (B, way, n, 28, 28) and are uint8.
 """
@@ -70,14 +71,16 @@ def few_shot(
     test_episodes: int = 200,
     seed: int = 0,
 ) -> Task:
-    """Deal characters out to clients and make tasks of them, each a sample; the accuracy is on other alphabets.
+    """Deal characters out to clients and make few-shot tasks of them.
+
+    Each few-shot task is one sample. The accuracy is measured on other alphabets.
 
     Args:
         data: "strokes" (generated) or "omniglot".
         network: "conv4", or another network of hyper_representation.
         hidden: for "conv4" one number of channels or four; for another network as in hyper_representation.
-        head_hidden: the widths of the hidden layers of each head, with ReLU; submodels leave out their units as well.
-            Empty: linear heads.
+        head_hidden: the widths of the hidden layers of each head, with ReLU. Submodels can leave out units of these
+            layers. Empty: linear heads.
         shared: whether all tasks have one head, as in the paper of RABO.
         clients: the number of clients, M.
         partition_by: "iid" deals out characters, and "alphabets" whole alphabets.
@@ -85,20 +88,21 @@ def few_shot(
             and shuffled again when fewer than `way` are left.
         way: N, the number of characters of a task.
         shot: K, the number of support images of each character, drawn for each task.
-        queries: the number of query images of each character, which are no support images; None: all other images.
-        holdout: the share of the training characters that is held out. Above 0, "validation_accuracy" on their tasks
-            takes the place of "test_accuracy".
-        objective: "bilevel", or a single-level objective. "joint" is (f + g)/2 with x = (backbone, heads/√M); with this
-            factor, the server's mean over M clients moves a head as far as its client alone would. "protonet" is
-            prototypical networks, where x is the backbone (Snell et al. 2017). In "maml", x is the backbone and a head
-            of `way` columns, both adapted to the support images of a task before its query images count (Finn et al.
-            2017); "fomaml" is "maml" without second derivatives.
-        ridge: the factor of ‖y_j‖². A larger one makes the inner problem easier, and the columns of a head more like
-            the means of classes.
+        queries: the number of query images of each character, which differ from its support images; None: all other
+            images.
+        holdout: the share of the training characters that is held out. If it is above 0, the metric is
+            "validation_accuracy", on tasks of these characters, in place of "test_accuracy".
+        objective: "bilevel", or a single-level objective. "joint" is (f + g)/2 with x = (backbone, heads/√M). With this
+            factor, a step on the server's mean over M clients moves a head as far as a step of its client alone.
+            "protonet" is prototypical networks, where x is the backbone (Snell et al. 2017). In "maml", x is the
+            backbone and a head of `way` columns. Both are adapted to the support images of a task before the loss on
+            its query images is computed (Finn et al. 2017); "fomaml" is "maml" without second derivatives.
+        ridge: the factor of ‖y_j‖². A larger factor makes the inner problem easier, and makes the columns of a head
+            similar to the means of classes.
         adaptation_steps, adaptation_lr: the number and the size of the adaptation steps of "maml" and "fomaml".
         test_episodes: the number of new tasks over which "test_accuracy" is a mean. They are the same at each
-            evaluation. On their support images a new head is fitted, also if y is shared; with other objectives,
-            prototypes are computed or x is adapted.
+            evaluation. A new head is fitted to the support images of each, even if y is shared; with "protonet", "maml"
+            and "fomaml", prototypes are computed or x is adapted instead.
         seed: the seed of the partition, the tasks, the starting point and the test episodes.
     """
     counts = {"tasks": tasks, "shot": shot, "adaptation_steps": adaptation_steps, "test_episodes": test_episodes}
@@ -162,7 +166,7 @@ def few_shot(
 
 
 class Setting(NamedTuple):
-    """Hold the network, starting values, constants and test episodes, from which losses and metrics are made."""
+    """The network, starting values, constants and test episodes of a few-shot problem."""
 
     features: Features
     ridge: float
@@ -208,8 +212,8 @@ def _bilevel(setting: Setting) -> Made:
 def _joint(setting: Setting) -> Made:
     """Make the single-level problem in x = (backbone, heads / unit), where unit = √M, or 1 for a shared head.
 
-    A head belongs to one client, and the server's mean over M clients divides its step by M. In the unit √M, the
-    gradient is √M times as large, and a step moves the head M times as far: as far as if its client were alone.
+    A head belongs to one client, so the server's mean over M clients divides its step by M. In units of √M, the
+    gradient is √M times as large, and a step moves the head M times as far, which cancels the division.
     """
     unit = 1.0 if setting.tasks is None else setting.clients**0.5
 
@@ -282,7 +286,7 @@ def _standardising(net: networks.Network, characters: Characters) -> Features:
 
 
 def held_out_characters(characters: Characters, share: float, seed: int) -> Characters:
-    """Replace the test characters by a random share of the training characters, which are then not trained on."""
+    """Take a random share of the training characters for testing, in place of the test characters."""
     train, total = characters.train, len(characters.train.images)
     aside, rest = np.split(np.random.default_rng([seed, 5]).permutation(total), [max(1, round(share * total))])
     taken, left = (replace(train, images=train.images[part], alphabet=train.alphabet[part]) for part in (aside, rest))
@@ -305,7 +309,10 @@ def _dealt(train: Drawings, clients: int, by: str, way: int, seed: int) -> list[
 def _draw_tasks(
     images: np.ndarray, held: list[np.ndarray], tasks: int, way: int, shot: int, queries: int, seed: int
 ) -> tuple[Ragged, Ragged]:
-    """Draw the query and support images of each client's tasks, and number the tasks of all clients."""
+    """Draw the query and the support images of each client's tasks.
+
+    The tasks of all clients are numbered together.
+    """
     rng = np.random.default_rng([seed, 4])
     characters = np.concatenate([_deal(rng, own, tasks, way) for own in held])  # (all tasks, way)
     order = rng.permuted(np.broadcast_to(np.arange(images.shape[1]), (*characters.shape, images.shape[1])), axis=-1)
@@ -320,7 +327,7 @@ def _draw_tasks(
 
 
 def _deal(rng: np.random.Generator, own: np.ndarray, tasks: int, way: int) -> np.ndarray:
-    """Deal a client's characters out to its tasks, (tasks, way), such that no character is twice in a task."""
+    """Deal a client's characters out to its tasks, (tasks, way). No task has a character twice."""
     each = len(own) // way
     packs = [rng.permutation(own)[: each * way].reshape(each, way) for _ in range(-(-tasks // each))]
     return np.concatenate(packs)[:tasks]
@@ -346,7 +353,7 @@ def bounded(features: Features) -> Features:
 
 
 class Episodes(NamedTuple):
-    """Hold the images of test episodes, and the episodes as indices of images."""
+    """The images of test episodes, and the episodes as indices of images."""
 
     images: np.ndarray  # (images, 28, 28) uint8
     support: np.ndarray  # (episodes, way, shot) indices
@@ -354,7 +361,10 @@ class Episodes(NamedTuple):
 
 
 def draw_episodes(images: np.ndarray, count: int, way: int, shot: int, queries: int, seed: int) -> Episodes:
-    """Draw episodes from images (characters, drawings, 28, 28): first `way` characters, then drawings of each."""
+    """Draw episodes from images (characters, drawings, 28, 28).
+
+    For each episode, `way` characters are drawn, then drawings of each character.
+    """
     rng = np.random.default_rng([seed, 3])
     characters, drawings = images.shape[:2]
     chosen = np.stack([rng.permutation(characters)[:way] for _ in range(count)])
@@ -372,7 +382,8 @@ def labels_of(way: int, each: int) -> Array:
 def head_of(last: PyTree, words: PyTree, hidden: Sequence[int], seed: int) -> tuple[PyTree, PyTree]:
     """Return the starting value of a head, with random hidden layers and a last layer of zeros, and its structure.
 
-    If all layers were zero, only the last bias would have a gradient, and gradient descent would not leave this point.
+    If all layers were zero, only the last bias would have a nonzero gradient, and gradient descent could not train the
+    other parameters.
     """
     widths = [last["weight"].shape[0], *hidden]
     groups = [words["weight"].split()[0], *(f"head{i + 1}" for i in range(len(hidden)))]
@@ -431,8 +442,8 @@ def plain_logits(features: Features, x: tuple[PyTree, PyTree], images: Array) ->
 def adapted(features: Features, lr: float, steps: int, first_order: bool) -> Adapt:
     """Return a function that takes `steps` gradient steps on x with the support images of an episode.
 
-    With `first_order`, the gradients count as constants when the function is differentiated. Source: Finn, Abbeel,
-    Levine, ICML 2017, algorithm 2 and section 5.2.
+    If `first_order` is True, the gradients are treated as constants when the function is differentiated. Source: Finn,
+    Abbeel, Levine, ICML 2017, algorithm 2 and section 5.2.
     """
 
     def adapt(x: PyTree, support: Array) -> PyTree:
@@ -470,9 +481,8 @@ def fitted_head(support: Array, start: PyTree, ridge: float) -> PyTree:
 def descended_head(support: Array, start: PyTree, ridge: float) -> PyTree:
     """Fit a head with hidden layers to features (way, shot, width) by gradient steps with adaptive sizes.
 
-    The loss is the mean cross entropy plus ridge·‖head‖². A step of size s along the gradient d is accepted if it
-    lowers the loss by at least s‖d‖²/2, and the next step is then 1.5 times as long. Otherwise it is rejected, and the
-    next step is half as long.
+    The loss is the mean cross entropy plus ridge·‖head‖². A step −s·d along the gradient d is accepted if it lowers the
+    loss by at least s‖d‖²/2; then s becomes 1.5 times as large. Otherwise the step is rejected, and s is halved.
     """
     loss = support_loss(support, ridge)
 
@@ -499,9 +509,10 @@ def episode_accuracy(
 
     Args:
         episodes: the test episodes.
-        logits: a function from (x, support, query) to logits (way·queries, way). It takes images, or, with `features`,
-            features.
-        features: computes the features of an image, once for all episodes that contain it.
+        logits: a function from (x, support, query) to logits (way·queries, way). Support and query are images or, if
+            `features` is given, features.
+        features: a function that computes the features of images. Each image's features are computed once for all
+            episodes.
     """
     images, support, query = (jnp.asarray(leaf) for leaf in episodes)
     labels = labels_of(*query.shape[1:])

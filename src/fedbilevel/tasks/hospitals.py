@@ -1,9 +1,9 @@
-"""Heart disease in four hospitals: a penalty per feature and a weight per hospital, found by cross-validation.
+"""Heart disease in four hospitals: penalties of features and weights of hospitals, found by cross-validation.
 
 The patients, the features and the split into training and test patients are those of FLamby's Fed-Heart-Disease (Ogier
 du Terrail et al., NeurIPS 2022). Each hospital is a client, and standardises its features by its own training patients.
-The problem is that of `tables`, with logistic models, a penalty for each entry of a model, also for intercepts, and a
-weight for each hospital.
+The problem is the one of the task `tables`, with logistic models, a penalty for each entry of a model (intercepts
+included), and a weight for each hospital.
 """
 
 from collections.abc import Sequence
@@ -34,26 +34,30 @@ def hospitals(
     seed: int = 0,
     party: int | str = "all",
 ) -> Task:
-    """Fit a logistic model to four hospitals' patients; each hospital standardises by its own training patients.
+    """Fit a logistic model to the patients of four hospitals.
 
-    The metrics are the accuracy and the mean loss on all test patients, and the accuracy on each hospital's.
+    Each hospital standardises features by its own training patients.
+
+    The metrics are the accuracy and the mean loss on all test patients, and the accuracy on the test patients of each
+    hospital.
 
     Args:
         only: the hospitals to take, out of "cleveland", "hungarian", "switzerland" and "va". If empty, all are taken,
             in this order.
-        tuned: whether penalties and weights are tuned. If not, the problem has a single level, the model alone, and
-            every penalty is `ridge`; FedAvg and FedLin solve it.
+        tuned: whether penalties and weights are tuned. If not, the problem has a single level, in which only the model
+            is trained and every penalty is `ridge`; FedAvg and FedLin solve it.
         folds: the number of folds, K.
-        offsets: whether each hospital has an intercept of its own besides the common one. The intercept belongs to a
-            feature that is 1 for the hospital's patients.
+        offsets: whether each hospital has an intercept of its own, in addition to the common intercept. It is the
+            coefficient of a feature that is 1 for the hospital's patients and 0 for others.
         ridge: the value of every penalty at the start.
         weighting: how the clients' weights p_i are set in both losses: by the numbers of training patients ("size"), or
             "equal".
-        holdout: the share of each hospital's training patients on which the metrics are measured in place of the test
-            patients.
+        holdout: the share of each hospital's training patients that is held out. Above 0, the metrics are measured on
+            these patients in place of the test patients.
         seed: the seed of the split into training and test patients, of the holdout and of the folds. The split of seed
             0 is FLamby's own.
-        party: the number of a client in a federation; its task has only its own patients, from its own file.
+        party: "all" in a simulation; in a federation the number of a client, whose task has only the patients of its
+            own file.
     """
     names = list(only) or list(HOSPITALS)
     for name in names:
@@ -81,7 +85,10 @@ def hospitals(
 
 
 def _ward(name: str, number: int, indicators: int, folds: int, holdout: float, seed: int) -> SiteRows:
-    """Load hospital `number` of the federation; `indicators` indicators of hospitals and a 1 follow its features."""
+    """Load the patients of hospital `number` of the federation.
+
+    Their features are followed by `indicators` indicators of hospitals and a 1.
+    """
     found = load_heart(name)
     training, measured = stratified(found.labels, TRAINING, FLAMBY + seed)
     if holdout:

@@ -1,4 +1,4 @@
-"""Data hyper-cleaning: some training labels are wrong, and x learns a weight for each training sample.
+"""Data hyper-cleaning: some training labels are wrong, and x determines a weight for each training sample.
 
 Stochastic bilevel papers since Ji, Yang, Liang (ICML 2021) use this task; its federated form with 18 clients is from
 "Asynchronous Distributed Bilevel Optimization" (Jiao et al., ICLR 2023). Let z(y) be the logits of a sample with label
@@ -7,12 +7,13 @@ c. Labels c_ij of training samples may be wrong, and labels of validation sample
     g_i = mean_j sigmoid(x_ij)·CE(z(y), c_ij) + ridge·‖y‖²        f_i = mean CE(z(y), c)
 
 f does not depend on x directly, and ∂g_i/∂x_ij = sigmoid'(x_ij)·CE_ij/n_i, where client i has n_i training samples. The
-hypergradient of a weight is therefore of the order of 1/N, where N is the number of training samples of all clients. So
-step sizes for x must be larger by a factor of N than if this derivative were of the order of 1. x starts at 0.
+entry of the hypergradient for one weight is therefore of the order of 1/N, where N is the number of training samples of
+all clients. So step sizes for x must be about N times as large as in problems whose hypergradient has entries of the
+order of 1. x starts at 0.
 
 x has shape (M, longest) for M clients, where `longest` is the largest of the n_i, and x_ij is entry j of row i. Entries
-of row i from n_i on are never read. A client's losses read only the client's own row. They also accept this row alone
-as x, of shape (1, longest).
+of row i from n_i on are never read. A client's losses read only the client's own row. They also accept x of shape (1,
+longest), which is this row alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,21 +53,21 @@ def hyper_cleaning(
     local: Literal["x"] | None = None,
     seed: int = 0,
 ) -> Task:
-    """Split a set of labelled images over clients, halve each client's samples, and make some training labels wrong.
+    """Split labelled images over clients, divide each client's samples into two parts, and make training labels wrong.
 
-    The metrics are the accuracy, the mean weights of clean and of corrupted training samples, and `auc`: the
-    probability that a clean training sample has a larger weight than a corrupted one, where ties count half. If no
-    label is wrong, or all labels are, the accuracy is the only metric.
+    The metrics are the accuracy, the mean weights of clean and of corrupted training samples, and `auc`. This is the
+    probability that a clean training sample has a larger weight than a corrupted one; ties count half. If no label is
+    wrong, or all labels are wrong, the accuracy is the only metric.
 
     Args:
         corruption: the probability with which a training label is replaced by a class drawn uniformly from all C
-            classes. The draw may give the right class again, so that a share corruption·(1 − 1/C) of the labels is
-            wrong; metrics count these as corrupted. Validation, held-out and test labels stay right.
+            classes. The draw may give the right class again, so the expected share of wrong labels is corruption·(1 −
+            1/C). Metrics count only wrong labels as corrupted. Validation, held-out and test labels stay right.
         network: "linear" (no hidden layers), or a network of hyper_representation; y is the whole network.
         validation: the share of each client's samples that the outer loss gets; the inner loss gets the others.
         ridge: the factor of ‖y‖² in the inner loss.
-        local: "x": each client keeps its own row of x, and no message has x or a gradient in x. Some methods support
-            this; see `Bilevel`.
+        local: "x": each client keeps its own row of x, and no message contains x or a gradient in x. Only some methods
+            support this; see `Bilevel`. None: the server holds x.
         data, hidden, clients, partition_by, partition_options, holdout, seed: as in hyper_representation.
     """
     require(0 <= corruption < 1, "corruption", corruption, "at least 0 and below 1")
@@ -91,12 +92,14 @@ def hyper_cleaning(
 def weighted_losses(
     model: networks.Network, ridge: float, weights: Callable[[Array, Mapping[str, Any]], Array]
 ) -> tuple[Loss, Loss]:
-    """Return f, the mean CE, and g, the mean of weight·CE plus ridge·‖y‖², of a network whose whole body and head is y.
+    """Return f and g for a network whose body and head together are y.
 
-    The losses close over the model without the images, so that a series of runs keeps them.
+    f is the mean CE, and g is the mean of weight·CE plus ridge·‖y‖².
+
+    The losses hold the model and not the images, since a series of runs keeps the losses in memory.
 
     Args:
-        weights: (x, batch) -> the weight of each sample of the batch in g, (n,).
+        weights: a function (x, batch) -> the weight of each sample of the batch in g, (n,).
     """
 
     def outer(x: Array, y: PyTree, batch: dict[str, Array]) -> Array:
@@ -110,11 +113,13 @@ def weighted_losses(
 
 
 def spoiled(samples: Ragged, classes: int, corruption: float | np.ndarray, seed: int) -> Ragged:
-    """Replace labels of packed {"image", "label"} at random, and add the place of each sample's weight in x.
+    """Replace some labels of packed samples at random, and add the place of each sample's weight in x.
 
-    `corruption` is the probability for every label, or (M,), one for the labels of each client. The arrays "row", the
-    client, and "place", the number of the sample within the client, are int32. The array "corrupted" is True for a
-    wrong label; only metrics use it.
+    The packed samples have the arrays "image" and "label".
+
+    `corruption` is the probability that a label is replaced: a number, or (M,), a number for each client. The new int32
+    arrays are "row", the client, and "place", the number of the sample within the client. The new array "corrupted" is
+    True for a wrong label; only metrics use it.
     """
     rng = np.random.default_rng([seed, 3])
     label = samples.values["label"]
@@ -130,7 +135,7 @@ def weights(x: Array, samples: Mapping[str, Any]) -> Array:
     """Return the weight sigmoid(x_ij) of each sample, (n,).
 
     Args:
-        x: (M, longest); or (1, longest), the row of the client that has all these samples.
+        x: (M, longest); or (1, longest), the row of a client, if all samples belong to this client.
     """
     return jax.nn.sigmoid(x[jnp.minimum(samples["row"], x.shape[0] - 1), samples["place"]])
 
@@ -143,9 +148,9 @@ def cleaning_weights(task: Task, x: Array) -> tuple[np.ndarray, np.ndarray]:
 
 
 def auc(higher: Array, lower: Array) -> Array:
-    """Return P(a > b) + ½ P(a = b) for a from `higher` (n,) and b from `lower` (m,): the area under the ROC curve.
+    """Return the area under the ROC curve, P(a > b) + ½ P(a = b), for a in `higher`, (n,), and b in `lower`, (m,).
 
-    This is the Mann-Whitney statistic divided by nm.
+    This is the Mann-Whitney statistic divided by n·m.
     """
     ordered = jnp.sort(lower)
     below, not_above = (jnp.searchsorted(ordered, higher, side=side) for side in ("left", "right"))

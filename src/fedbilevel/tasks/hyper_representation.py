@@ -47,8 +47,8 @@ def hyper_representation(
         network: "mlp", where x is all hidden layers; "cnn", where x is two convolutions and a dense layer; or a deep
             convolutional network, "conv4", "resnet12" or "resnet18".
         hidden: for "mlp" the widths of the hidden layers; for "cnn" two numbers of channels and the width of the dense
-            layer; for "conv4" one number of channels, or one for each of four blocks; for a ResNet the channels of its
-            four blocks or stages.
+            layer; for "conv4" one number of channels, or a number for each of the four blocks; for a ResNet the numbers
+            of channels of its four blocks or stages.
         clients: the number of clients.
         partition_by: "iid", "shards", "dirichlet", "quantity" or "one_label".
         partition_options: the options of the partition, e.g. {"alpha": 0.3}.
@@ -56,15 +56,15 @@ def hyper_representation(
         holdout: the share of the training images that is held out. Above 0, metrics are measured on these images in
             place of the test images, so that hyperparameters can be chosen without the test images.
         ridge: the factor of ‖y‖² in the inner loss.
-        train_samples: the number of training images, drawn once, on which "train_accuracy" is measured; None: it is not
-            measured.
+        train_samples: the number of training images, drawn once, on which the metric "train_accuracy" is measured;
+            None: there is no such metric.
         seed: the seed of the partition, the splits and the starting point.
     """
     require(0 < validation < 1, "validation", validation, "strictly between 0 and 1")
     require(ridge >= 0, "ridge", ridge, "at least 0")
     images = load_images(data, network, hidden, holdout=holdout, seed=seed)
     train, valid = split(images.dealt(clients, partition_by, partition_options, seed), 1 - validation, seed=seed)
-    model = images.model  # a series of runs keeps the losses; without images in them, it does not keep these
+    model = images.model  # losses hold the model and not the images, since a series of runs keeps the losses in memory
 
     def outer(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
         return networks.cross_entropy(model.logits(x, y, batch["image"]), batch["label"])

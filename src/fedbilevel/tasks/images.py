@@ -25,9 +25,10 @@ WITH_LINEAR = {"linear": networks.linear, **NETWORKS}
 
 @dataclass(frozen=True, eq=False)
 class LabelledImages:
-    """Hold a set of images with its published pixels, and a network that takes standardised pixels.
+    """A set of labelled images with their published pixels, and a network that takes standardised pixels.
 
-    `part` is "test", or "validation" if held-out training images take the place of the test images.
+    `part` says on which images metrics are measured: "test", or "validation" if held-out training images take the place
+    of the test images.
     """
 
     data: Dataset
@@ -39,7 +40,7 @@ class LabelledImages:
         return partition(by, self.data.train_labels, clients, seed=seed, **dict(options or {}))
 
     def rows(self, chosen: Sequence[Indices]) -> Ragged:
-        """Pack each client's training images as {"image", "label"}, with pixels as the network takes them.
+        """Pack each client's training images and labels as {"image", "label"}, with pixels prepared for the network.
 
         `chosen` has the indices of each client's images.
         """
@@ -47,7 +48,7 @@ class LabelledImages:
         return Ragged({**arrays, "image": self.model.prepare(self.standard(arrays["image"]))}, start, size)
 
     def standard(self, images: np.ndarray) -> np.ndarray:
-        """Return standardised images, float32. Only these are stored as floating-point numbers."""
+        """Return standardised images, float32."""
         return standardise(images, self.data.mean, self.data.std)
 
     def accuracy(self) -> Callable[[PyTree, PyTree], Array]:
@@ -55,7 +56,7 @@ class LabelledImages:
         return networks.accuracy(self.model, self.standard(self.data.test_images), self.data.test_labels)
 
     def training_accuracy(self, count: int, seed: int) -> Callable[[PyTree, PyTree], Array]:
-        """Return the function from (body, head) to the accuracy on `count` training images, which are drawn once."""
+        """Return the function from (body, head) to the accuracy on `count` training images, which are drawn now."""
         require_count("train_samples", count)
         total = len(self.data.train_labels)
         require(count <= total, "train_samples", count, f"at most {total}, the number of training images")
@@ -64,7 +65,7 @@ class LabelledImages:
         return networks.accuracy(self.model, chosen, self.data.train_labels[drawn])
 
     def own_accuracy(self, body: PyTree, head: PyTree, batch: PyTree) -> Array:
-        """Return the accuracy on a client's own images, {"image", "label"}."""
+        """Return the accuracy on a client's own images, a batch {"image", "label"}."""
         logits = self.model.logits(body, head, batch["image"])
         return jnp.mean(jnp.argmax(logits, axis=-1) == batch["label"])
 
@@ -91,15 +92,17 @@ def load_images(
     seed: int = 0,
     known: Mapping[str, Callable[..., networks.Network]] = NETWORKS,
 ) -> LabelledImages:
-    """Load a set of images, hold out a share of its training images, thin the others, and build the network.
+    """Load a set of images and build its network.
+
+    A share of the training images is held out, and the others are thinned by `ratio`.
 
     Args:
         data: "digits" (part of scikit-learn), "mnist", "fashion-mnist" or "cifar-10".
         network, hidden: "mlp" with hidden widths, "cnn" with (channels, channels, dense width), "conv4" with
             (channels,), "resnet12" or "resnet18" with four numbers of channels.
-        ratio: the number of training images of the last class over that of the first; see `long_tailed`.
+        ratio: the number of training images of the last class, divided by that of the first class; see `long_tailed`.
         holdout: the share of the training images that takes the place of the test images.
-        seed: the seed of the draw of these images.
+        seed: the seed by which held-out images are drawn.
         known: the allowed networks; `WITH_LINEAR` for a task whose y is the whole network.
     """
     require(network in known, "network", network, f"one of {sorted(known)}")
@@ -115,7 +118,10 @@ def load_images(
 
 
 def load_rows(data: str, holdout: float, seed: int) -> Dataset:
-    """Load a table or a set of images; a share `holdout` of the training rows takes the place of the test rows."""
+    """Load a table or a set of images.
+
+    If `holdout` is above 0, this share of the training rows takes the place of the test rows.
+    """
     require(0 <= holdout < 1, "holdout", holdout, "at least 0 and below 1")
     if data not in TABLES and data not in LOADERS:
         raise unknown("data", data, [*TABLES, *LOADERS])
@@ -124,11 +130,11 @@ def load_rows(data: str, holdout: float, seed: int) -> Dataset:
 
 
 def long_tailed(data: Dataset, ratio: float) -> Dataset:
-    """Thin the training images such that their numbers fall exponentially from the first class to the last.
+    """Thin the training images, so that their numbers fall exponentially from the first class to the last.
 
-    Let n be the number of training images over the number C of classes. Class c keeps its first images, those with
-    ranks from 0 to at most n·ratio^(c/(C − 1)), and at least one image. For MNIST and the ratio 0.01, 14,818 images
-    (5,923, 3,597, …, 61) are left, as in the experiments of FedNest.
+    Let n be the number of training images divided by the number C of classes. Class c keeps its images with the ranks
+    from 0 to at most n·ratio^(c/(C − 1)), and at least one image. For MNIST and the ratio 0.01, 14,818 images (5,923,
+    3,597, …, 61) are left, as in the experiments of FedNest.
     """
     labels, classes = data.train_labels, data.classes
     most = len(labels) / classes * ratio ** (np.arange(classes) / (classes - 1))
@@ -137,7 +143,7 @@ def long_tailed(data: Dataset, ratio: float) -> Dataset:
 
 
 def held_out(data: Dataset, share: float, seed: int) -> Dataset:
-    """Replace the test images by a random share of the training images, which are then not trained on."""
+    """Take a random share of the training images for testing, in place of the test images."""
     order = np.random.default_rng([seed, 1]).permutation(len(data.train_labels))
     aside, rest = np.split(order, [max(1, round(share * len(order)))])
     return replace(

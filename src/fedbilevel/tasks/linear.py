@@ -1,9 +1,9 @@
-"""Fit linear models to the rows of several sites; penalties, and weights of sites, are found by cross-validation.
+"""Fit linear models to the rows of several sites, and find penalties and weights of sites by cross-validation.
 
-The module poses the problem that `tables` states, for any outcome. y holds a model for each fold, which is trained
-without this fold, and as its last entry the model that is used. x holds the penalties of the models. A `Model`
-describes what the models have in common, such as the number of each feature's penalty; a `SiteRows` holds the rows of a
-client.
+This module makes the problem that the module `tables` states, for any outcome. y contains a model for each fold,
+trained without this fold, and in its last entry the model that is used. x contains the penalties of the models. A
+`Model` describes what the models have in common, such as which penalty belongs to each feature. A `SiteRows` contains
+the rows of a client.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,10 +29,10 @@ LOG_PENALTY = -12.0, 0.0
 
 @dataclass(frozen=True)
 class SiteRows:
-    """Hold a site's training rows and measured rows: arrays by name, with an entry for each row.
+    """A site's training rows, and the rows on which metrics are measured: arrays by name, with an entry for each row.
 
-    Both parts have "row", (n, features), the arrays that the outcome needs, and "site", the number of the site. The
-    training rows also have "fold". Both parts may have "weight".
+    Both parts have "row", (n, features), "site", the number of the site, and the arrays that the outcome needs.
+    Training rows also have "fold". Both parts may have "weight".
     """
 
     name: str
@@ -42,18 +42,18 @@ class SiteRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Describe the models of a problem.
+    """What all models of a problem have in common.
 
     Args:
         outcome: what the models predict.
         sites: the number of sites, M.
-        penalty: the number of each feature's penalty, p.
+        penalty: p, (features,), the index of each feature's penalty.
         classes: the number of classes, if a model has a coefficient for each feature and class; 0 if it has one
             coefficient for each feature.
         folds: the number of folds, K.
         ridge: the value of every penalty at the start.
-        tuned: whether penalties and weights are tuned. If not, the problem has a single level, the last model alone,
-            and every penalty is `ridge`.
+        tuned: whether penalties and weights are tuned. If not, the problem has a single level, in which only the last
+            model is trained and every penalty is `ridge`.
         weighted: whether x has a weight for each site.
     """
 
@@ -71,7 +71,7 @@ class Model:
         require(is_count(self.folds) and self.folds >= 2, "folds", self.folds, "a whole number, at least 2")
 
     def posed(self) -> tuple[Bilevel | SingleLevel, PyTree, PyTree]:
-        """Return problem, x0 and y0."""
+        """Return the problem, x0 and y0."""
         shape = (
             len(self.penalty),
             *([self.folds + 1] if self.tuned else []),
@@ -91,22 +91,24 @@ class Model:
         return y[:, -1] if self.tuned else x
 
     def losses(self, models: Array, batch: Batch, seen: Array) -> Array:
-        """Compute the loss of each row by each of the models, (features, models[, classes])."""
+        """Return the loss of each row under each of the models, which are (features, models) or (features, models,
+        classes).
+        """
         return self.outcome.losses(jnp.tensordot(batch["row"], models, 1), batch, seen)
 
     def loss_of(self, w: Array, batch: Batch) -> Array:
-        """Compute the mean loss of rows by one model."""
+        """Return the mean loss of rows under one model."""
         seen = jnp.ones((len(batch["row"]), 1), bool)
         return jnp.mean(_weights(batch) * self.losses(w[:, None], batch, seen)[:, 0])
 
     def score_of(self, w: Array, batch: Batch) -> Array:
-        """Compute the outcome's score of rows by one model, without the weights of rows."""
+        """Return the outcome's score of rows under one model. The weights of rows are ignored."""
         return self.outcome.scored(batch["row"] @ w, batch)
 
     def _loss(self, function: Callable[..., Array]) -> Any:
-        """Turn a loss of (…, rows, valid) into one that methods accept.
+        """Turn a loss of (…, rows, valid) into a loss that methods accept.
 
-        It becomes a loss of a batch if it is a mean over samples, and a `WholeLoss` otherwise.
+        If the loss is a mean over samples, the result is a loss of a batch; otherwise it is a `WholeLoss`.
         """
         if self.outcome.whole:
             return WholeLoss(function) if self.tuned else WholeLoss(lambda x, _, rows, valid: function(x, rows, valid))
@@ -133,7 +135,7 @@ class Model:
 
 
 def site_weights(x: Mapping[str, Array]) -> Array:
-    """Compute the sites' weights w, (M,), whose mean is 1."""
+    """Return the sites' weights w, (M,), whose mean is 1."""
     return len(x["weight"]) * jax.nn.softmax(x["weight"])
 
 
@@ -146,20 +148,20 @@ def task_of(
 ) -> Task:
     """Make the task from the rows of sites.
 
-    Its metrics are the mean loss and the score of all measured rows, and the score at each site that has such rows.
+    The metrics are the mean loss and the score of all measured rows, and the score at each site that has measured rows.
 
     Args:
         name: the name of the task.
         model: the models.
-        sites: the sites with their rows. A client of a federation gives only its own site. A server that does not have
-            the sites' rows gives one example, and after it the sites whose measured rows it has.
-        weights: the clients' weights p_i, or "size" for weights by training rows, or None for equal weights.
+        sites: the sites with their rows. A client of a federation passes only its own site. A server that does not have
+            the sites' rows passes one made-up example, followed by the sites whose measured rows it has.
+        weights: the clients' weights p_i; "size": proportional to the numbers of training rows; None: equal weights.
         part: the first word of the metrics' names, "test" or "validation".
         party: the number of a client in a federation, "server", or "all" in a simulation.
     """
     problem, x0, y0 = model.posed()
     samples = [site.training for site in sites if site.training]
-    remote = party == "server" and len(samples) < model.sites  # with a single site, the example takes its place
+    remote = party == "server" and len(samples) < model.sites  # with a single site, the example stands for it
     clients = RemoteClients(model.sites, samples[0], weights=weights) if remote else Clients(samples, weights=weights)
     own = Metric(lambda x, y, batch: model.score_of(model.used(x, y), batch), model.outcome.larger_is_better)
     return Task(
@@ -180,7 +182,7 @@ def _metrics(model: Model, sites: list[SiteRows], part: str) -> dict[str, Callab
         return Metric(lambda x, y: model.score_of(model.used(x, y), rows), model.outcome.larger_is_better)
 
     each = {site.name: site.measured for site in sites if len(site.measured["row"])}
-    if model.outcome.whole:  # without two rows that can be compared there is no concordance
+    if model.outcome.whole:  # concordance needs two rows that can be compared
         each = {name: rows for name, rows in each.items() if pairs(rows).any()}
     if not each:
         return {}
@@ -199,7 +201,7 @@ def _metrics(model: Model, sites: list[SiteRows], part: str) -> dict[str, Callab
 
 
 def weighting_of(weighting: str) -> str | None:
-    """Return the weighting as `Clients` takes it: "size", or None for equal weights."""
+    """Return the weighting in the form that `Clients` takes: "size", or None for equal weights."""
     if weighting not in ("size", "equal"):
         raise unknown("weighting", weighting, ("size", "equal"))
     return "size" if weighting == "size" else None

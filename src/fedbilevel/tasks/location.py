@@ -6,10 +6,11 @@ of F in X:
 
     F(x) = mean_j max(‖x − c_j‖ − r_j, 0)        H(x) = ½‖x − a‖²        X = [−10, 10]ⁿ
 
-- Layout "scattered", as in the paper: c_j, a and the start are uniform on X, and r_j on (0, 1). F mostly has a single
-  minimiser, so that H does not matter.
+- Layout "scattered", as in the paper: c_j, a and the start are uniform on X, and r_j is uniform on (0, 1). F usually
+  has a single minimiser, so that H does not matter.
 - Layout "overlapping": all balls contain a ball around the origin. F is 0 on the intersection of the balls, and the
-  solution is the projection of the anchor onto this intersection. It is a mean of the anchor and centers, and so in X.
+  solution is the projection of the anchor onto this intersection. The solution is a mean of the anchor and of centers,
+  and so it is in X.
 """
 
 from collections.abc import Callable
@@ -40,10 +41,10 @@ def location(
     layout: str = "overlapping",
     seed: int = 0,
 ) -> Task:
-    """Draw balls, an anchor and a start, and deal the balls out to clients; all balls have the same weight.
+    """Draw balls, an anchor and a start, and deal the balls out to clients. All balls have the same weight.
 
-    The metrics are F ("mean_distance") and H ("preference"), and for overlapping balls the distances of x ("error") and
-    of the average iterate ("average_error") from the solution.
+    The metrics are F ("mean_distance") and H ("preference"). For overlapping balls, they are also the distances of x
+    ("error") and of the average iterate ("average_error") from the solution.
 
     Args:
         dim: the dimension n of x.
@@ -68,7 +69,7 @@ def location(
         distance = rng.uniform(0.2, 0.9, targets) * HALF_WIDTH
         centers = away / np.linalg.norm(away, axis=1, keepdims=True) * distance[:, None]
         radii = distance + COMMON * rng.uniform(1.0, 1.5, targets)
-        anchor *= HALF_WIDTH / np.max(np.abs(anchor))  # on the boundary of X, outside the intersection of the balls
+        anchor *= HALF_WIDTH / np.max(np.abs(anchor))  # to the boundary of X, which is outside the intersection
     every = {"center": centers, "radius": radii}
     dealt = iid(np.zeros(targets, np.int32), clients, seed=seed)
     parts = [{name: array[part] for name, array in every.items()} for part in dealt]
@@ -98,7 +99,7 @@ def location(
 
 
 def distances(x: Array, batch: Any) -> Array:
-    """Return the mean distance from x to the balls of a batch; the subgradient on and inside a ball is 0."""
+    """Return the mean distance from x to the balls of a batch. The subgradient on and inside a ball is 0."""
     square = jnp.sum((x - batch["center"]) ** 2, axis=-1)
     outside = square > batch["radius"] ** 2
     gap = jnp.sqrt(jnp.where(outside, square, 1)) - batch["radius"]  # 1 keeps the derivative finite inside a ball
@@ -108,8 +109,8 @@ def distances(x: Array, batch: Any) -> Array:
 def nearest_in_all(point: Floats, centers: Floats, radii: Floats) -> Floats:
     """Return the projection of `point` onto the intersection of all balls, which must not be empty.
 
-    The method projects onto the intersection of a few balls. While the result is outside other balls, the farthest of
-    these is added to the few.
+    The method projects onto the intersection of a few balls. If the result is outside other balls, the farthest of
+    these is added to the few, and so on.
     """
     x, cutting = point, list[int]()
     while True:
@@ -122,7 +123,7 @@ def nearest_in_all(point: Floats, centers: Floats, radii: Floats) -> Floats:
 
 
 def _nearest_in_few(point: Floats, centers: Floats, radii: Floats, rounds: int = 100_000) -> Floats:
-    """Project by Dykstra's algorithm over all balls in turn, until its corrections no longer change."""
+    """Project onto the intersection by Dykstra's algorithm, until the corrections of all balls no longer change."""
     x, corrections = point, np.zeros_like(centers)
     for _ in range(rounds):
         before = corrections.copy()

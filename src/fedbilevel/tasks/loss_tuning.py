@@ -1,4 +1,4 @@
-"""Loss tuning: x shapes the training loss of a long-tailed set of images, and y is the network trained with this loss.
+"""Loss tuning: x contains parameters of the training loss for long-tailed images, and y is the trained network.
 
 The task is from FedNest (Tarzanagh et al., ICML 2022, section 4.2), after AutoBalance (Li et al., NeurIPS 2021). With
 z(y) the logits of an image of class c, the losses are means over a client's training images (g) and validation images
@@ -7,13 +7,14 @@ z(y) the logits of an image of class c, the losses are means over a client's tra
     g = mean CE(z(y) ⊙ sigmoid(Δ) + ℓ, c) + ridge·‖y‖²        f = mean w_c CE(z(y), c)        x = (Δ, ℓ) ∈ R^C × R^C
 
 The loss in g is the vector-scaling loss (Kini et al., NeurIPS 2021): Δ scales logits by factors in (0, 1), and ℓ shifts
-them. At the start, Δ = ℓ = 0 and sigmoid(0) = ½, so that g is the cross-entropy of halved logits: the loss without
-tuning. To train with this loss alone, give x a very small step size. f does not depend on x directly. Its weights w_c
-make it the mean over classes of their validation losses.
+them. At the start, Δ = ℓ = 0 and sigmoid(0) = ½, so g is the cross-entropy of halved logits, which is the loss without
+tuning. To train with this loss alone, give x a very small step size. f does not depend on x directly. With its weights
+w_c, f is the mean over classes of the classes' validation losses.
 
-RABO (Li et al., section V-B) uses the loss of g as f too, with free class weights in both: `outer="vs"`,
-`class_weights=True`, `normalised=False`. This f is linear in the weights: at a fixed y it vanishes with them, and it is
-not bounded below. The paper prints e^(Δz) + ℓ; here it is read as e^(Δz + ℓ), with sigmoid(Δ) for Δ.
+RABO (Li et al., section V-B) uses the loss of g also as f, with class weights in both that are free variables:
+`outer="vs"`, `class_weights=True`, `normalised=False`. This f is linear in the weights. At a fixed y it is 0 if all
+weights are 0, and it has no lower bound. The paper prints e^(Δz) + ℓ. This is read as e^(Δz + ℓ) here, with sigmoid(Δ)
+in place of Δ.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,7 @@ from fedbilevel.tasks.images import load_images
 from fedbilevel.tasks.task import Task
 
 OuterLoss = Literal["balanced", "vs"]
-ATTEMPTS = 100  # the number of random splits after which a class counts as too small to be split
+ATTEMPTS = 100  # after this many failed random splits, a class counts as too small to be split
 
 
 def loss_tuning(
@@ -58,17 +59,19 @@ def loss_tuning(
     outer: OuterLoss = "balanced",
     seed: int = 0,
 ) -> Task:
-    """Thin a set of labelled images to a long tail, split it over clients, and halve each client's images.
+    """Thin labelled images to a long tail, split them over clients, and divide each client's images into two parts.
 
     Args:
-        ratio: the number of training images of the last class over that of the first; the numbers between fall
-            exponentially. The paper has 0.01. Test images and held-out images are not thinned.
+        ratio: the number of training images of the last class, divided by that of the first class. The numbers fall
+            exponentially from the first class to the last. The paper has 0.01. Test images and held-out images are not
+            thinned.
         validation: the share of each client's samples that the outer loss gets; the inner loss gets the others.
         ridge: the factor of ‖y‖² in the inner loss.
-        class_weights: whether x also has a weight for each class. The weights are C·softmax(x["weight"]): they start at
-            1, and their mean is 1.
-        normalised: False: x["weight"] itself has the weights, which start at 1. It needs `class_weights`.
-        outer: the outer loss: "balanced", the mean over classes; or "vs", the inner loss without its ridge, which
+        class_weights: whether x also determines a weight for each class. The weights are C·softmax(x["weight"]). They
+            start at 1, and their mean is always 1.
+        normalised: whether the weights are normalised by the softmax. False: x["weight"] contains the weights
+            themselves, which start at 1; this needs `class_weights`.
+        outer: the outer loss: "balanced", the mean over classes; or "vs", the inner loss without its ridge, which then
             depends on x.
         data, network, hidden, clients, partition_by, partition_options, holdout, seed: as in hyper_representation.
 
@@ -83,7 +86,7 @@ def loss_tuning(
     if outer not in get_args(OuterLoss):
         raise unknown("outer", outer, get_args(OuterLoss))
     images = load_images(data, network, hidden, ratio=ratio, holdout=holdout, seed=seed)
-    model = images.model  # losses close over the model alone: a series of runs keeps them, without the images
+    model = images.model  # losses hold the model and not the images, since a series of runs keeps the losses in memory
     parts = images.dealt(clients, partition_by, partition_options, seed)
     train, valid = complete_halves(parts, images.data.train_labels, images.data.classes, validation, seed)
     population = Clients(images.rows(valid), images.rows(train))
@@ -122,10 +125,11 @@ def loss_tuning(
 def complete_halves(
     parts: Sequence[Indices], labels: np.ndarray, classes: int, validation: float, seed: int
 ) -> tuple[list[Indices], list[Indices]]:
-    """Split each client's samples at random into (training, validation), such that both have samples of every class.
+    """Split each client's samples at random into training and validation samples.
 
-    The condition is on all clients together. A split without some class is drawn again, so that the distribution is
-    conditional on this.
+    Over all clients together, both parts have samples of every class. A split without some class is drawn again.
+
+    Returns (training, validation), each with the indices of every client's samples.
 
     Raises:
         ConfigurationError: each of ATTEMPTS splits lacked a class.
@@ -145,8 +149,8 @@ def complete_halves(
 def balancing_weights(clients: Clients, classes: int) -> np.ndarray:
     """Return the weights w_c = 1/(C π_c), (classes,), where π_c is the share of class c in the outer samples.
 
-    Clients count by their weights p_i. The weighted mean of w_c·loss over all samples is then the mean over classes of
-    their mean losses, and the weighted mean of w_c is 1.
+    The share π_c is weighted by the clients' weights p_i. With this choice, the weighted mean of w_c·loss over all
+    samples is the mean over classes of each class's mean loss, and the weighted mean of w_c is 1.
     """
     share = np.zeros(classes)
     for i, p in enumerate(clients.weights):

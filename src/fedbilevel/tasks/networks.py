@@ -1,11 +1,11 @@
 """Build networks in two parts: x has all layers but the last, and y is the last layer, a linear head.
 
-Small networks come first, then the convolutional networks of papers on few-shot learning and images: Conv-4, ResNet-12
-and ResNet-18. In these, a normalisation follows every convolution: layer norm over height, width and all channels of
-one image (Ba et al. 2016), with a gain and a bias per channel. Layer norm is used for two reasons. Batch norm would
-make the output for a sample depend on the other samples, and its running averages are not parameters that a federation
-could optimise. Group norm would depend on the order of channels; layer norm does not, so that units are
-interchangeable, as submodels require.
+The first part of the module has small networks. The second part has the convolutional networks of papers on few-shot
+learning and images: Conv-4, ResNet-12 and ResNet-18. In these networks, each convolution is followed by layer norm over
+height, width and all channels of one image (Ba et al. 2016), with a gain and a bias per channel. Other normalisations
+have disadvantages. With batch norm, the output for a sample would depend on other samples, and the running averages are
+not parameters that a federation could optimise. Group norm depends on the order of channels. With layer norm, the units
+are interchangeable, as submodels require.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from fedbilevel.core.tree import PyTree
 from fedbilevel.machinery.threefry import written_out
 
 EVALUATION_BATCH = 500  # the number of images that are evaluated together, which bounds the memory of activations
-IN_CACHE = 20  # the same for convolutions on a CPU: the patches of 20 images fit its cache, which is twice as fast
+IN_CACHE = 20  # the same for convolutions on a CPU, where it is fast if the patches fit into the cache
 
 
 class Network(NamedTuple):
-    """Hold a classifier with parameters x and y: `features` by x, and a linear head on the features by y.
+    """A classifier with parameters x and y: x computes features of images, and y is a linear head on the features.
 
     y = {"weight": (width, classes), "bias": (classes,)}.
 
     Args:
         init: a function from a key to the starting values (x, y).
         logits: a function from (x, y, images) to logits (n, classes).
-        prepare: a function from images of a data set to images as `logits` takes them.
+        prepare: a function from images of a data set to images in the form that `logits` takes.
         features: a function from (x, images) to features (n, width), the inputs of the head.
-        structure: the structure of x and y.
+        structure: the `Structure` of x and y, which names the groups of units.
     """
 
     init: Callable[[Array], tuple[PyTree, PyTree]]
@@ -50,7 +50,7 @@ class Network(NamedTuple):
 
     @property
     def whole_structure(self) -> PyTree:
-        """Return the structure of (body, head), for a task whose x or y is the whole network."""
+        """Return the structure of (body, head), for a task in which x or y alone is the whole network."""
         return self.structure.x, self.structure.y
 
 
@@ -60,7 +60,7 @@ def with_head(
     prepare: Callable[[np.ndarray], np.ndarray],
     structure: Structure,
 ) -> Network:
-    """Build a network from its features: the logits are features @ weight + bias."""
+    """Build a network from a function that computes features. The logits are features @ weight + bias."""
 
     def logits(x: PyTree, y: PyTree, images: Array) -> Array:
         return features(x, images) @ y["weight"] + y["bias"]
@@ -92,7 +92,7 @@ def mlp(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Netw
 
 
 def linear(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Network:
-    """Build a softmax regression: x is empty, and y is a layer from pixels to classes that starts at 0.
+    """Build a softmax regression: x is empty, and y is a linear layer from pixels to classes, which starts at 0.
 
     `hidden` must be empty.
     """
@@ -140,12 +140,12 @@ def cnn(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Netw
 
 
 def check_widths(hidden: Sequence[int], as_many: bool, allowed: str) -> None:
-    """Refuse `hidden` if its length is wrong (`as_many` is False), or an entry is not a positive whole number."""
+    """Refuse `hidden` if `as_many` is False (its length is wrong), or if an entry is not a positive whole number."""
     require(as_many and all(map(is_count, hidden)), "hidden", hidden, allowed)
 
 
 def head(group: str) -> PyTree:
-    """Return the structure of a linear head on features that are the units of a group."""
+    """Return the structure of a linear head on features; the features are the units of the group with this name."""
     return {"weight": f"{group} _", "bias": "_"}
 
 
@@ -159,8 +159,9 @@ def convolve(maps: Array, weight: Array, stride: int = 1) -> Array:
 
     Outputs are centred on the rows and columns 0, stride, 2·stride, ….
 
-    The convolution is one matrix product over patches. Inside a loop, XLA's own convolution was 15 times slower on a
-    CPU. Vectorised over clients, each with its own weight, it is a grouped convolution, which is slow on all devices.
+    The convolution is computed as one matrix product over patches. XLA's own convolution was 15 times slower inside a
+    loop on a CPU. If it is vectorised over clients that each have their own weight, it becomes a grouped convolution,
+    which is slow on all devices.
 
     Args:
         maps: (n, height, width, inputs).
@@ -180,7 +181,7 @@ def convolve(maps: Array, weight: Array, stride: int = 1) -> Array:
 
 
 def max_pool(maps: Array) -> Array:
-    """Pool maps (n, height, width, channels) by maxima of 2×2 squares with stride 2; odd sides are padded."""
+    """Pool maps (n, height, width, channels): return the maxima of 2×2 squares with stride 2. Odd sides are padded."""
     n, height, width, channels = maps.shape
     padded = jnp.pad(maps, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), constant_values=-jnp.inf)
     squares = padded.reshape(n, padded.shape[1] // 2, 2, padded.shape[2] // 2, 2, channels)
@@ -199,7 +200,7 @@ def convolution(key: Array, inputs: int, outputs: int) -> dict[str, Array]:
 
 
 def drawn(key: Array, shape: tuple[int, ...]) -> Array:
-    """Draw normal weights (..., outputs) of variance 2/n, where n is the product of all axes but the last."""
+    """Draw normal weights (..., outputs) of variance 2/n, where n is the number of weights of each output."""
     return jax.random.normal(written_out(key), shape) * (2 / math.prod(shape[:-1])) ** 0.5
 
 
@@ -237,20 +238,23 @@ def correctness(network: Network, images: np.ndarray, labels: np.ndarray) -> Cal
 
 
 def in_passes(function: Callable[[PyTree], PyTree], images: PyTree) -> PyTree:
-    """Map a function over images with leaves (n, …), a batch at a time; on a CPU, convolved images in small batches."""
+    """Apply a function to images with leaves (n, …), a batch at a time.
+
+    On a CPU, images for convolutions are taken in small batches.
+    """
     convolved = max(np.ndim(leaf) for leaf in jax.tree.leaves(images)) > 2
     few = convolved and jax.default_backend() == "cpu"
     return lax.map(function, images, batch_size=IN_CACHE if few else EVALUATION_BATCH)
 
 
-EPSILON = 1e-5  # a normalisation adds this to the variance
+EPSILON = 1e-5  # layer norm adds this to the variance
 
 
 def conv4(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Network:
     """Build Conv-4: four blocks of 3×3 convolution, normalisation, ReLU and 2×2 max-pooling (Vinyals et al. 2016).
 
-    `hidden` has one number of channels for all blocks, e.g. (64,), or one for each block. The features are the last
-    maps, flattened; for images of 28×28 pixels, these are (channels,).
+    `hidden` has one number of channels for all blocks, e.g. (64,), or a number for each block. The features are the
+    last maps, flattened. For images of 28×28 pixels, they have the shape (channels,).
     """
     check_widths(hidden, len(hidden) in (1, 4), "one positive width or four, e.g. 64")
     height, width, channels = (*image_shape, 1)[:3]
@@ -278,8 +282,8 @@ def conv4(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Ne
 def resnet12(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Network:
     """Build ResNet-12: four residual blocks of three 3×3 convolutions and 2×2 max-pooling; then the mean of each map.
 
-    This is the network of few-shot papers (Lee et al. 2019, with 64, 160, 320 and 640 channels), except that it has
-    ReLU and does not drop blocks at random. `hidden` has the number of channels of each block.
+    This is the network of few-shot papers (Lee et al. 2019, with 64, 160, 320 and 640 channels), with two differences:
+    it has plain ReLU, and does not drop blocks at random. `hidden` has the number of channels of each block.
     """
     channels, widths = four_widths("resnet12", image_shape, hidden)
 
@@ -302,13 +306,13 @@ def resnet12(image_shape: Sequence[int], hidden: Sequence[int], classes: int) ->
 def resnet18(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Network:
     """Build ResNet-18: a 3×3 convolution, four stages of two residual blocks, the mean of each map (He et al. 2016).
 
-    Each block has two 3×3 convolutions. This is the form for CIFAR: the first convolution has stride 1, no pooling
-    follows, and stages 2 to 4 halve the sides. `hidden` has the number of channels of each stage, in the paper 64, 128,
-    256 and 512.
+    Each block has two 3×3 convolutions. This is the form for CIFAR: the first convolution has stride 1 and is not
+    followed by pooling, and stages 2 to 4 halve the sides. `hidden` has the number of channels of each stage; in the
+    paper, they are 64, 128, 256 and 512.
     """
     channels, widths = four_widths("resnet18", image_shape, hidden)
     plan = [(stage, place) for stage in range(4) for place in range(2)]
-    changes = [stage > 0 and place == 0 for stage, place in plan]  # True: shapes change, and the shortcut has weights
+    changes = [stage > 0 and place == 0 for stage, place in plan]  # True: the shortcut changes the shape, by weights
 
     def init(key: Array) -> tuple[PyTree, PyTree]:
         first, *keys, last = jax.random.split(key, 10)
@@ -339,7 +343,10 @@ def four_widths(network: str, image_shape: Sequence[int], hidden: Sequence[int])
 
 
 def block(key: Array, depth: int, inputs: int, outputs: int, shortcut: bool) -> dict[str, PyTree]:
-    """Draw a residual block of `depth` 3×3 convolutions; with `shortcut`, its shortcut is a 1×1 convolution."""
+    """Draw the parameters of a residual block of `depth` 3×3 convolutions.
+
+    If `shortcut` is True, the shortcut is a 1×1 convolution.
+    """
     *keys, last = jax.random.split(key, depth + 1)
     layers = [normed(k, 3, inputs if i == 0 else outputs, outputs) for i, k in enumerate(keys)]
     return {"layers": layers, **({"shortcut": normed(last, 1, inputs, outputs)} if shortcut else {})}
@@ -348,8 +355,8 @@ def block(key: Array, depth: int, inputs: int, outputs: int, shortcut: bool) -> 
 def block_axes(name: str, depth: int, inputs: str, outputs: str, shortcut: bool) -> dict[str, PyTree]:
     """Return the structure of a residual block, from the names of its groups of units.
 
-    The outputs of the last layer and of the shortcut are added, so that they are units of the same group. Without a
-    convolution in the shortcut, the inputs are added, and `inputs` and `outputs` must be the same group.
+    The outputs of the last layer and of the shortcut are added, so they are units of the same group. If the shortcut
+    has no convolution, the block's inputs are added to its outputs, so `inputs` and `outputs` must be the same group.
     """
     groups = [inputs, *(f"{name}_inner{i + 1}" for i in range(depth - 1)), outputs]
     layers = [normed_axes(into, out) for into, out in itertools.pairwise(groups)]
@@ -357,9 +364,9 @@ def block_axes(name: str, depth: int, inputs: str, outputs: str, shortcut: bool)
 
 
 def residual(parts: dict[str, PyTree], maps: Array, stride: int = 1) -> Array:
-    """Apply a residual block: ReLU of the last layer plus the shortcut. The first layer and the shortcut have `stride`.
+    """Apply a residual block: ReLU of (last layer + shortcut). The first layer and the shortcut have the given stride.
 
-    Maps are (n, height, width, channels).
+    `maps` is (n, height, width, channels).
     """
     added = apply(parts["shortcut"], maps, stride) if "shortcut" in parts else maps
     first, *middle, last = parts["layers"]
@@ -370,7 +377,9 @@ def residual(parts: dict[str, PyTree], maps: Array, stride: int = 1) -> Array:
 
 
 def maps_of(image_shape: Sequence[int]) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function that shapes images to (n, height, width, channels), with one channel if they have no such axis.
+    """Return a function that shapes images to (n, height, width, channels).
+
+    Images without an axis of channels get one channel.
 
     `image_shape` is (height, width) or (height, width, channels).
     """
@@ -389,7 +398,7 @@ def normed_axes(inputs: str, outputs: str) -> dict[str, str]:
 
 
 def apply(layer: dict[str, Array], maps: Array, stride: int = 1) -> Array:
-    """Convolve maps, and normalise: (maps − mean)/√(variance + ε)·gain + bias, by each image's mean and variance."""
+    """Convolve maps, and apply layer norm: (maps − mean)/√(variance + ε)·gain + bias, mean and variance by image."""
     maps = convolve(maps, layer["weight"], stride)
     centred = maps - jnp.mean(maps, axis=(1, 2, 3), keepdims=True)
     variance = jnp.mean(jnp.square(centred), axis=(1, 2, 3), keepdims=True)
@@ -399,7 +408,7 @@ def apply(layer: dict[str, Array], maps: Array, stride: int = 1) -> Array:
 def pool(maps: Array) -> Array:
     """Pool maps (n, height, width, channels) by maxima of 2×2 squares with stride 2.
 
-    An odd last row or column is dropped, as in the papers, unless it is the only one.
+    If a side is odd, its last row or column is dropped, as in the papers, unless it is the only one.
     """
     _, height, width, _ = maps.shape
     return max_pool(maps[:, : max(1, height - height % 2), : max(1, width - width % 2)])

@@ -1,6 +1,7 @@
 """Define the kinds of targets that linear models of tables predict, each with its loss of a row and its score.
 
-For a row a with the target c, z is aᵀw, and with several classes z_c is the value of class c. The losses ℓ are:
+A row has the features a and the target c, and z = aᵀw is the value that the model computes; with several classes, z_c
+is the value of class c. The losses ℓ are:
 
     binary      ℓ = log(1 + eᶻ) − c z                   c of 0 or 1
     classes     ℓ = log Σ_c' e^{z_c'} − z_c
@@ -8,9 +9,9 @@ For a row a with the target c, z is aᵀw, and with several classes z_c is the v
     continuous  ℓ = ½ (z − (c − m)/s)²                  m and s the mean and the standard deviation of all targets
     survival    ℓ = e [log Σ_{k at risk} v_k e^{z_k} − z]
 
-The last is Cox's partial likelihood with Breslow's treatment of ties. e is 1 if the event was observed at the row's
-time t, and v are the weights of rows. The rows at risk are those of the same site that the model sees and whose time is
-t or later.
+The last loss is Cox's partial likelihood with Breslow's treatment of ties. e is 1 if the event was observed at the
+row's time t, and otherwise 0; v are the weights of rows. A row k is at risk if it is of the same site, the model is
+trained on it, and its time is t or later.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,15 +26,16 @@ Batch = Mapping[str, Array]
 
 
 class OutcomeKind(NamedTuple):
-    """Describe a kind of target.
+    """A kind of target, with its loss and its score.
 
     Args:
-        losses: (z, batch, seen) -> ℓ of each row. z is (n, models), or (n, models, classes). `seen`, (n, models) of
-            booleans, says which rows each model sees; for other rows, ℓ may be any finite number.
+        losses: a function (z, batch, seen) -> ℓ of each row under each model. z is (n, models), or (n, models,
+            classes). `seen`, (n, models) of booleans, says which rows each model is trained on; for other rows, ℓ may
+            be any finite number.
         score: the name of the metric that is measured besides the mean loss.
-        scored: (z of the model that is used, batch) -> the score.
+        scored: a function (z, batch) -> the score of one model; z is (n,) or (n, classes).
         larger_is_better: whether a larger score is better.
-        whole: whether ℓ of a row depends on other rows of its site.
+        whole: whether the loss ℓ of a row depends on other rows of its site.
     """
 
     losses: Callable[[Array, Batch, Array], Array]
@@ -61,7 +63,7 @@ def _continuous(z: Array, batch: Batch, seen: Array) -> Array:
 
 
 def _survival(z: Array, batch: Batch, seen: Array) -> Array:
-    most = jax.lax.stop_gradient(jnp.max(z, axis=0))  # so that no power overflows
+    most = jax.lax.stop_gradient(jnp.max(z, axis=0))  # so that no exponential overflows
     risk = jnp.where(seen, batch["weight"][:, None] * jnp.exp(z - most), 0)
     at_risk = jnp.cumsum(risk, axis=0)[batch["last"]]
     counted = seen & (batch["event"][:, None] > 0)
@@ -69,7 +71,7 @@ def _survival(z: Array, batch: Batch, seen: Array) -> Array:
 
 
 def pairs(batch: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return which pairs (j, k) of a site's rows can be compared, (n, n) booleans: j has its event before k's time."""
+    """Return which pairs (j, k) of a site's n rows can be compared, (n, n) bool: j has an event before k's time."""
     time, event, site = batch["time"], batch["event"], batch["site"]
     return (event[:, None] > 0) & (time[:, None] < time) & (site[:, None] == site)
 
@@ -89,13 +91,13 @@ def _accuracy_of_classes(z: Array, batch: Batch) -> Array:
 
 
 def _deviance(z: Array, batch: Batch) -> Array:
-    """Compute the mean deviance in units of m: the mean of 2 [c log(c/μ) − (c − μ)], with c and μ divided by m."""
+    """Return the mean deviance: the mean of 2 [c log(c/μ) − (c − μ)], where counts c and rates μ are divided by m."""
     c = batch["label"]
     return 2 * jnp.mean(jnp.where(c > 0, c * (jnp.log(jnp.where(c > 0, c, 1)) - z), 0) - c + jnp.exp(z))
 
 
 def _explained(z: Array, batch: Batch) -> Array:
-    """Compute R², which compares the predictions with the mean of these rows."""
+    """Return R², which compares the errors of the predictions with those of the mean of these rows' targets."""
     c = batch["label"]
     return 1 - jnp.sum((z - c) ** 2) / jnp.sum((c - jnp.mean(c)) ** 2)
 

@@ -1,22 +1,23 @@
-"""A federated quadratic bilevel problem with a closed form, on which methods are tested.
+"""A federated quadratic bilevel problem with a closed form, for tests of methods.
 
     g_i(x, y) = ½ yᵀA_i y − yᵀ(B_i x + c_i)            f_i(x, y) = ½ (y − t_i)ᵀD_i(y − t_i) + xᵀE_i y + ½ ρ‖x‖²
 
-A_i and D_i are symmetric and positive definite; B_i and E_i are dense. All coefficients differ between clients, and the
-samples of a client scatter about its c_i and t_i. Let bars denote means with any weights of clients. Then
+A_i and D_i are symmetric and positive definite; B_i and E_i are dense. All coefficients differ between clients. A
+sample of client i has its own c and t, drawn around c_i and t_i. Let bars denote means over clients, with any weights.
+Then
 
     y*(x) = Ā⁻¹(B̄x + c̄)    and    v*(x) = Ā⁻¹∇y F.
 
 Φ is quadratic, so that x* solves a linear system.
 
-For clients of limited capacity, x and y can have a core (x_0, y_0), which all clients hold, and units (x_u, y_u) for
-u = 1..U. Each has the losses above, where c_i and t_i are s times as large for units, and a tie κ couples each unit to
-the core:
+For clients of limited capacity, x and y can have a core (x_0, y_0), which all clients hold, and units (x_u, y_u) for u
+= 1..U. Core and units each have the losses above; for units, c_i and t_i are multiplied by s. A tie κ couples each unit
+to the core:
 
     g_i = Σ_u g_i(x_u, y_u) + κ y_0ᵀ Σ_{u≥1} y_u          f_i = Σ_u f_i(x_u, y_u) + κ x_0ᵀ Σ_{u≥1} x_u
 
-The gradients in the core of a client that lacks units therefore miss κ times these units. Without a tie (κ = 0) they
-are exact.
+If a client does not hold all units, its gradients in the core therefore lack κ times the missing units. Without a tie
+(κ = 0), these gradients are exact.
 
 Metrics: `relative_error` is ‖x − x*‖/‖x*‖, and `squared_gradient` is ‖∇Φ(x)‖², which theorems on rates bound.
 """
@@ -37,13 +38,13 @@ from fedbilevel.core.tree import PyTree
 from fedbilevel.tasks.task import Floats, Task, client_means, require_memory, scattered
 
 RIDGE = 1.0  # ρ
-NORMS = {"B": 1.0, "E": 0.5}  # spectral norms; Φ is strongly convex, as ∇²Φ ⪰ ρ − ‖E‖²/λ_min(D) = ¾ > 0
+NORMS = {"B": 1.0, "E": 0.5}  # spectral norms, for which Φ is strongly convex: ∇²Φ ⪰ ρ − ‖E‖²/λ_min(D) = ¾ > 0
 UNITS = {"core": "_", "units": "unit _"}  # the structure of x and of y if they have units
 
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """Hold the exact x*, y* and v* for some weights of clients, each flattened, and the Hessian of Φ.
+    """The exact x*, y* and v* for some weights of clients, each flattened, and the Hessian of Φ.
 
     ∇Φ(x) is hessian @ (x − x*).
     """
@@ -69,7 +70,7 @@ def inner(x: Array, y: Array, batch: dict[str, Array]) -> Array:
 
 @dataclass(frozen=True)
 class TiedUnits:
-    """Describe a core and the units that are tied to it.
+    """A core, and the units that are tied to it.
 
     Args:
         count: the number of units, U.
@@ -97,10 +98,10 @@ class TiedUnits:
         return np.kron(np.eye(1 + self.count), matrix)
 
     def loss(self, plain: Callable[..., Array], vector: str, variable: int) -> Callable[..., Array]:
-        """Return the loss of the core and all units, from the loss `plain` of one of them.
+        """Return the loss of the core and all units together, from the loss `plain` of a core or unit alone.
 
         Args:
-            vector: the coefficient, "c" or "t", that is scaled for units.
+            vector: the coefficient that is multiplied by s for units: "c" or "t".
             variable: the variable that is tied: 0 for x, 1 for y.
         """
 
@@ -133,11 +134,12 @@ def quadratic(
 
     Args:
         clients: the number of clients, M.
-        dim_x, dim_y: the dimensions of x and y; with units, those of the core and of each unit.
+        dim_x, dim_y: the dimensions of x and y; with units, the dimensions of the core and of each unit.
         condition: the condition number of every A_i, whose eigenvalues lie between 1/condition and 1. Eigenvectors
             differ between clients.
-        heterogeneity: the size of the differences between clients' coefficients; 0: all clients have the same ones.
-        noise: the standard deviation of c and t of a sample about those of its client.
+        heterogeneity: the size of the differences between clients' coefficients; 0: all clients have the same
+            coefficients.
+        noise: the standard deviation of a sample's c and t around its client's c_i and t_i.
         samples: the least and the largest number of samples per client and loss.
         weighted: whether the weights of clients differ; False: each weight is 1/M.
         units: the number U of units, which clients of limited capacity may leave out; 0: x and y are plain vectors.
@@ -216,7 +218,10 @@ def _flat(x: PyTree) -> Array:
 def solution(
     clients: Clients, weights: np.ndarray | None = None, units: TiedUnits = TiedUnits(0, 1.0, 0.0)
 ) -> ClosedForm:
-    """Return the closed form for the clients' weights, or for `weights`, which sum to 1; first the core, then units."""
+    """Return the closed form for the clients' weights, or for `weights`, which sum to 1.
+
+    The core comes first, then the units.
+    """
     w = clients.weights if weights is None else weights
     own = client_means(clients)  # D is the same in all samples of a client
     mean = {name: np.tensordot(w, part, 1) for name, part in own.items()}

@@ -1,15 +1,15 @@
-"""Regularization coefficients: x has a ridge penalty for each feature, which validation samples determine.
+"""Regularization coefficients: x determines a ridge penalty for each feature, and is fitted to validation samples.
 
 The task is from "Asynchronous Distributed Bilevel Optimization" (Jiao et al., ICLR 2023), after Chen et al.,
 "Decentralized Stochastic Bilevel Optimization with Improved Per-Iteration Complexity" (2022): logistic regression on
-Covertype and ijcnn1. Let a be a sample of class c, with a last entry of 1. Let y be a matrix W with a row W_j for each
+Covertype and ijcnn1. Let a be a sample of class c, whose last entry is 1. Let y be a matrix W with a row W_j for each
 feature, and let z(y) = Wᵀa be the logits:
 
     g_i = mean CE(z(y), c) + Σ_j exp(x_j) ‖W_j‖²        f_i = mean CE(z(y), c)
 
 The coefficients exp(x_j) are positive for any x, and g_i is strongly convex in y. f does not depend on x directly, and
-∂g_i/∂x_j = exp(x_j) ‖W_j‖². With two classes there is a single logit, whose sigmoid is the probability of class 1; with
-more classes, each has a logit. x_j starts at log(ridge).
+∂g_i/∂x_j = exp(x_j) ‖W_j‖². With two classes there is a single logit, whose sigmoid is the probability of class 1. With
+more classes, each class has a logit. x_j starts at log(ridge).
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,9 @@ def regularization(
     ridge: float = 0.01,
     seed: int = 0,
 ) -> Task:
-    """Split a table, or images as rows of pixels, over clients, and each client's rows into training and validation.
+    """Split the rows of a table, or images as rows of pixels, over clients.
+
+    Each client's rows are divided into training and validation rows.
 
     The metrics are the accuracy and the mean loss on test rows.
 
@@ -87,6 +89,6 @@ def with_one(images: np.ndarray) -> np.ndarray:
 
 
 def logits(y: Array, rows: Array) -> Array:
-    """Return the logits, (n, classes); with two classes the first has the logit 0."""
+    """Return the logits, (n, classes). With two classes, the first class has the logit 0."""
     z = rows @ y
     return z if z.shape[1] > 1 else jnp.concatenate([jnp.zeros_like(z), z], axis=1)

@@ -3,16 +3,17 @@
     min over x, max over y of Σ_i p_i f_i,   f_i(x, y) = ½λ xᵀP_i x − [½ yᵀC_i y − b_iᵀy + yᵀA_i x],   x, y ∈ R^d
 
 In the paper (Tarzanagh et al., ICML 2022, section 4.3), P_i = C_i = I, A_i = t_i I with t_i uniform on (0, 0.1), and
-b_i is normal and centred over clients. Then x* = y* = 0, which even a method that ignores b finds. All clients have the
-same curvature, so that methods which alternate between x and y have no bias. With `general`, A_i is dense, P_i and C_i
-are diagonal, and all differ between clients. Let bars denote weighted means. Then
+b_i is normal and centred over clients. Then x* = y* = 0, so that even a method that ignores b finds the solution. All
+clients have the same curvature, so that methods that alternate between x and y have no bias. With `general`, A_i is
+dense, P_i and C_i are diagonal, and all three differ between clients. Let bars denote weighted means over clients. Then
 
     y* = C̄⁻¹(b̄ − Āx*)        (λP̄ + ĀᵀC̄⁻¹Ā) x* = ĀᵀC̄⁻¹b̄.
 
-The solution differs from 0 only if b is not centred, the weights of clients differ, or samples scatter about the b of
-their client; b_i is then the mean of the client's samples.
+The solution differs from 0 only if b is not centred, if the weights of clients differ, or if a client's samples have
+different b; then b_i is the mean over the client's samples.
 
-Metrics: `squared_gradient` is ‖∇Φ(x)‖² for Φ(x) = max over y of the weighted sum, ∇Φ(x) = (λP̄ + ĀᵀC̄⁻¹Ā)(x − x*).
+Metrics: `squared_gradient` is ‖∇Φ(x)‖², where Φ(x) is the maximum over y of the weighted sum, and ∇Φ(x) = (λP̄ +
+ĀᵀC̄⁻¹Ā)(x − x*).
 """
 
 from typing import NamedTuple
@@ -30,7 +31,7 @@ COUPLING = 0.1  # the largest t_i
 
 
 class SaddlePoint(NamedTuple):
-    """Hold a point (x, y)."""
+    """A point (x, y)."""
 
     x: Floats
     y: Floats
@@ -58,7 +59,9 @@ def saddle(
     noise: float = 0.0,
     seed: int = 0,
 ) -> Task:
-    """Draw a saddle point problem with a known solution; in the paper each client has one sample, its coefficients.
+    """Draw a saddle point problem with a known solution.
+
+    In the paper each client has one sample, which contains its coefficients.
 
     Args:
         clients: the number of clients, M; 1,000 in the paper.
@@ -71,7 +74,7 @@ def saddle(
         general: whether A_i is dense with normal entries of variance 1/d, and the diagonals of P_i and C_i are uniform
             on (½, 3/2).
         samples: the number of samples of each client.
-        noise: the standard deviation of the entries of b of a sample about those of its client.
+        noise: the standard deviation of the entries of a sample's b around its client's b_i.
         seed: the seed of the draw and of the starting point, which is normal.
     """
     require_count("clients", clients)
@@ -104,7 +107,7 @@ def saddle(
         "squared_gradient": lambda x, y: jnp.sum((hessian @ (x - exact.x)) ** 2),
     }
     norm = float(np.linalg.norm(exact.x))
-    if weighted or not centred or noise:  # otherwise x* = 0, and a relative error does not exist
+    if weighted or not centred or noise:  # otherwise x* = 0, and the relative error is not defined
         metrics = {"relative_error": lambda x, y: jnp.linalg.norm(x - exact.x) / norm, **metrics}
     return Task(name="saddle", problem=Minimax(loss), clients=population, x0=x0, y0=y0, metrics=metrics)
 

@@ -1,13 +1,13 @@
 """Selection: among all classifiers that fit the training samples best, find a sparse one with small weights.
 
 The task is from "Federated Incremental Subgradient Method for Convex Bilevel Optimization Problems" (Boontawee et al.
-2025), section III.A, which has the zeros and ones of MNIST. With rows a and classes b = ±1, minimise H among the
+2025), section III.A, which uses the digits 0 and 1 of MNIST. Rows a have the classes b = ±1. Minimise H among the
 minimisers of F in X:
 
     F(x) = mean log(1 + exp(−b⟨a, x⟩))        H(x) = ‖x‖₁ + ½‖x‖²        X = [−bound, bound]ⁿ
 
-If features are always 0, or repeat each other, F has many minimisers. H is 1-strongly convex. Features are not
-standardised, so that the derivative of F for a pixel that is always blank is 0. x starts at 0, or uniformly at random
+F has many minimisers if some features are always 0 or are equal to others. H is 1-strongly convex. Features are not
+standardised, so that the derivative of F is 0 for a pixel that is always blank. x starts at 0, or uniformly at random
 in [−start, start]ⁿ.
 """
 
@@ -29,7 +29,7 @@ from fedbilevel.data import pack_arrays, partition
 from fedbilevel.tasks.images import load_rows
 from fedbilevel.tasks.task import Task
 
-SMALL = 1e-3  # an entry of x counts as zero if it is at most this share of the largest entry
+SMALL = 1e-3  # an entry of x counts as zero if its absolute value is at most this share of the largest absolute value
 
 
 def selection(
@@ -45,7 +45,7 @@ def selection(
     start: float = 0.0,
     seed: int = 0,
 ) -> Task:
-    """Take two classes of a data set, and split their rows over clients; all rows have the same weight.
+    """Take two classes of a data set, and split their rows over clients. All rows have the same weight.
 
     The metrics are the accuracies of x and of the average iterate, F on all training rows ("train_loss"), H
     ("preference"), and the share of entries of x that are at most 0.001 of the largest ("sparsity").

@@ -1,4 +1,4 @@
-"""Read a site's CSV file for the task `tables`: its features, target, weights and patients, with checks of each."""
+"""Read and check a site's CSV file for the task `tables`: features, target, weights and patients."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,12 +22,12 @@ from fedbilevel.data.table_files import Texts, numbers_of, words_of
 from fedbilevel.tasks.task import Floats
 
 OutcomeName = Literal["binary", "classes", "count", "continuous", "survival"]
-WORDS = ("binary", "classes")  # the outcomes whose target is a word
+WORDS = ("binary", "classes")  # the outcomes whose target is a category
 
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnRoles:
-    """Describe the roles of the columns of all sites' tables; the fields are arguments of `tables`."""
+    """The roles of columns, which are the same in all sites' tables. The fields are arguments of `tables`."""
 
     outcome: OutcomeName
     target: str
@@ -42,25 +42,26 @@ class ColumnRoles:
 
     @property
     def named(self) -> list[str]:
-        """Return the columns with a role of their own, which are not features."""
+        """Return the columns that have another role than feature, such as the target."""
         event = self.event if self.outcome == "survival" else ""
         return [name for name in (self.target, event, self.patient, self.sample_weight) if name]
 
 
 @dataclass
 class SiteFile:
-    """Hold a site's rows, without those that lack a target.
+    """A site's rows, without rows that lack a target.
 
     Args:
-        name: the site.
+        name: the name of the site.
         where: the name of the file, for messages.
         features: columns of numbers or words, by name.
-        target: arrays by name: "label" with words or numbers, or "time" and "event".
+        target: arrays by name: "label" with words or numbers; or "time" and "event".
         weight: the weight of each row; at least one is above 0.
         patient: the number of the patient of each row.
 
     Attributes:
-        stratum: the number of the class or of the event of each row, by which rows are divided evenly; 0 for numbers.
+        stratum: the index of each row's class, or whether it has an event; rows are divided evenly by this. 0 if the
+            target is a number.
     """
 
     name: str
@@ -83,7 +84,7 @@ class SiteFile:
         return len(self.weight)
 
     def some(self, rows: np.ndarray) -> "SiteFile":
-        """Return the file with only these rows, given by their numbers."""
+        """Return the file with only some of its rows, given by their numbers."""
 
         def taken(columns: Mapping[str, ColumnValues]) -> dict[str, ColumnValues]:
             return {name: column[rows] for name, column in columns.items()}
@@ -92,7 +93,7 @@ class SiteFile:
         return SiteFile(self.name, self.where, *parts)
 
     def split(self, share: float, seed: int, stream: int) -> tuple["SiteFile", "SiteFile"]:
-        """Divide the rows into (kept, aside), with a share of the rows of each class, or of events, set aside.
+        """Set aside a share of the rows of each class, or of rows with and without event. Return (kept, aside).
 
         The rows of a patient are not divided. At least one row is kept.
         """
@@ -108,16 +109,22 @@ class SiteFile:
         return self.some(np.flatnonzero(~out)), self.some(np.flatnonzero(out))
 
     def folds(self, count: int, seed: int) -> np.ndarray:
-        """Draw the fold of each row: classes or events are spread evenly, and a patient's rows are in the same fold."""
+        """Draw the fold of each row.
+
+        Classes or events are spread evenly over folds, and a patient's rows are in the same fold.
+        """
         return self._by_patient(lambda stratum, rng: dealt(stratum, count, rng), seed, 1)
 
     def _by_patient(self, deal: Any, seed: int, stream: int) -> np.ndarray:
-        """Apply `deal` to the patients, and return the result for each row; draws depend on no other site."""
+        """Apply `deal` to the patients, and return the result for each row.
+
+        Random draws do not depend on other sites.
+        """
         strata, patient = strata_of(self.patient, self.stratum)
         return deal(strata, generator_of_site(seed, self.name, stream))[patient]
 
     def summaries(self, columns: ColumnRoles) -> Summaries:
-        """Return the summaries that the site reports, of its features and, unless it is a time, of its target."""
+        """Return the summaries that the site reports: of its features and, unless it is a time, of its target."""
         target = {columns.target: self.target["label"]} if "label" in self.target else {}
         return without_rare(summaries_of(self.features), columns.min_count) | summaries_of(target)
 
@@ -183,7 +190,7 @@ def _target(where: str, rows: Mapping[str, Texts], columns: ColumnRoles) -> dict
 
 
 def _numbers(field: str, texts: Texts) -> Floats:
-    """Return the numbers in texts, and refuse gaps."""
+    """Return the numbers that texts contain. Gaps are refused."""
     numbers = numbers_of(texts)
     if numbers is None or not np.all(np.abs(numbers) <= MOST):
         wrong = (
@@ -204,7 +211,9 @@ def _typed(field: str, texts: Texts, categorical: bool) -> ColumnValues:
 
 
 def with_columns(table: SiteFile, agreed: Summaries, columns: ColumnRoles) -> SiteFile:
-    """Return the table with the agreed features; a column without any value gets the kind on which sites have agreed.
+    """Return the table with the agreed features.
+
+    A column without any value gets the kind, numbers or words, on which sites have agreed.
 
     Raises:
         ConfigurationError: a column is missing, unknown, or of another kind.
@@ -246,9 +255,9 @@ def _is_empty(column: ColumnValues) -> bool:
 
 
 def kinds_of(tables: Collection[SiteFile]) -> Summaries:
-    """Return the columns that any site has, in the order in which they first appear, each with its kind.
+    """Return all columns that at least one site has, each with its kind, in the order in which they first appear.
 
-    A column is one of words if a site has a word in it, even if other sites have only gaps there.
+    A column is a column of words if some site has a word in it, even if other sites have only gaps there.
     """
     kinds: Summaries = {}
     for table in tables:
@@ -259,7 +268,7 @@ def kinds_of(tables: Collection[SiteFile]) -> Summaries:
 
 
 def used(table: SiteFile, columns: ColumnRoles) -> SiteFile:
-    """Turn entries into gaps if the site's summaries leave them out, such as rare categories."""
+    """Return the table with gaps in place of entries that the site's summaries leave out, such as rare categories."""
     summaries = {name: one for name, one in table.summaries(columns).items() if name in table.features}
     made = {}
     for name, gaps in hidden_entries(summaries, table.features).items():
@@ -269,7 +278,7 @@ def used(table: SiteFile, columns: ColumnRoles) -> SiteFile:
 
 
 def require_known(table: SiteFile, agreed: Summaries) -> None:
-    """Refuse a category that is in no site's summaries, unless these say that there are rarer categories."""
+    """Refuse a category that is in no site's summaries, unless the summaries say that there are rarer categories."""
     for name, column in table.features.items():
         if "categories" in agreed[name] and not agreed[name]["rarer"]:
             known = agreed[name]["categories"]
@@ -278,7 +287,7 @@ def require_known(table: SiteFile, agreed: Summaries) -> None:
 
 
 def classes_of(target: Mapping[str, Any], columns: ColumnRoles) -> list[str]:
-    """Return the classes in the sites' summaries; with a binary outcome the positive class comes last.
+    """Return the classes in the sites' summaries. With a binary outcome, the positive class comes last.
 
     Raises:
         ConfigurationError: there are too few classes, or too many, or `positive` is not one of them.
@@ -301,7 +310,7 @@ def classes_of(target: Mapping[str, Any], columns: ColumnRoles) -> list[str]:
 def samples_of(
     table: SiteFile, agreed: Summaries, target: Mapping[str, Any], columns: ColumnRoles
 ) -> dict[str, Floats]:
-    """Return the arrays of a table: "row" with the agreed features, "weight" with mean 1, and what the outcome needs.
+    """Return a table's arrays: "row" with the agreed features, "weight" with mean 1, and arrays that the outcome needs.
 
     Raises:
         ConfigurationError: a row has a class that is in no site's summaries, or all counts are 0.
@@ -333,7 +342,7 @@ def ordered(samples: dict[str, Floats], columns: ColumnRoles) -> dict[str, Float
 
 
 def require_fit(summary: Mapping[str, Any], columns: ColumnRoles) -> None:
-    """Refuse an agreed summary of the target whose kind, numbers or categories, does not fit the outcome."""
+    """Refuse a summary of the target if its kind, numbers or categories, does not fit the outcome."""
     if columns.outcome != "survival" and ("categories" in summary) != (columns.outcome in WORDS):
         kind = "a column of categories" if columns.outcome in WORDS else "a column of numbers"
         raise ConfigurationError(path=f"target {columns.target!r}", got=f"{[*summary]}", allowed=kind)

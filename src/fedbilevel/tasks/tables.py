@@ -1,24 +1,24 @@
-"""Fit linear models to the tables of several sites: models of two or more classes, counts, numbers or survival times.
+"""Fit linear models to the tables of several sites, for targets that are classes, counts, numbers or survival times.
 
-Each site has a CSV file, and is a client. Sites agree on their columns without showing rows, so that all of them encode
-entries alike: a number as (a − mean)/deviation, a gap in numbers as 0, and a word by an indicator for each category.
-The losses of a row with the target c are:
+Each site has a CSV file, and is a client. Sites agree on their columns without showing rows, so that all sites encode
+entries in the same way: a number a as (a − mean)/deviation, a gap in a column of numbers as 0, and a word by an
+indicator for each category. The losses of a row with the target c are:
 
     binary      log(1 + eᶻ) − c z              count       eᶻ − (c/m) z, of Poisson with the rate m eᶻ
     classes     log Σ_c' e^{z_c'} − z_c        continuous  ½ (z − (c − m)/s)²
     survival    e [log Σ_{k at risk} v_k e^{z_k} − z], of Cox, each site with a baseline hazard of its own
 
-Here z is aᵀy, and m and s are the mean and the standard deviation of all targets. The last entry of a row a is 1, and
-the entries before it are an indicator for each site; rows of Cox's model have neither. Penalties, and weights of sites,
-are found by cross-validation (Bennett et al., IJCNN 2006). Site i deals its n_i training rows into K folds, and row j
-is in fold k_j. y holds K + 1 models; model k < K is trained without fold k, and model K on all rows:
+Here z is aᵀy, and m and s are the mean and the standard deviation of all targets. After the features, a row a has an
+indicator for each site, and a 1 as its last entry; rows of Cox's model have neither. Penalties and weights of sites are
+found by cross-validation (Bennett et al., IJCNN 2006). Site i deals its n_i training rows into K folds, and row j is in
+fold k_j. y contains K + 1 models; model k < K is trained without fold k, and model K on all rows:
 
     g_i = (1/n_i) Σ_j w_i v_j [ℓ_j(y_K) + Σ_{k ≠ k_j} K/(K − 1) ℓ_j(y_k)] + Σ_k Σ_l exp(x.penalty_{p(l)}) ‖y_kl‖²
     f_i = (1/n_i) Σ_j v_j ℓ_j(y_{k_j})               w = M softmax(x.weight), or 1
 
-x starts at penalty = log(ridge) and weight = 0, and penalties stay in [−12, 0]. v_j is the weight of row j; the mean
-of these weights is 1 at each site. f evaluates each row with the model that was trained without it, and never evaluates
-model K, which is the model that is used. Every entry of a model has a penalty, so that g is strongly convex in y.
+x starts at penalty = log(ridge) and weight = 0, and penalties stay in [−12, 0]. v_j is the weight of row j; the mean of
+these weights is 1 at each site. In f, each row is predicted by the model that was trained without this row. Model K,
+which is used in the end, does not occur in f. Every entry of a model has a penalty, so that g is strongly convex in y.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,7 +52,7 @@ from fedbilevel.tasks.task import Floats, Task
 AGREED, TEST = "columns.json", "test.csv"
 PENALTIES = "one", "column", "feature"
 DRAWN = {"north": 120, "south": 80, "west": 40}
-"""The sites of the generated tables, and their numbers of rows."""
+"""The sites of the generated tables, with their numbers of rows."""
 
 
 def tables(
@@ -92,9 +92,9 @@ def tables(
             test.csv, in alphabetical order. A federation needs the names.
         outcome: what the target is: "binary" (two classes), "classes" (several), "count", "continuous", "survival".
         target: the column that is predicted; for survival, the times. Rows without it are left out, with a warning.
-        event: for survival, the column that is 1 if the event was observed at this time, and 0 if it had not happened
-            by then.
-        positive: the class with the label 1, if there are two. If empty, it is the second in alphabetical order.
+        event: for survival, the column that is 1 if the event was observed at the row's time, and 0 if it had not
+            happened by then.
+        positive: for two classes, the class with the label 1. If empty, it is the second class in alphabetical order.
         patient: the column that names the patient of each row; all rows of a patient are in the same fold. If empty,
             each row belongs to a different patient.
         sample_weight: the column with the weights of rows, 0 or more. If empty, all rows count alike. Metrics ignore
@@ -102,35 +102,41 @@ def tables(
         categorical: the columns of codes that are categories. Columns of words are categories in any case.
         drop: the columns that are left out.
         gaps: texts that mean a gap, besides an empty text, NA, NaN, null and other texts that pandas takes as gaps.
-        absent: what happens if a site lacks a column: an error ("refuse"), or all entries are gaps there ("gap").
-        min_count: the least number of rows of a category, and of numbers of a column. A site neither reports nor uses
-            a category or a column with fewer.
-        offsets: whether each site has an intercept of its own besides the common one.
-        penalty: whether all features share "one" penalty, or each "column" has one, or each "feature", so that each
-            indicator of a category has its own. The intercept has a penalty of its own. The offsets share one; with
-            "feature" each offset has one.
-        groups: lists of columns that share a penalty of their own, by a name of your choice.
-        site_weights: whether x has a weight for each site.
-        tuned: whether penalties and weights are tuned. If not, the problem has a single level, the last model alone,
-            and every penalty is `ridge`.
+        absent: what happens if a site lacks a column: an error ("refuse"), or all entries of the column are gaps at
+            this site ("gap").
+        min_count: the least number of rows of a category, and of numbers of a column. A site neither reports nor uses a
+            category or a column with fewer rows or numbers.
+        offsets: whether each site has an intercept of its own (an offset), in addition to the common intercept.
+        penalty: "one": all features share a penalty; "column": each column has a penalty; "feature": each feature has a
+            penalty, and so has each indicator of a category. The intercept has a penalty of its own. The offsets share
+            a penalty; with "feature" each offset has its own.
+        groups: name -> a list of columns that share a penalty of their own; the names can be chosen freely.
+        site_weights: whether x contains a weight for each site.
+        tuned: whether penalties and weights are tuned. If not, the problem has a single level, in which only the last
+            model is trained and every penalty is `ridge`.
         folds: the number of folds, K.
         ridge: the value of every penalty at the start.
         weighting: how the clients' weights p_i are set in both losses: "equal", or by the numbers of training rows
-            ("size"); with `sample_weight`, "size" takes the sums of the rows' weights.
-        sizes: numbers which, divided by their sum, are p_i. A server without the sites' files needs them for "size".
-        test: the share of each site's rows that is used for metrics and not for training; 0 if FOLDER has a test.csv.
-        holdout: the share of each site's training rows on which the metrics are measured in place of the test rows.
-        seed: the seed of the generated tables, of test rows, of the holdout and of folds. A site's draws depend on its
-            name and on no other site.
-        party: the number of a client in a federation, which reads only its own file; or "server", which reads no
-            site's file.
+            ("size"); with `sample_weight`, "size" uses the sums of the rows' weights.
+        sizes: a number for each site; p_i are these numbers divided by their sum. A server without the sites' files
+            needs them for "size".
+        test: the share of each site's rows that is used for metrics and not for training. It must be 0 if FOLDER has a
+            test.csv.
+        holdout: the share of each site's training rows that is held out. Above 0, the metrics are measured on these
+            rows in place of the test rows.
+        seed: the seed of the generated tables, of test rows, of the holdout and of folds. A site's random draws depend
+            on its name, and not on other sites.
+        party: "all" in a simulation; in a federation the number of a client, which reads only its own file, or
+            "server", which reads no site's file.
 
-    FOLDER/columns.json has the summaries on which sites have agreed, of all features and, except for survival, of the
-    target; `estimators.Preparer.save` writes it. In a simulation it may be missing, and the summaries are then made
-    from the training rows. FOLDER/test.csv has test rows, with a column "site" that names the site of each row.
+    The file FOLDER/columns.json has the summaries on which sites have agreed: of all features and, except for survival,
+    of the target. `estimators.Preparer.save` writes this file. In a simulation it may be missing; the summaries are
+    then computed from the training rows. The file FOLDER/test.csv, if there is one, has test rows, with a column "site"
+    that names the site of each row.
 
-    The metrics are the mean loss of all test rows, and a score of all test rows and of each site's: the accuracy,
-    R² ("r2"), the mean deviance in units of the mean count, or the concordance of pairs within sites.
+    The metrics are the mean loss of all test rows, the score of all test rows, and the score of each site's test rows.
+    The score is the accuracy, R² ("r2"), the mean deviance in units of the mean count, or the concordance of pairs
+    within sites.
     """
     if outcome not in OUTCOMES:
         raise unknown("outcome", outcome, OUTCOMES)
@@ -167,13 +173,13 @@ def tables(
     rows = _Rows(agreed, goal, columns, found.names, indicators)
     own = [rows.of(*found.parts(name, agreed, holdout), folds, seed) for name in found.here]
     weights = _weights(weighting, sizes, found)
-    if not own:  # this is a server, and the sites keep their files
+    if not own:  # this is a server without the sites' files
         own = [rows.example(), *(SiteRows(name, {}, rows.measured(table)) for name, table in found.tested.items())]
     return task_of("tables", model, own, weights=weights, part="validation" if holdout else "test", party=party)
 
 
 class _Files:
-    """Hold the tables of the sites whose files this party reads.
+    """The tables of sites, as far as this party reads their files.
 
     `names` are all sites, and `here` the sites whose rows become samples on this machine.
     """
@@ -219,7 +225,7 @@ class _Files:
         return f"{name}.csv" if self.folder else name
 
     def _tested(self, gaps: tuple[str, ...]) -> dict[str, SiteFile]:
-        """Read the rows of test.csv by site."""
+        """Read the rows of test.csv, and return them by site."""
         if not self.folder or not (self.folder / TEST).is_file():
             return {}
         allowed = f"0 if the folder has a {TEST}: the sites do not see this file, and train on all their rows"
@@ -239,12 +245,15 @@ class _Files:
         return {name: site_table(name, f"{name} in {TEST}", rows, self.columns) for name, rows in each.items()}
 
     def split(self, name: str) -> tuple[SiteFile, SiteFile]:
-        """Return training and test rows of a site."""
+        """Return the training rows and the test rows of a site."""
         training, measured = self.tables[name].split(self.share, self.seed, 0)
         return training, self.tested.get(name, measured)
 
     def parts(self, name: str, agreed: Summaries, holdout: float) -> tuple[SiteFile, SiteFile]:
-        """Return a site's training rows, with gaps for entries that its summaries leave out, and its measured rows."""
+        """Return a site's training rows and measured rows.
+
+        In training rows, entries that the site's summaries leave out become gaps.
+        """
         training, measured = (with_columns(part, agreed, self.columns) for part in self.split(name))
         if holdout:
             training, measured = training.split(holdout, self.seed, 2)
@@ -286,7 +295,7 @@ class _Files:
 
 
 class _Rows:
-    """Turn the rows of tables into samples."""
+    """What turns the rows of tables into samples: the agreed columns, their roles and the sites."""
 
     def __init__(
         self, agreed: Summaries, goal: Mapping[str, Any], columns: ColumnRoles, names: list[str], indicators: int
@@ -294,7 +303,10 @@ class _Rows:
         self.agreed, self.goal, self.columns, self.names, self.indicators = agreed, goal, columns, names, indicators
 
     def samples(self, table: SiteFile, **more: Floats) -> dict[str, Floats]:
-        """Return the samples of a table; after its features, a row has the indicators of sites and the constant 1."""
+        """Return the samples of a table.
+
+        After its features, a row has the indicators of sites and the constant 1.
+        """
         table = with_columns(table, self.agreed, self.columns)
         made, number = samples_of(table, self.agreed, self.goal, self.columns), self.names.index(table.name)
         if self.columns.outcome != "survival":
@@ -304,16 +316,16 @@ class _Rows:
         return ordered({**made, "site": np.full(len(table), number, np.int32), **more}, self.columns)
 
     def of(self, training: SiteFile, measured: SiteFile, folds: int, seed: int) -> SiteRows:
-        """Return a site's rows."""
+        """Return a site's training and measured rows, as samples with folds."""
         own = self.samples(training, fold=training.folds(folds, seed))
         return SiteRows(training.name, own, self.measured(measured))
 
     def measured(self, table: SiteFile) -> dict[str, Floats]:
-        """Return the samples of measured rows, which all have the weight 1."""
+        """Return the samples of a table for metrics. All their weights are 1."""
         return self.samples(replace(table, weight=np.ones(len(table))))
 
     def example(self) -> SiteRows:
-        """Return one made-up row, which shows a server the shapes and types of the sites' rows."""
+        """Return one made-up row, from which a server gets the shapes and types of the sites' rows."""
         features = {
             name: np.full(1, None, object) if "categories" in one else np.full(1, np.nan)
             for name, one in self.agreed.items()
@@ -330,7 +342,7 @@ class _Rows:
 def _penalties(
     agreed: Summaries, penalty: str, groups: Mapping[str, Any], indicators: int, intercept: bool
 ) -> list[int]:
-    """Return the number of each entry's penalty."""
+    """Return the index of the penalty of each entry of a model."""
     own = {column: f"group {name}" for name, columns in groups.items() for column in columns}
     for column in own:
         if column not in agreed:
@@ -342,7 +354,7 @@ def _penalties(
 
 
 def _weights(weighting: str, sizes: Sequence[float], found: _Files) -> Any:
-    """Return p_i of the sites whose files this party reads, or of all sites on a server that reads none."""
+    """Return the weights p_i of the sites whose files this party reads, or of all sites if it reads none."""
     known = weighting_of(weighting)
     if len(sizes):
         require(len(sizes) == len(found.names), "sizes", list(sizes), f"{len(found.names)} numbers, one for each site")
@@ -353,7 +365,10 @@ def _weights(weighting: str, sizes: Sequence[float], found: _Files) -> Any:
 
 
 def drawn_texts(columns: ColumnRoles, seed: int) -> dict[str, dict[str, Texts]]:
-    """Generate tables of the sites of DRAWN, with age, dose, pulse (with gaps) and ward; `west` has only two wards."""
+    """Generate tables of the sites of DRAWN.
+
+    The columns are age, dose, pulse (with gaps) and ward. `west` has only two wards.
+    """
     rng, made = np.random.default_rng([seed, 11]), {}
     for number, (name, count) in enumerate(DRAWN.items()):
         age, dose, pulse = rng.normal([55, 2, 75], [12, 1, 10], (count, 3)).T

@@ -1,4 +1,4 @@
-"""Define the type of all tasks, and helpers that several tasks use."""
+"""Define the class of all tasks, and functions that several tasks use."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fedbilevel.core.tree import PyTree
 
 Floats = np.ndarray[Any, np.dtype[Any]]
 """Floating-point arrays of NumPy. Docstrings give the shapes."""
-OBJECTS = 2000  # the bytes of a client's dictionaries and array objects, without the numbers
+OBJECTS = 2000  # the bytes of the Python objects of a client's samples, without the numbers
 
 
 @dataclass(frozen=True, repr=False)
 class Task(Shown):
-    """Hold a problem with its clients, a starting point and metrics.
+    """A problem with its clients, a starting point and metrics.
 
     Args:
         name: the name of the task.
@@ -31,7 +31,7 @@ class Task(Shown):
         clients: the clients with their samples; on the server of a federation `RemoteClients`, without samples.
         x0, y0: the starting values of x and y; y0 is None for a problem without y.
         metrics: functions (x, y) -> scalar by name. Use `Metric` if a larger value is better. Plots and progress bars
-            show the first.
+            show the first metric.
         metrics_per_client: functions (x, y, batch) -> scalar by name, which each client evaluates on its own samples;
             see `fedbilevel.solve`.
     """
@@ -68,7 +68,7 @@ class Task(Shown):
         return self.clients
 
     def with_own(self, **numbers: Any) -> Task:
-        """Return this task with other `local_steps`, `own` or `capacity` of its clients; see `Clients`."""
+        """Return this task with changed `local_steps`, `own` or `capacity` of its clients; see `Clients`."""
         return replace(self, clients=with_own(self.clients, **numbers))
 
 
@@ -76,7 +76,8 @@ def require_memory(each: float, **count: int) -> None:
     """Refuse a number of clients, or of other objects, that does not fit into the memory of this machine.
 
     Args:
-        each: the number of double-precision numbers of one object. They are in memory twice while clients are packed.
+        each: the number of double-precision numbers in one object. All numbers are in memory twice while clients are
+            packed.
         count: the number of objects, by the name of the argument that has it.
 
     Raises:
@@ -94,7 +95,10 @@ def require_memory(each: float, **count: int) -> None:
 def scattered(
     rng: np.random.Generator, coefficients: Mapping[str, Floats], vector: str, count: int, noise: float
 ) -> dict[str, Floats]:
-    """Draw `count` samples of a client: its coefficients, with normal noise added to the coefficient `vector`."""
+    """Draw `count` samples of a client.
+
+    A sample contains the client's coefficients, with normal noise added to the coefficient `vector`.
+    """
     rows = {name: np.repeat(value[None], count, axis=0) for name, value in coefficients.items()}
     return {**rows, vector: rows[vector] + noise * rng.normal(size=rows[vector].shape)}
 
