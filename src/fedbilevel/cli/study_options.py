@@ -25,7 +25,7 @@ GROUP = "NAME=A,B,…"
 
 @dataclass(frozen=True)
 class StudyField:
-    """Hold a field of `Study`, as read from its source.
+    """A field of `Study`, as read from its source.
 
     Args:
         kind: the annotation.

@@ -67,7 +67,7 @@ class NumberTable(Protocol):
 
 @dataclass(frozen=True)
 class Curve:
-    """Hold a metric of a run, or its mean over several seeds, against the run's costs.
+    """A metric of a run, or its mean over several seeds, against the run's costs.
 
     Args:
         label: the name of the curve in a legend.

@@ -1,4 +1,4 @@
-"""Do from Python what the command line does: typed specs, run folders, comparisons.
+"""Use the command line's functions from Python: typed specs, folders of runs, comparisons.
 
     from fedbilevel import experiments
 
@@ -7,7 +7,7 @@
     run = experiments.load_run("runs/first")      # run.spec, run.history, run.ledger, run.summary
     groups = experiments.compare_algorithms("quadratic", ["simfbo", "shrofbo"], seeds=[0, 1], out="runs/both")
 
-Each name is loaded when it is first used, so that the command line can check its arguments before it loads JAX.
+Each name is loaded when it is first used. So the command line can check its arguments before it loads JAX.
 """
 
 from importlib import import_module

@@ -29,23 +29,24 @@ from fedbilevel.experiments.tables import Cell, Column, Table, best_of, escaped,
 from fedbilevel.reading import read_json
 from fedbilevel.wording import printable
 
-ORDER = "methods.json"  # in a comparison's folder: its methods, in the order of their colours
+ORDER = "methods.json"  # the file of a comparison that lists its methods, in the order of their colours
 TARGETS = 3
-PER_CLIENT = "per_client"  # the name of a panel
+PER_CLIENT = "per_client"  # the name of the panel of metrics per client
 UNMEASURED = "has metrics per client; --set run.metrics_per_client=true measures them"
 SEARCHES = {path_word(label(rival)): label(rival) for rival in RIVALS.values() if rival not in ALGORITHMS}
-"""Name of a folder -> label of the search over x that runs in it."""
+"""The name of a folder -> the label of the search over x whose run is in it."""
 WRITTEN = (*SUFFIXES, ".csv", ".json", ".tex", ".md")  # suffixes of the files that a comparison writes among its runs
 
 
 @dataclass(frozen=True)
 class Look:
-    """Describe how a comparison shows its runs.
+    """How a comparison shows its runs.
 
     Args:
         labels: name of a run -> the label that is shown in place of the name.
-        columns: the headings of the table's columns, each in one line; None: chosen automatically.
-        levels: values of the metric up to which costs are shown; None: chosen automatically.
+        columns: the headings of the columns to show, each in one line; None: columns are chosen automatically.
+        levels: values of the metric; the table has the cost at which a run first reaches each of them. None: values are
+            chosen automatically.
     """
 
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -55,7 +56,7 @@ class Look:
 
 @dataclass(frozen=True)
 class RunGroup:
-    """Hold runs of one spec that differ in their seeds only."""
+    """Runs of one spec that differ in their seeds only."""
 
     name: str
     runs: Sequence[LoadedRun]
@@ -63,7 +64,7 @@ class RunGroup:
 
     @property
     def text(self) -> str:
-        """Return the name to show; the library's methods are written as in papers."""
+        """Return the name to show. The library's methods are written as in papers."""
         return self.look.labels.get(self.name) or "/".join(map(written, self.name.split("/")))
 
     @property
@@ -88,17 +89,17 @@ class RunGroup:
 
     @property
     def says_algorithm(self) -> bool:
-        """Return whether the name of the group already shows the algorithm, or was chosen by the user."""
+        """Return whether the algorithm need not be shown: the group's name contains it, or the user chose the name."""
         return path_word(self.algorithm) in self.name or self.name in self.look.labels
 
     @property
     def timed(self) -> bool:
-        """Return whether time differs from the number of exchanges: with a clock, or for asynchronous methods."""
+        """Return whether time differs from the number of exchanges, as with a clock or an asynchronous method."""
         return any(_time(run) != run.summary["last_row"]["exchanges"] for run in self.runs)
 
     @property
     def pooled(self) -> bool:
-        """Return whether a single client has every sample."""
+        """Return whether one client has all samples."""
         return self.runs[0].spec.run.pooled
 
     @property
@@ -120,13 +121,13 @@ class RunGroup:
 
 
 def find_runs(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
-    """Return the folders of the runs at some paths, each once, and lines that say which runs are left out, and why.
+    """Return the folders of the runs at some paths, and lines of text on runs that are left out.
 
-    A path is the folder of a run, or a folder with runs at any depth, such as that of `--seeds` or `compare --out`. In
-    such a folder, runs are left out that have not finished, or that have the same spec and seed as another run, since a
-    search may draw a point twice. A run whose own folder is given is never left out. Pictures and tables that a
-    comparison has written beside its runs are ignored. A path that contains no run is returned, and `load_run` reports
-    what is wrong with it.
+    A path is the folder of a run, or a folder with runs at any depth, such as the folder of `--seeds` or `compare
+    --out`. In such a folder, a run is left out if it has not finished, or if it has the same spec and seed as another
+    run (a search may draw a point twice). If a path is the folder of a run itself, the run is never left out. Pictures
+    and tables that a comparison has written beside its runs are ignored. A path that contains no run is returned as it
+    is; `load_run` then reports what is wrong with it.
 
     Raises:
         ConfigurationError: no run is left, or a run's spec or a comparison's record cannot be read.
@@ -138,7 +139,7 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
         if path.is_file() and path.suffix.lower() in WRITTEN:
             continue
         if Folder(path).spec.is_file() or not (below := list(_runs_below(path))):
-            found[path.resolve()] = path  # load_run reports what is wrong with it
+            found[path.resolve()] = path  # `load_run` reports what is wrong
             continue
         specs: set[str] = set()
         for one in below:
@@ -155,9 +156,9 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
 
 
 def _runs_below(path: Path) -> Iterator[Path]:
-    """Yield the folders below a path that have a spec.toml, without those inside another such folder.
+    """Yield the folders below a path that have a spec.toml and are not inside another such folder.
 
-    They are sorted by name or, in the folder of a comparison, in the order of its methods.
+    The folders are sorted by name or, in the folder of a comparison, in the order of its methods.
     """
     for folder, names, files in os.walk(path):
         first = recorded_order(Path(folder))
@@ -188,7 +189,7 @@ def load_groups(paths: Sequence[str | Path], look: Look | None = None) -> list[R
 
     Raises:
         ConfigurationError: a run cannot be read, the runs have different metrics, two folders have runs of the same
-            spec and seed, or `look` labels a run that is not among them.
+            spec and seed, or `look` has a label for a run that is not there.
     """
     runs = [load_run(path) for path in find_runs(paths)[0]]
     metrics = {_measured(run): run for run in runs}
@@ -216,7 +217,7 @@ def require_labelled(look: Look, names: Collection[str]) -> None:
 
 
 def written(name: str) -> str:
-    """Return a method's name as papers write it (SimFBO for simfbo), a search's label, or else the name itself."""
+    """Return the name to show: SimFBO for simfbo (as papers write it), a search's label, or else the name itself."""
     if name in SEARCHES:
         return SEARCHES[name]
     return ALGORITHMS[name].__name__ if name in ALGORITHMS else name
@@ -235,14 +236,14 @@ def draw(
 def comparison_figure(
     groups: Sequence[RunGroup], panels: Sequence[str] | None = None, size: tuple[float, float] | None = None
 ) -> Any:
-    """Return a Matplotlib figure of the groups' curves; a pooled run is a horizontal line at its final value.
+    """Return a Matplotlib figure of the groups' curves. A pooled run is a horizontal line at its final value.
 
     Args:
-        panels: what the panels show. A name of `curves.COSTS` is a panel over this cost. "per_client" is a panel over
-            exchanges for each metric that was measured per client, and "per_client:NAME" is the same over the cost
-            NAME. None takes `default_panels`.
-        size: the width and height in inches of a figure for a paper. Such a figure has no title, and its type is small
-            if it is narrow. None makes a figure with a title, in the usual size.
+        panels: what the panels show. A name of `curves.COSTS` is a panel whose horizontal axis is this cost.
+            "per_client" is a panel over exchanges for each metric that was measured per client, and "per_client:NAME"
+            is the same over the cost NAME. None: see `default_panels`.
+        size: the width and the height, in inches, of a figure for a paper. Such a figure has no title, and small type
+            if it is narrow. None: a figure of the usual size, with a title.
     """
     metric = groups[0].metric
     chosen = default_panels(groups) if panels is None else panels
@@ -289,7 +290,10 @@ def common_seeds(groups: Sequence[RunGroup]) -> int:
 
 
 def legend(groups: Sequence[RunGroup]) -> list[str]:
-    """Return each group's name in a legend: with its algorithm, and with its number of seeds if these differ."""
+    """Return each group's name in a legend, with its algorithm.
+
+    If groups have different numbers of seeds, the number is included.
+    """
     names = [group.text if common_seeds(groups) else group.label for group in groups]
     return [
         name if group.says_algorithm else f"{name}, {written(group.algorithm)}"
@@ -300,8 +304,8 @@ def legend(groups: Sequence[RunGroup]) -> list[str]:
 def default_panels(groups: Sequence[RunGroup]) -> list[str]:
     """Return the costs that a picture shows by default.
 
-    Floating-point operations replace evaluations if all runs counted them. Time is shown if it differs from the number
-    of exchanges.
+    Floating-point operations are shown in place of evaluations if all runs counted them. Time is shown if it differs
+    from the number of exchanges.
     """
     work = "gflop" if all(group.counted for group in groups if not group.pooled) else "evaluations"
     return ["exchanges", "megabytes", work, "seconds", *(["time"] if any(group.timed for group in groups) else [])]
@@ -311,8 +315,8 @@ def comparison_table(groups: Sequence[RunGroup], width: int | None = None) -> ri
     """Return a table with one row per group, in which costs are means over the group's seeds.
 
     If the table would be wider than `width`, the least important columns are left out, and the caption names them. The
-    caption also names the rows that look wrong: those whose metric ends worse than it began and, if it is to be
-    minimised, those that end above 1,000 times the least of all rows.
+    caption also names rows that look wrong: rows whose metric ends worse than it began and, if the metric is minimised,
+    rows that end above 1,000 times the least value of all rows.
     """
     return terminal(comparison(groups), width)
 
@@ -356,9 +360,10 @@ def comparison(groups: Sequence[RunGroup]) -> Table:
 
 
 def _costs(groups: Sequence[RunGroup]) -> list[Column]:
-    """Return the columns of costs: means over the seeds, the largest ε, and operations if all runs counted them.
+    """Return the columns of costs.
 
-    If trials of searches have diverged, their number is a column, too.
+    They are means over the seeds, the largest ε, and floating-point operations if all runs counted them. If trials of
+    searches have diverged, their number is also a column.
     """
 
     def cells(kind: str, *names: str, of: float = 1.0) -> list[Cell]:
@@ -368,7 +373,7 @@ def _costs(groups: Sequence[RunGroup]) -> list[Column]:
     private = [Cell("–") if math.inf in each else Cell(values=[max(each)], kind="epsilon") for each in spent]
     trials = [[run.summary["last_row"].get(DIVERGED, 0) for run in group.runs] for group in groups]
     diverged = [Cell(values=[statistics.fmean(each)], kind="tenths") for each in trials]
-    counted = all(group.counted for group in groups)  # otherwise an empty cell would look like no cost
+    counted = all(group.counted for group in groups)  # if only some counted, an empty cell would look like no cost
     return [
         Column("exchanges", cells("count", "exchanges"), 4, "exchanges"),
         Column("MB", cells("tenths", "bytes_down", "bytes_up", of=1e6), 11, "MB"),
@@ -392,7 +397,7 @@ def _over_clients(groups: Sequence[RunGroup]) -> list[Column]:
 
 
 def _to_targets(groups: Sequence[RunGroup], metric: str, rivals: Sequence[bool]) -> list[Column]:
-    """Return the columns of time, if it differs from the number of exchanges, and of the costs up to common targets."""
+    """Return the column of time, if time differs from exchanges, and the columns of costs up to common targets."""
     timed = any(group.timed for group in groups)
     times = [Cell(values=[statistics.fmean(map(_time, group.runs))], kind="tenths") for group in groups]
     columns = [Column("time", times, 5)] if timed else []
@@ -414,7 +419,7 @@ def _time(run: LoadedRun) -> float:
 
 
 def common_targets(groups: Sequence[RunGroup], metric: str) -> list[float]:
-    """Return the requested levels; without any, at most three of the hardest milestones that some run reached."""
+    """Return the requested levels or, without any, at most three of the hardest milestones that some run reached."""
     if (asked := groups[0].look.levels) is not None:
         return list(asked)
 
@@ -426,14 +431,14 @@ def common_targets(groups: Sequence[RunGroup], metric: str) -> list[float]:
 
 
 def costs_to(group: RunGroup, metric: str, target: float, cost: str = "exchanges") -> tuple[list[float], str]:
-    """Return the costs of the runs that reached a target, and a text with their number, "" if all runs reached it."""
+    """Return the costs of the runs that reached a target, and a text with their number; "" if all runs reached it."""
     costs = [cost_to(run.history, metric, target, cost) for run in group.runs]
     reached = [one for one in costs if one is not None]
     return reached, "" if len(reached) == len(costs) else f" ({len(reached)} of {len(costs)})"
 
 
 def _measured(run: LoadedRun) -> str:
-    """Return the metric's name, and the direction in which it is better unless the name implies it."""
+    """Return the metric's name, and whether it is better when larger or smaller if the name does not say so."""
     larger = run.history.larger_is_better(run.metric)
     as_named = larger == larger_is_better(run.metric)
     return run.metric if as_named else f"{run.metric}, better when {'larger' if larger else 'smaller'}"
@@ -463,7 +468,10 @@ def _names(groups: Sequence[Sequence[LoadedRun]]) -> list[str]:
 
 
 def _place(runs: Sequence[LoadedRun]) -> Path:
-    """Return the folder of a run, or its parent folder for several runs in one folder or folders named seed-N."""
+    """Return the folder of a run.
+
+    For several runs, or for folders named seed-N, return the folder that contains them.
+    """
     paths = [run.folder.path.resolve() for run in runs]
     named_by_seed = all(re.fullmatch(r"seed-\d+", path.name) for path in paths)
     together = len(paths) > 1 and len({path.parent for path in paths}) == 1
@@ -479,14 +487,14 @@ def _what(run: LoadedRun) -> str:
     return " · ".join(part for part in (label(run.spec.task.name), run.spec.data) if part)
 
 
-# Milestones, each harder than the one before: LEVELS for accuracies, and TINY for metrics that are better when smaller.
-# Other metrics have none, since their scale is unknown.
+# Milestones, each harder than the previous one: LEVELS for accuracies, and TINY for metrics that are minimised. Other
+# metrics have no milestones, since their scale is unknown.
 LEVELS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.96, 0.97, 0.98, 0.99)
 TINY = tuple(10.0**-power for power in range(1, 13))
 
 
 def cost_to(history: History, metric: str, level: float, cost: str = "exchanges") -> float | None:
-    """Return a cost in the first row whose metric is at least as good as a level; None if there is no such row."""
+    """Return the cost in the first row of a history whose metric is at least as good as a level; None if no row is."""
     larger = history.larger_is_better(metric)
     for row in history.rows:
         if metric in row and (row[metric] >= level if larger else row[metric] <= level):
@@ -495,14 +503,16 @@ def cost_to(history: History, metric: str, level: float, cost: str = "exchanges"
 
 
 FAR = 1e3
-"""`doubts` reports a row whose error is above this multiple of the least error of all rows."""
+"""A row is reported by `doubts` if its metric is above this multiple of the least metric of all rows."""
 
 
 def doubts(metric: str, ends: Mapping[str, tuple[float, float]], larger_is_better: bool) -> list[str]:
-    """Return a sentence for each row whose metric ends worse than it began or, if it is minimised, far above the best.
+    """Return a sentence for each row of a comparison that looks wrong.
+
+    Its metric ends worse than it began or, if the metric is minimised, far above the best row's.
 
     Args:
-        ends: name of the row -> the metric at the start and at the end.
+        ends: name of the row -> (the metric at the start, the metric at the end).
     """
     found, best = [], min((end for _, end in ends.values()), default=0.0)
     for name, (start, end) in ends.items():

@@ -1,4 +1,4 @@
-"""Hold the objects that a spec describes, and run them by `solve`, or as registered for an algorithm's class."""
+"""Run the objects that a spec describes: by `solve`, or in the way that an algorithm's class has registered."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from fedbilevel.engines.solve import solve
 from fedbilevel.experiments.spec import RunPlan, Spec
 from fedbilevel.tasks import Task
 
-ROWS = 50  # in a history, if the spec does not set how often to evaluate
-PROBE = 4  # rounds that are run to count the costs of a round
+ROWS = 50  # the number of rows of a history, if the spec does not set `eval_every`
+PROBE = 4  # the number of rounds that are run to measure the costs of a round
 
 
 class Experiment(NamedTuple):
-    """Hold the objects that a spec describes, which are the arguments of `solve`."""
+    """The objects that a spec describes, which are the arguments of `solve`."""
 
     task: Task
     algorithm: Algorithm
@@ -33,7 +33,7 @@ class Experiment(NamedTuple):
     privacy: Privacy | None = None
 
     def check(self, spec: Spec) -> None:
-        """Raise a ConfigurationError if the spec cannot be run, before anything is computed."""
+        """Raise a ConfigurationError if the spec cannot be run. Nothing is computed for this."""
 
     def cost_of_round(self) -> Ledger:
         """Return the costs of a round with all clients, without computing the round: see `engines.foreseen`."""
@@ -51,11 +51,11 @@ class Experiment(NamedTuple):
         callbacks: Sequence[Callback] = (),
         **given: Any,
     ) -> Result:
-        """Solve the task's problem with the plan's cohort and seed.
+        """Run `solve` on the task's problem, with the cohort and the seed of a plan.
 
         Args:
-            eval_every: the number of rounds between rows. None with a plan that has a budget takes a number with which
-                the history has about ROWS rows.
+            eval_every: the number of rounds between two rows of the history. None: if the plan has a budget, a number
+                with which the history has about ROWS rows.
             rounds, callbacks, given: see `fedbilevel.solve`.
         """
         if eval_every is None and plan.rounds is None:
@@ -81,17 +81,20 @@ class Experiment(NamedTuple):
 
 @singledispatch
 def experiment_with(algorithm: Algorithm) -> type[Experiment]:
-    """Return the class of an algorithm's experiments; algorithms that `solve` does not run register another class."""
+    """Return the class of an algorithm's experiments.
+
+    An algorithm that is not run by `solve` registers another class than `Experiment`.
+    """
     return Experiment
 
 
 def cohort_of(plan: RunPlan) -> int | Cohort | None:
-    """Return the cohort of a plan, as `solve` takes it; None: all clients."""
+    """Return the cohort of a plan in the form that `solve` takes; None: all clients."""
     return Cohort(plan.cohort, plan.replacement) if plan.cohort is not None and plan.replacement else plan.cohort
 
 
 def rounds_between_rows(experiment: Experiment, plan: RunPlan) -> int:
-    """Return the number of rounds between two rows with which about ROWS rows fit the plan's budget.
+    """Return how many rounds to make between two rows of the history, so that the plan's budget gives about ROWS rows.
 
     The first PROBE rounds of the run are run to measure the cost of a round.
     """

@@ -1,8 +1,8 @@
 """Export runs: a comparison as CSV, JSON, LaTeX and Markdown, and a report as a web page.
 
-The report, of one run or of several side by side, is a single HTML file, which loads nothing and runs no script. It has
-the picture and the table of the command line, the specs, and what each run recorded. The content of the runs' folders
-is not trusted, and is shown as text only.
+A report is about one run or several. It is a single HTML file, which loads nothing and runs no script. It has the
+picture and the table of the command line, the specs, and the records of each run. The content of the runs' folders is
+not trusted, and is only shown as text.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from fedbilevel.experiments.folder import LoadedRun
 from fedbilevel.experiments.loader import label
 from fedbilevel.experiments.tables import Cell, Column, Table, latex, markdown, page_table, text_column, visible
 
-SCHEMA = 1  # version of the JSON file, which docs/how-to/comparing.md describes
+SCHEMA = 1  # the version of the JSON file's form; see docs/how-to/comparing.md
 CURRENCIES = ("exchanges", "bytes_down", "bytes_up", "gradients", "hvps", "flops", "seconds", "time")
 
 
 def runs_csv(groups: Sequence[RunGroup]) -> str:
-    """Return CSV with a line for each run: its identity, its outcome, its total costs, and exchanges to each target."""
+    """Return CSV with a line for each run: name and seed, outcome, total costs, and exchanges to each target."""
     targets = common_targets(groups, groups[0].metric)
     rows = []
     for group, run in _runs(groups):
@@ -60,12 +60,12 @@ def runs_csv(groups: Sequence[RunGroup]) -> str:
 
 
 def curves_csv(groups: Sequence[RunGroup]) -> str:
-    """Return CSV with a line for each row of each run's history, and all columns (a "long" or "tidy" table)."""
+    """Return CSV with a line for each row of each run's history, and with all columns (a "long" or "tidy" table)."""
     return csv_text([{**_identity(group, run), **row} for group, run in _runs(groups) for row in run.history.rows])
 
 
 def as_json(groups: Sequence[RunGroup]) -> dict[str, Any]:
-    """Return the comparison as plain objects for JSON, with finite numbers, and null for unknown values."""
+    """Return a comparison as plain objects for JSON. Unknown values, and values that are not finite, are None."""
     metric = groups[0].metric
     return {
         "schema": SCHEMA,
@@ -105,14 +105,17 @@ def _run(run: LoadedRun) -> dict[str, Any]:
 
 
 def _reached(group: RunGroup, target: float) -> dict[str, Any]:
-    """Return how many runs reached the target, and the mean over these runs of the exchanges that it took."""
+    """Return how many runs reached the target, and the mean number of exchanges over these runs."""
     reached, _ = costs_to(group, group.metric, target)
     mean = statistics.fmean(reached) if reached else None
     return {"target": target, "reached": len(reached), "of": len(group.runs), "exchanges": mean}
 
 
 def _statistics(values: Sequence[float | None]) -> dict[str, float | None]:
-    """Return mean and sample standard deviation; None if a value is unknown, or for the deviation of one value."""
+    """Return the mean and the sample standard deviation.
+
+    Both are None if a value is unknown; the deviation of a single value is None too.
+    """
     known = [value for value in values if value is not None and math.isfinite(value)]
     whole = len(known) == len(values)
     return {
@@ -141,7 +144,7 @@ def _identity(group: RunGroup, run: LoadedRun) -> dict[str, Any]:
 
 
 def csv_text(rows: Sequence[Row | dict[str, Any]]) -> str:
-    """Return CSV with a header of all columns, and an empty cell where a row lacks a column."""
+    """Return rows as CSV. The header has the columns of all rows; if a row lacks a column, its cell is empty."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
@@ -157,17 +160,23 @@ FORMATS: Mapping[str, Mapping[str, Text]] = {
     "latex": {".tex": lambda groups: latex(comparison(groups))},
     "markdown": {".md": lambda groups: markdown(comparison(groups))},
 }
-"""Format -> ending of a file's name, in place of the picture's suffix -> function that makes the file's text."""
+"""Format -> file name's ending -> function that makes the file's text.
+
+The ending replaces the suffix of the picture's name.
+"""
 
 
 def names(picture: Path, formats: Collection[str] = FORMATS.keys()) -> dict[Path, Text]:
-    """Return path of a file -> function that makes its text, for some formats; the files are beside the picture."""
+    """Return a dictionary for some formats: path of a file -> function that makes its text.
+
+    The files are beside the picture.
+    """
     chosen = [FORMATS[name] for name in FORMATS if name in formats]
     return {picture.with_name(f"{picture.stem}{end}"): text for files in chosen for end, text in files.items()}
 
 
 def write(groups: Sequence[RunGroup], picture: Path, formats: Collection[str]) -> list[Path]:
-    """Write the comparison in some of the FORMATS, each file atomically, and return the files' paths."""
+    """Write the comparison in some of the FORMATS, each file atomically. Return the paths of the files."""
     files = names(picture, formats)
     for file, text_of in files.items():
         write_text(file, text_of(groups))
@@ -182,8 +191,9 @@ def write_page(folders: Sequence[Path], out: Path | None = None) -> Path:
     """Write a report on some runs as a web page, and return its path.
 
     Args:
-        folders: each is the folder of a run, or contains runs.
-        out: the path of the page. None writes report.html to the folder, or, for several, to the current one.
+        folders: folders of runs, or folders that contain runs.
+        out: the path of the page. None: report.html in the folder or, if there are several folders, in the current
+            folder.
 
     Raises:
         ConfigurationError: the folders have no finished run, a run cannot be read, `out` does not end in .html, or
@@ -240,7 +250,7 @@ def page(groups: Sequence[RunGroup], notes: Sequence[str] = ()) -> str:
 
 
 def _best(groups: Sequence[RunGroup]) -> str:
-    """Name the method with the best final mean, or all methods whose printed means are equally good."""
+    """Name the method with the best final mean. If several printed means are equal, name all these methods."""
     metric, choose = groups[0].metric, max if groups[0].larger_is_better else min
     ends = {group.text: group.values("final") for group in groups}
     best = choose(ends.values(), key=statistics.fmean)
@@ -254,7 +264,10 @@ def _best(groups: Sequence[RunGroup]) -> str:
 
 
 def _history(run: LoadedRun) -> str:
-    """Return the rows of a run's history in a fold; of a long history, every n-th row."""
+    """Return the rows of a run's history as HTML that can be unfolded.
+
+    Of a long history, only every n-th row is shown.
+    """
     rows = run.history.rows[:: -(-len(run.history) // ROWS)]
     columns = [
         Column(name, [Cell(f"{row[name]:.6g}" if name in row else "") for row in rows]) for name in run.history.columns
@@ -273,7 +286,7 @@ def _pairs(title: str, content: Mapping[str, Any]) -> Table:
 
 
 def _environments(runs: Sequence[tuple[RunGroup, LoadedRun]]) -> list[tuple[dict[str, Any], str]]:
-    """Return each recorded environment with the folders of its runs; a folder without a record is left out."""
+    """Return each recorded environment with the folders of its runs. Folders without a record are left out."""
     found: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for _, run in runs:
         for made in run.folder.environments():

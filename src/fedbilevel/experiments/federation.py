@@ -2,7 +2,7 @@
 
 The run configuration (`flwr run --run-config`) changes the spec and sets the terms of the exchanges. The node
 configuration (`--node-config` of a client's SuperNode) sets the client's number, the places of its data and its state,
-what it allows a server, and its privacy.
+its limits on a server's requests, and its privacy.
 """
 
 from __future__ import annotations
@@ -59,8 +59,11 @@ if TYPE_CHECKING:
 NORMS = {"norm-factor", "norm-bound"}
 SERVER = {"quorum": float, "deadline": float, "attempts": int, "join": float, "poll": float}
 SERVER |= dict.fromkeys(["message-factor", *sorted(NORMS)], float)
-"""The run configuration, besides `settings`, `out`, `client-keys` and `log`: fields of `flower.Terms`. In NORMS, 0
-means no bound."""
+"""The types of the entries of the run configuration.
+
+The entries besides `settings`, `out`, `client-keys` and `log` are fields of `flower.Terms`. For the entries in NORMS, 0
+means that there is no bound.
+"""
 
 LIMITS = {field.name.replace("_", "-"): type(field.default) for field in fields(Limits)}
 PRIVACY = {"clip": float, "noise-multiplier": float, "delta": float, "budget": float}
@@ -76,7 +79,7 @@ NODE = {
     **PRIVACY,
     **LIMITS,
 }
-"""The types of the node configuration's fields, without the task's own fields."""
+"""The types of the entries of the node configuration, without entries that are fields of the task."""
 SETTABLE = "algorithm.* run.*"
 """The fields of the spec that a server may set at a site, unless the site's `settable` names other fields."""
 
@@ -96,7 +99,7 @@ def client_app(spec: Spec) -> Any:
 
 
 def serve(spec: Spec, grid: Any, config: Mapping[str, Any]) -> None:
-    """Run the spec with the clients that Flower's Grid reaches; an unfinished run in the folder `out` is continued."""
+    """Run the spec with the clients that Flower's Grid reaches. An unfinished run in the folder `out` is continued."""
     from fedbilevel.flower import Flower
 
     spec = configured(spec, config)
@@ -128,7 +131,7 @@ def serve(spec: Spec, grid: Any, config: Mapping[str, Any]) -> None:
 
 
 def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Site:
-    """Make the client of this node: its samples, its limits, its privacy, and its algorithm."""
+    """Make the `Site` of this node: its samples, its limits, its privacy, and its algorithm."""
     from fedbilevel.flower import Site
 
     of_app, spec = spec, configured(spec, run_config)
@@ -187,7 +190,7 @@ def site_name(names: Sequence[str], node: Mapping[str, Any]) -> str:
         node: the node configuration, whose `partition-id` is one of these numbers.
 
     Raises:
-        ConfigurationError: the `site` of the configuration is the name of another site.
+        ConfigurationError: `site` in the configuration is the name of another site.
     """
     client, given = node["partition-id"], node.get("site", "")
     require(bool(names) or not given, "node configuration: site", given, "left out: the spec names no sites")
@@ -202,9 +205,9 @@ def names_of_sites(spec: Spec) -> Sequence[str]:
 
 
 def rule_of(node: Mapping[str, Any]) -> str:
-    """Return how runs are approved at a site: "ask" (by a person), "all" (no approval is needed), or a rule's file.
+    """Return how runs are approved at a site: "ask" (by a person), "all" (always), or the file of a rule.
 
-    With the file of a rule, runs that fit the rule are approved, and a person must approve all others.
+    With the file of a rule, runs that fit the rule are approved, and all other runs need the approval of a person.
     """
     from fedbilevel.flower.client.approval import ALL, check_approve
 
@@ -216,12 +219,12 @@ def rule_of(node: Mapping[str, Any]) -> str:
 
 
 def check_settable(of_app: Spec, spec: Spec, own: Collection[str], settable: str) -> None:
-    """Reject a spec in which the server has changed fields that the site does not allow a server to set.
+    """Reject a spec if the server has changed fields that this site does not allow a server to set.
 
     Args:
         of_app: the spec of the app.
         spec: the spec with the server's changes.
-        own: fields of the task that the site itself sets, which may therefore differ.
+        own: fields of the task that the site sets itself. They may differ.
         settable: patterns of the fields that a server may set, with spaces between them.
 
     Raises:
@@ -255,12 +258,12 @@ def check(
 
     Args:
         node_config: as for `flower-supernode --node-config`.
-        superlink, root_certificates, key: see the options of the SuperNode; None leaves the option out.
+        superlink, root_certificates, key: the values of these options of the SuperNode; None: the option is not given.
 
     Raises:
         ConfigurationError: the configuration or the data are wrong, the site would not take part, or the SuperLink
             cannot be reached.
-        BudgetSpentError: the site has spent its budget of privacy, and would send no reply.
+        BudgetSpentError: the site has spent its privacy budget, and would send no reply.
     """
     from fedbilevel.flower.versions import TESTED, require_flower, tested
 
@@ -305,7 +308,10 @@ def reached(
 
 
 def configured(spec: Spec, config: Mapping[str, Any]) -> Spec:
-    """Change the spec by the `settings` of a run configuration: FIELD=VALUE as for --set, split as a shell splits."""
+    """Return the spec with the changes in the `settings` of a run configuration.
+
+    They have the form FIELD=VALUE, as for --set, and are split as a shell splits words.
+    """
     known = {"settings", "out", "client-keys", "log", *SERVER}
     for name in config:
         if name not in known:
@@ -326,7 +332,7 @@ def configured(spec: Spec, config: Mapping[str, Any]) -> Spec:
 
 
 def require_real(spec: Spec) -> None:
-    """Reject a spec with settings that only a simulation can have."""
+    """Reject a spec that has settings for simulations, such as a clock."""
     require(
         not spec.run.pooled,
         "run.pooled",
@@ -354,7 +360,7 @@ def terms(config: Mapping[str, Any]) -> Any:
 
 
 def trackers_of(config: Mapping[str, Any]) -> list[Tracker]:
-    """Make the trackers that the run configuration names; they record the server's view of the run."""
+    """Make the trackers that the run configuration names. They record what the server knows of the run."""
     names = [name.strip() for name in str(config.get("log", "")).split(",") if name.strip()]
     for name in names:
         if name not in BY_NAME:
@@ -365,9 +371,9 @@ def trackers_of(config: Mapping[str, Any]) -> list[Tracker]:
 def seen_by(spec: Spec, party: str | int) -> Task:
     """Make the task for one party: "server", or a client's number.
 
-    If the task's function has a parameter `party`, it is called with it. It must return a Task with `RemoteClients` for
-    "server", and a Task with only this client's samples for a client's number. Any other function makes the whole task
-    at every party, which then uses its own part.
+    If the task's function has a parameter `party`, it is called with this argument. For "server" it must return a Task
+    with `RemoteClients`, and for a client's number a Task with only this client's samples. Any other function makes the
+    whole task at every party, and the party uses its own part.
     """
     if "party" in inspect.signature(task_maker(spec.task.name)).parameters:
         task = task_of(spec, party=party)
@@ -381,7 +387,7 @@ def seen_by(spec: Spec, party: str | int) -> Task:
 
 
 def run_name(place: Folder) -> str:
-    """Return the name of the run in a folder, under which clients keep their state; a new run gets a random name."""
+    """Return the name of the run in a folder, by which clients store their states. A new run gets a random name."""
     if not place.name_in_federation.is_file():
         return secrets.token_hex(16)
     from fedbilevel.flower.wire import is_run
@@ -395,7 +401,10 @@ WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or f
 
 
 def fields_of_kinds(kinds: Mapping[str, type], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Pick the entries of a configuration with these names, check their types, and return them by Python's names."""
+    """Return the entries of a configuration that have these names and types.
+
+    Hyphens in names become underscores.
+    """
     found = {}
     for name in [name for name in kinds if name in config]:
         value = float(config[name]) if kinds[name] is float and type(config[name]) is int else config[name]
@@ -405,11 +414,11 @@ def fields_of_kinds(kinds: Mapping[str, type], config: Mapping[str, Any]) -> dic
 
 
 def write_app(spec: Spec, folder: Path) -> None:
-    """Write the app to a new folder.
+    """Write the app of a spec to a new folder.
 
     Raises:
-        ConfigurationError: the folder is not empty, its name cannot be made one of a Python package, a file of the
-            user's own cannot be loaded alone, or the spec has settings of simulations.
+        ConfigurationError: the folder is not empty, its name cannot become the name of a Python package, a file of the
+            user cannot be loaded alone, or the spec has settings for simulations.
     """
     require_real(spec)
     package, inside = begin_app(folder)
@@ -423,10 +432,10 @@ def write_app(spec: Spec, folder: Path) -> None:
 
 
 def begin_app(folder: Path) -> tuple[str, Path]:
-    """Make the folder of an app and its package; return the package's name and folder.
+    """Make the folder of an app, with its package. Return the package's name and folder.
 
     Raises:
-        ConfigurationError: the folder is not empty, or its name cannot be made one of a Python package.
+        ConfigurationError: the folder is not empty, or its name cannot become the name of a Python package.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigurationError(f"cannot write an app to {folder}: it exists and is not empty")
@@ -447,7 +456,7 @@ def write_parties(
         module: the module of `experiments` with the functions `server_app` and `client_app`.
         file: the file in the package that both sides read.
         names: the values of the placeholders in pyproject.toml.
-        without: names of the run configuration that the app does not have.
+        without: entries of the run configuration that are left out of this app.
     """
     project, party = (
         (resources.files("fedbilevel.experiments") / f"app_{one}.txt").read_text(encoding="utf-8")
@@ -463,12 +472,13 @@ def write_parties(
 
 
 def _with_files(spec: Spec, package: Path) -> Spec:
-    """Copy the files of a user's own task and algorithm into the app, and return the spec that names the copies.
+    """Copy the files of a user's own task and algorithm into the app. Return the spec with the names of the copies.
 
-    The copies are problem.py and method.py, or only problem.py if one file has both.
+    The copies are problem.py and method.py, or only problem.py if one file contains both.
 
     Raises:
-        ConfigurationError: a copy cannot be loaded without its neighbours. The app's folder is removed.
+        ConfigurationError: a copy cannot be loaded without the other files of its folder. The app's folder is then
+            removed.
     """
     task, moved = own_file(spec.task.name), dict[str, Any]()
     for kind, component in (("task", spec.task), ("algorithm", spec.algorithm)):
@@ -481,7 +491,7 @@ def _with_files(spec: Spec, package: Path) -> Spec:
 def _copied(kind: str, file: Path, copy: Path, name: str) -> str:
     """Copy a file into the app, and return the name of its task or algorithm there.
 
-    Another process checks that the copy loads without its neighbours.
+    It is checked, in another process, that the copy loads without the other files of the original's folder.
     """
     attribute = name.rpartition(":")[2]
     shutil.copy(file, copy)
@@ -501,13 +511,13 @@ def play_demo(spec: Spec, clients: int, out: Path | None, persistent: bool, log:
 
     Args:
         out: a new or empty folder for the app, the run, keys and logs; None chooses one in ./runs.
-        persistent: whether clients' processes keep running between messages.
+        persistent: whether clients' processes stay in memory between messages.
         log: the names of trackers with which the server records the run.
     """
     from fedbilevel.flower.launch.processes import CommandError, Federation
     from fedbilevel.flower.versions import require_flower
 
-    require_flower()  # before anything is written
+    require_flower()  # fails before anything is written
     folder = (out or default_path("flower-demo")).resolve()
     require_free(folder)
     app, run = folder / "demo", folder / "run"

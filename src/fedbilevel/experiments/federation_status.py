@@ -1,6 +1,6 @@
 """Report the progress and the end of a federated run, from the `exchanges.jsonl` that its server writes.
 
-The report is a list of lines, JSON, or metrics for Prometheus.
+The report has one of three forms: lines of text, JSON, or metrics for Prometheus.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ ENDS = {kind.__name__: kind for kind in (NumericalError, ExchangeError, Checkpoi
 
 @contextmanager
 def ending(place: Folder) -> Iterator[None]:
-    """Wrap a run so that the error that ends it also says what is kept and how to continue.
+    """Run the block. If an error ends the run, its message also says what is kept and how to continue.
 
-    The error's message also becomes the last line of `exchanges.jsonl`, for `status`. If the run ends before its first
-    exchange and its folder is free, this line is the only content of the folder.
+    The message is also written as the last line of `exchanges.jsonl`, where `status` finds it. If the run ends before
+    its first exchange and its folder is new, this line is the only content of the folder.
     """
     try:
         yield
@@ -55,7 +55,7 @@ def ending(place: Folder) -> Iterator[None]:
 
 
 def note_end(place: Folder, ended: FedbilevelError) -> None:
-    """Write why a run ended as the last line of `exchanges.jsonl`, for `status`."""
+    """Write the reason why a run ended as the last line of `exchanges.jsonl`, where `status` finds it."""
     with suppress(OSError):
         place.path.mkdir(parents=True, exist_ok=True)
         with open(place.exchanges, "a", encoding="utf-8") as file:
@@ -63,7 +63,10 @@ def note_end(place: Folder, ended: FedbilevelError) -> None:
 
 
 def is_count(value: Any) -> bool:
-    """Return whether a value of a file is 0, 1, 2, … and at most LARGEST, so that sums of a few do not overflow."""
+    """Return whether a value in a file is a whole number from 0 to LARGEST.
+
+    With this bound, sums of a few values do not overflow.
+    """
     return type(value) is int and 0 <= value <= LARGEST
 
 
@@ -87,27 +90,27 @@ LINE: Mapping[str, Callable[[Any], bool]] = {
 }
 """The entries of a line of `exchanges.jsonl` that `status` reads, each with a test of its value."""
 PLACE = ("round", "exchange", "phase")
-"""The entries that all attempts at an exchange have in common."""
+"""The entries of a line that are equal for all attempts at an exchange."""
 
 
 @dataclass
 class Status:
-    """Hold the progress of a federated run.
+    """The progress of a federated run.
 
     Args:
         path: the path of the run's `exchanges.jsonl`.
         finished: whether the run's result, or the model of a study, is in the folder.
         exchanges: the number of attempts at exchanges so far.
         requests: the number of requests to clients in these attempts.
-        last: the line of the last attempt; its "answered" also has the clients that replied to earlier attempts at this
-            exchange.
-        replied: the clients of which at least one reply has counted.
+        last: the line of the last attempt. Its entry "answered" also contains clients that replied to earlier attempts
+            at the same exchange.
+        replied: the clients with at least one reply that counted.
         absent: client -> (round, reason) if the client did not count when it was last asked.
         totals: bytes down and up, and seconds, of all exchanges.
-        seconds, replies: for each exchange, its duration, and the number of replies that counted.
-        unread: the number of unreadable lines; a process that is killed may leave a cut line.
+        seconds, replies: for each exchange, its duration in seconds, and the number of replies that counted.
+        unread: the number of lines that cannot be read. A process that was killed may leave an incomplete line.
         modified: when the file was last written, in seconds since 1970.
-        ended: the error with which the server ended, if it did.
+        ended: the error with which the server ended, if there is one.
     """
 
     path: Path
@@ -169,7 +172,7 @@ class Status:
             return ["no exchange has ended", *damage]
         state = "finished" if self.finished else "not finished"
         spent = f", ε = {last['epsilon']:.4g} so far" if "epsilon" in last else ""
-        phase = f" ({last['phase']})" if "phase" in last else ""  # rounds begin again with 0 in each part of a study
+        phase = f" ({last['phase']})" if "phase" in last else ""  # rounds start at 0 in each part of a study
         where = f"round {last['round']}, exchange {last['exchange']}{phase}"
         said = [f"{state}; last: {where}, {len(last['answered'])} replied{spent}"]
         for client, (round, why) in sorted(self.absent.items()):
@@ -191,9 +194,9 @@ class Status:
         return {**said, **self.totals, "unread_lines": self.unread, "modified": self.modified, "ended": ended}
 
     def prometheus(self, run: str) -> str:
-        """Return the status in the text format of Prometheus, for the textfile collector of node_exporter.
+        """Return the status in the text format of Prometheus, as the textfile collector of node_exporter reads it.
 
-        `run` is the label of the run.
+        `run` is the value of the label "run".
         """
         label = "{run=" + json.dumps(run, ensure_ascii=False) + "}"
         last, ended, spent = self.last, self.ended is not None, "The largest privacy loss that a client has reported"
@@ -207,7 +210,7 @@ class Status:
             "bytes_down_total": (self.totals["bytes_down"], "Bytes sent to clients"),
             "bytes_up_total": (self.totals["bytes_up"], "Bytes of the replies that counted"),
             "exchange_seconds_total": (self.totals["seconds"], "Seconds that exchanges took"),
-            **({"epsilon": (last["epsilon"], spent)} if "epsilon" in last else {}),  # without noise there is none
+            **({"epsilon": (last["epsilon"], spent)} if "epsilon" in last else {}),  # only with noise is there an ε
             "last_exchange_timestamp_seconds": (self.modified, "When the last line was written"),
         }
         lines = []

@@ -28,7 +28,7 @@ from fedbilevel.wording import in_a_line, require_object
 
 
 def default_path(*names: str | None) -> Path:
-    """Return the path runs/<names>-<time>, with a counter if that path exists."""
+    """Return the path runs/<names>-<time>. If this path exists, a counter is added."""
     base = Path("runs") / "-".join([*map(path_word, filter(None, names)), time.strftime("%Y%m%d-%H%M%S")])
     path, count = base, 1
     while path.exists():
@@ -38,12 +38,12 @@ def default_path(*names: str | None) -> Path:
 
 
 def path_word(name: str) -> str:
-    """Return a name as a part of a path: mine-task for mine.py:task."""
+    """Return a name in a form that can be part of a path, such as mine-task for mine.py:task."""
     return re.sub(r"(\.py)?[^\w.-]+", "-", name)
 
 
 def require_free(path: Path) -> None:
-    """Raise a ConfigurationError if there is already something at a path."""
+    """Raise a ConfigurationError if a file or a folder that is not empty exists at a path."""
     if path.exists() and not path.is_dir():
         raise ConfigurationError(f"cannot write a run to {path}: it is a file")
     if path.is_dir() and any(path.iterdir()):
@@ -52,12 +52,12 @@ def require_free(path: Path) -> None:
         raise ConfigurationError(f"cannot write a run to {path}: that folder is not empty{hint}")
 
 
-COSTS = ("exchanges", "bytes_down", "bytes_up", "gradients", "hvps", "seconds")  # columns that every row has
-LARGEST = 1e300  # bound of a cost, so that sums of a few do not overflow
+COSTS = ("exchanges", "bytes_down", "bytes_up", "gradients", "hvps", "seconds")  # columns of every history
+LARGEST = 1e300  # the largest allowed cost, so that sums of a few costs do not overflow
 EVENTS = "events.out.tfevents.*"  # TensorBoard's files
-SHORT_LOG = 2**20  # bytes; a longer log of exchanges is not searched for lines without exchanges
+SHORT_LOG = 2**20  # a log of more bytes is assumed to have lines of exchanges, and is not searched
 SECONDS = ("seconds_in_rounds", "seconds_compiling_this_time", "seconds_this_time")
-KINDS: dict[str, Callable[[Any], bool]] = {  # tests of the values in a summary
+KINDS: dict[str, Callable[[Any], bool]] = {  # tests of the values in a summary, by name
     **dict.fromkeys(("task", "algorithm", "metric", "stopped"), lambda value: isinstance(value, str)),
     "data": lambda value: isinstance(value, str | None),
     **dict.fromkeys(("seed", "rounds", "best_round"), lambda value: type(value) is int and 0 <= value <= LARGEST),
@@ -67,7 +67,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {  # tests of the values in a summary
 
 
 class _File:
-    """Return the path of a file in a run's folder, as a descriptor: the file has a fixed name there."""
+    """A descriptor for the path of a file that has a fixed name in the folder of a run."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -78,7 +78,7 @@ class _File:
 
 @dataclass(frozen=True)
 class Folder:
-    """Hold the folder of a run, with the paths of its files."""
+    """The folder of a run, with the paths of its files."""
 
     path: Path
     spec = _File("spec.toml")
@@ -105,7 +105,7 @@ class Folder:
 
     @property
     def outcome(self) -> list[Path]:
-        """Return the files that a finished run has, and that trackers attach."""
+        """Return the files of a finished run that trackers attach."""
         return [self.spec, self.history, self.ledger, self.result, self.summary, self.plot]
 
     @property
@@ -115,14 +115,17 @@ class Folder:
 
     @property
     def finished(self) -> bool:
-        """Return whether the run's outcome is there, which is written last."""
+        """Return whether the run's summary exists, which is written last."""
         return self.summary.is_file()
 
     def difference(self, spec: Spec) -> str:
-        """Describe the first difference of a spec, or of a user's file that it names, from the run in this folder.
+        """Describe the first difference between a spec and the run in this folder.
 
-        Returns "" if there is no difference, or no run in the folder. Specs of earlier versions lack fields that are
-        none by default. Without `wait_for`, the other fields of [asynchronous] have no influence.
+        The user's files that the spec names are compared too.
+
+        Returns "" if there is no difference, or no run in the folder. Two differences do not matter: specs of earlier
+        versions may lack fields whose default is none, and without `wait_for` the other fields of [asynchronous] have
+        no effect.
         """
         if not self.spec.is_file():
             return ""
@@ -144,12 +147,12 @@ class Folder:
         return ""
 
     def _code(self) -> dict[str, str] | None:
-        """Return the hashes of the user's files with which the run was started; None if they are not recorded."""
+        """Return the recorded hashes of the user's files with which the run was started; None if there is no record."""
         with as_damage(self.environment):
             return next((dict(begun["code"]) for begun in self.environments()[:1] if "code" in begun), None)
 
     def environments(self) -> list[dict[str, Any]]:
-        """Return the environments in which the run was started and each time resumed; [] if they are not recorded."""
+        """Return the recorded environments in which the run was started and resumed; [] if there is no record."""
         if not self.environment.is_file():
             return []
         with as_damage(self.environment):
@@ -161,7 +164,7 @@ class Folder:
             return [begun, *resumed]
 
     def sweep(self) -> None:
-        """Remove the temporary files of a process that was killed while it wrote."""
+        """Remove temporary files, which a process leaves if it is killed while it writes."""
         for file in self.path.glob(".*.tmp"):
             file.unlink(missing_ok=True)
 
@@ -176,17 +179,19 @@ class Folder:
         return found
 
     def _without_exchanges(self) -> bool:
-        """Return whether the log has only the reasons why runs ended before their first exchange."""
+        """Return whether the log has no exchange, but only reasons why runs ended before their first exchange."""
         if not self.exchanges.is_file() or self.exchanges.stat().st_size > SHORT_LOG:
             return False
         lines = self.exchanges.read_text(encoding="utf-8", errors="replace").splitlines()
         return all(line.startswith('{"ended": ') for line in lines)
 
     def require_free(self) -> None:
-        """Reject a folder that is in use or has files, except those of a run that ended before its first checkpoint.
+        """Reject a folder that is in use or has files.
+
+        Files of a run that ended before its first checkpoint are allowed.
 
         Raises:
-            InUse: a run is in progress; the message names its process.
+            InUse: a run is in progress in the folder; the message names its process.
             ConfigurationError: the folder has other files.
         """
         lock.require_unheld(self.lock, self.path)
@@ -197,13 +202,13 @@ class Folder:
             require_free(self.path)
 
     def claim(self, spec: Spec) -> None:
-        """Clear a free folder for a run, except for its lock, and warn if files were removed.
+        """Clear a free folder for a new run, except for the lock, and warn if files were removed.
 
         Raises:
-            ConfigurationError: the folder has a spec that may have been written or changed by hand.
+            ConfigurationError: the folder contains a spec that may have been written or changed by hand.
         """
         self._require_remains()
-        begun = self.environment.stat().st_mtime if self.environment.exists() else 0.0  # a run writes it after its spec
+        begun = self.environment.stat().st_mtime if self.environment.exists() else 0.0  # written after the spec
         if self.spec.exists() and self.spec.stat().st_mtime > begun and self.difference(spec):
             require_free(self.path)
         if names := sorted(file.name for file in self.clear() if not file.name.startswith(".")):
@@ -211,7 +216,7 @@ class Folder:
             warnings.warn(CheckpointWarning(f"{text} ({', '.join(names)})"), stacklevel=2)
 
     def clear(self) -> list[Path]:
-        """Remove the remains of a run if the folder has no other file, and return the removed paths."""
+        """If the folder contains only the remains of a run, remove them. Return the removed paths."""
         remains = [file for file in self.remains() or [] if file != self.lock]
         for file in remains:
             file.unlink(missing_ok=True)
@@ -219,14 +224,14 @@ class Folder:
 
 
 def own_code(spec: Spec) -> dict[str, str]:
-    """Return name -> SHA-256 of each user's file that a spec names; files that these import are not included."""
+    """Return name -> SHA-256 for the user's files that a spec names. Files that these import are not included."""
     files = {file for name in (spec.task.name, spec.algorithm.name) if (file := own_file(name))}
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files)}
 
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """Hold the content of a run's folder, without its arrays."""
+    """The content of a run's folder, without its arrays."""
 
     folder: Folder
     spec: Spec
@@ -241,20 +246,22 @@ class LoadedRun:
 
     @property
     def grown(self) -> str:
-        """Say how the run has diverged although its numbers are finite; "" if it has not."""
+        """Say in what way the run has diverged although its numbers are finite; "" if it has not diverged."""
         return grown(self.history)
 
     @property
     def out_of_budget(self) -> bool:
-        """Return whether a budget of privacy ended the run."""
+        """Return whether the run ended because a privacy budget was spent."""
         return str(self.summary["stopped"]).startswith(SPENT)
 
 
 def load_run(path: str | Path) -> LoadedRun:
-    """Read a finished run's folder. Nothing in it is executed, so the code of a user's own task is not needed.
+    """Read the folder of a finished run.
+
+    Nothing in the folder is executed, so the code of a user's own task is not needed.
 
     Raises:
-        ConfigurationError: the folder is not that of a run, the run has not finished, or a file is damaged.
+        ConfigurationError: the folder is not the folder of a run, the run has not finished, or a file is damaged.
     """
     folder = Folder(Path(path))
     require(folder.path.is_dir(), "run folder", str(folder.path), "an existing folder")
@@ -282,7 +289,7 @@ def load_run(path: str | Path) -> LoadedRun:
 
 @contextmanager
 def as_damage(file: Path) -> Iterator[None]:
-    """Turn errors that a damaged file causes inside the block into a ConfigurationError that names the file."""
+    """Turn errors within the block that a damaged file causes into a ConfigurationError that names the file."""
     try:
         yield
     except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
@@ -290,7 +297,10 @@ def as_damage(file: Path) -> Iterator[None]:
 
 
 def _whole(summary: dict[str, Any]) -> dict[str, Any]:
-    """Return a complete summary; raises ValueError or LookupError if an entry is missing."""
+    """Return a summary after a check that it is complete.
+
+    ValueError or LookupError is raised if an entry is missing.
+    """
     if lacking := [name for name in KINDS if name not in summary]:
         raise ValueError(f"it has no {lacking[0]}; another version may have written it")
     last = History.of([summary["last_row"]], summary.get("larger_is_better"))

@@ -1,6 +1,6 @@
 """Read the progress of a run, a federation or a sweep from its folder, for the views of `fedbilevel watch`.
 
-Nothing in the folder is changed or executed. Incomplete lines are left out and counted.
+Nothing in the folder is changed or executed. Incomplete lines are not used; their number is shown.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from fedbilevel.experiments.tables import Cell, Column, Table, text_column
 from fedbilevel.reading import Kinds, parse_printable, read_bytes, read_json
 from fedbilevel.wording import in_a_line, printable
 
-RECENT = 100  # exchanges whose delays are shown
-DEPTH = ("*/", "*/*/", "*/*/*/")  # depths of runs in a folder; those of a sweep are in POINT/seed-N
-LONG = 100  # characters of the reason why a run of a sweep has ended
+RECENT = 100  # the number of last exchanges whose delays are shown
+DEPTH = ("*/", "*/*/", "*/*/*/")  # the depths at which folders of runs are searched; a sweep has them in POINT/seed-N
+LONG = 100  # the largest number of characters of the reason why a run of a sweep has ended
 
 
 class FolderReader:
-    """Read snapshots of a folder; a file that has not changed is not read again."""
+    """A reader of snapshots of a folder. A file that has not changed is not read again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -47,7 +47,7 @@ class FolderReader:
         """Read the folder as it is now.
 
         Raises:
-            ConfigurationError: the folder is not that of a run or of several, or it is damaged.
+            ConfigurationError: the folder contains no run, or a file in it is damaged.
         """
         require(self.path.is_dir(), "FOLDER", str(self.path), "an existing folder, or the URL of a page")
         places = self._runs()
@@ -56,7 +56,10 @@ class FolderReader:
         return self._run(places[0] if places else Folder(self.path))
 
     def _runs(self) -> list[Folder]:
-        """Return the folders of runs in the folder, or the folder itself; the spec in an app's package is not a run."""
+        """Return the folders of runs in the folder, or the folder itself.
+
+        The spec in the package of an app is not a run.
+        """
         here = Folder(self.path)
         if any(file.is_file() for file in (here.spec, here.exchanges, here.model)):
             return [here]
@@ -139,7 +142,10 @@ class FolderReader:
         )
 
     def _one_of(self, place: Folder) -> Snapshot:
-        """Read one of several runs. Damage becomes a note, so that the other runs are shown."""
+        """Read one of several runs.
+
+        If it is damaged, the snapshot has a note, so that the other runs can still be shown.
+        """
         try:
             return self._run(place)
         except (ConfigurationError, OSError) as error:
@@ -181,7 +187,7 @@ def read_rows(file: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def state_of(place: Folder, status: Status | None, measured: bool) -> tuple[str, FedbilevelError | None]:
-    """Return the state of a run, one of STATES, and the error with which it has ended, if any."""
+    """Return the state of a run, which is one of STATES, and the error with which the run has ended, if any."""
     if place.failed.is_file():
         return "failed", NumericalError(read_bytes(place.failed).decode(errors="replace"))
     if place.finished or place.model.is_file():
@@ -192,13 +198,13 @@ def state_of(place: Folder, status: Status | None, measured: bool) -> tuple[str,
         return "running", None
     if status is not None and status.ended is not None:
         return "failed", status.ended
-    if status is not None and not place.spec.is_file():  # a study's server holds no lock
+    if status is not None and not place.spec.is_file():  # the server of a study holds no lock
         return "running", None
     return "idle" if place.begun or measured or status is not None else "waiting", None
 
 
 def progress(spec: Spec, history: History, status: Status | None) -> dict[str, Any]:
-    """Return the progress of a run in the cost that ends it, as fields of a `Snapshot`."""
+    """Return the progress of a run, in units of its budget, as fields of a `Snapshot`."""
     name, whole = spec.run.budget
     last: Row = {name: float(value) for name, value in history.rows[-1].items()} if history.rows else {}
     done = cost(last, name) if set(columns_of(name)) <= set(last) else 0
@@ -209,7 +215,7 @@ def progress(spec: Spec, history: History, status: Status | None) -> dict[str, A
 
 
 def facts(history: History, status: Status | None) -> dict[str, str]:
-    """Return lines about replies, delays, bytes sent and privacy spent, by name."""
+    """Return lines of text about replies, delays, bytes sent and privacy spent, by name."""
     row: dict[str, Any] = dict(history.rows[-1]) if history.rows else {}
     lines: dict[str, str] = {}
     if status is not None and (last := status.last):
@@ -232,7 +238,7 @@ def facts(history: History, status: Status | None) -> dict[str, str]:
 
 
 def traces(history: History) -> list[MetricTrace]:
-    """Return the metrics of a history; for metrics per client, only the mean and the worst value."""
+    """Return the traces of a history's metrics. For metrics per client, these are only the mean and the worst value."""
     names = [name for name in history.measured if not re.search(r"\.(best|p\d0)$", name)]
     return [MetricTrace(name, [row[name] for row in history.rows if name in row]) for name in names]
 
@@ -247,7 +253,7 @@ def exchange_traces(status: Status) -> list[MetricTrace]:
 
 
 def absent_table(status: Status) -> Table:
-    """List the clients that did not count when they were last asked, with the reason and the remedy."""
+    """Return a table of the clients that did not count when they were last asked, with reason and remedy."""
     clients = sorted(status.absent.items())
     never = ["" if client in status.replied else " (no reply of this client has counted yet)" for client, _ in clients]
     columns = [
@@ -260,12 +266,15 @@ def absent_table(status: Status) -> Table:
 
 
 def point_of(name: str) -> str:
-    """Return the point of a sweep to which a run belongs, by the run's path in the folder."""
+    """Return the name of the point of a sweep to which a run belongs, from the run's path in the folder."""
     return name.rpartition("/")[0] or name
 
 
 def best_runs(runs: Mapping[str, Snapshot], metric: str) -> dict[str, float]:
-    """Return run -> metric for the finished runs of the point with the best mean; {} if no finished run has a value."""
+    """Return run -> metric for the finished runs of the point with the best mean.
+
+    The result is {} if no finished run has a value.
+    """
     points: dict[str, dict[str, float]] = {}
     for name, run in runs.items():
         if run.state == "finished" and (value := run.value(metric)) is not None and math.isfinite(value):
@@ -281,7 +290,7 @@ def mean_of(values: Collection[float]) -> float:
 
 
 def value_in(sections: Mapping[str, Any], path: str) -> str:
-    """Return the value of a swept field as a text: for a part its name, and for a missing value a dash.
+    """Return the value of a swept field as a text. For a part, this is its name; for a missing value, a dash.
 
     `path` is the dotted path of the field, with or without the section.
     """
@@ -295,7 +304,7 @@ def value_in(sections: Mapping[str, Any], path: str) -> str:
 
 
 def runs_table(runs: Mapping[str, Snapshot], metric: str, best: Collection[str], fields: Sequence[str]) -> Table:
-    """List runs, with those in progress first and the best marked."""
+    """Return a table of runs. Runs in progress come first, and the best runs are marked."""
     names = sorted(runs, key=lambda name: (STATES.index(runs[name].state), name not in best))
     cells = [Cell(runs[name].last(metric) + " ★" * (name in best), best=name in best) for name in names]
     columns = [
@@ -311,5 +320,5 @@ def runs_table(runs: Mapping[str, Snapshot], metric: str, best: Collection[str],
 
 
 def clock(seconds: float) -> str:
-    """Return a time in seconds since 1970 as a local time."""
+    """Return a time, given in seconds since 1970, as local time in words."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

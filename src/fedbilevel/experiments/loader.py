@@ -1,4 +1,4 @@
-"""Find tasks and algorithms by name: the library's, or a user's own as module:NAME or path/to/file.py:NAME.
+"""Find tasks and algorithms by name: the library's own, or a user's as module:NAME or path/to/file.py:NAME.
 
 For a task, NAME is a `Task` or a function that returns one. The function's keyword arguments are the task's fields.
 For an algorithm, NAME is a subclass of `fedbilevel.authoring.Algorithm`, whose fields are the algorithm's.
@@ -28,7 +28,7 @@ from fedbilevel.wording import in_a_line
 
 
 def full_name(kind: str, name: str) -> str:
-    """Return the name as a spec records it: in the library's spelling, or with the absolute path of a file.
+    """Return a name in the form that a spec records: in the library's spelling, or with the absolute path of a file.
 
     With an absolute path, a run can be resumed from any folder.
     """
@@ -39,7 +39,10 @@ def full_name(kind: str, name: str) -> str:
 
 
 def label(name: str) -> str:
-    """Return the name to show: a file without its folder, "search: TPE" for a search over x, others unchanged."""
+    """Return the name to show.
+
+    A file is shown without its folder, and a search over x as "search: TPE". Other names do not change.
+    """
     place, _, attribute = name.rpartition(":")
     if place == SEARCHES:
         return f"search: {attribute}"
@@ -47,13 +50,13 @@ def label(name: str) -> str:
 
 
 def own_file(name: str) -> Path | None:
-    """Return the file of a user's own task or algorithm; None if the name does not contain a file."""
+    """Return the file of a user's task or algorithm; None if the name contains no file."""
     place = code_of(name)
     return Path(place) if is_file(place) else None
 
 
 def code_of(name: str) -> str:
-    """Return the file or module with the code of a user's own task or algorithm; "" for those of the library."""
+    """Return the file or module with the code of a user's task or algorithm; "" for a name of the library."""
     return name.rpartition(":")[0]
 
 
@@ -65,7 +68,7 @@ def absolute(place: str) -> Path:
     """
     try:
         return Path(place).expanduser().resolve()
-    except (ValueError, OSError, RuntimeError) as error:  # a zero byte; a loop of links; ~ of an unknown user
+    except (ValueError, OSError, RuntimeError) as error:  # a zero byte, a loop of links, or ~ of an unknown user
         raise ConfigurationError(f"{place[:200]!r} is not the name of a file: {in_a_line(error)}") from error
 
 
@@ -127,7 +130,7 @@ def _found(kind: str, name: str, known: Mapping[str, Any]) -> Any:
 
 
 def _defined(kind: str, module: ModuleType) -> list[str]:
-    """Return the names of the algorithms, or of the tasks and functions, that a module itself defines."""
+    """Return the names of algorithms, or of tasks and functions, that a module defines and does not import."""
 
     def fits(value: Any) -> bool:
         if isinstance(value, Task) or getattr(value, "__module__", "") != module.__name__:
@@ -140,13 +143,13 @@ def _defined(kind: str, module: ModuleType) -> list[str]:
 
 
 FOLDER: list[Path] = []
-"""The folder from which this process has loaded a user's code."""
+"""The folder from which this process has loaded a user's code; empty if it has loaded none."""
 
 
 def _module(place: str) -> ModuleType:
-    """Import a user's file or module, which may import its neighbours.
+    """Import a user's file or module, which may import other files of its folder.
 
-    All user code of a process must be in one folder, since Python would confuse neighbours of the same name.
+    All user code of a process must be in one folder, since Python would confuse files of the same name in two folders.
     """
     file = absolute(place) if is_file(place) else None
     if file and not file.is_file():
@@ -157,7 +160,7 @@ def _module(place: str) -> ModuleType:
         if file or importlib.util.find_spec(place.partition(".")[0]) is None:
             _let_import(place, file.parent if file else Path.cwd())
         module = importlib.import_module(file.stem if file else place)
-    except (ImportError, SyntaxError, TypeError, ValueError) as error:  # the last two: a name like ".a" or ""
+    except (ImportError, SyntaxError, TypeError, ValueError) as error:  # the last two: names like ".a" or ""
         if isinstance(error, ConfigurationError):
             raise
         what = file or f"module {place!r}"
@@ -168,7 +171,7 @@ def _module(place: str) -> ModuleType:
 
 
 def _let_import(place: str, folder: Path) -> None:
-    """Let Python import modules of a folder, after installed ones; a second folder is rejected."""
+    """Let Python import modules of a folder. Installed modules take precedence. A second folder is rejected."""
     if FOLDER and folder not in FOLDER:
         text = f"{place} is in {folder}, but this process has loaded code from {FOLDER[0]}: put both into one folder"
         raise ConfigurationError(f"{text}, or use another process")
@@ -202,7 +205,7 @@ def _section(kind: str, name: str, fields: Fields) -> str:
 
 
 def _kinds(cls: Any, within: str) -> Iterator[str]:
-    """Yield a line for each field that is a part: its path and the names of the possible parts."""
+    """Yield a line for each field whose value is a part: the field's path and the names of the possible parts."""
     for name in names_of(cls):
         parts = parts_of(hints_of(cls)[name])
         if parts:

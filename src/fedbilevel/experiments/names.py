@@ -1,4 +1,4 @@
-"""List the library's algorithms and tasks from the text of its files, so that a list does not need to import JAX."""
+"""List the library's algorithms and tasks by reading the text of its files, which does not import JAX."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedbilevel.core.errors import unknown
 ROOT = Path(__file__).parents[1]
 SEARCHES = "fedbilevel.experiments.outer_search"
 RIVALS = {"random": f"{SEARCHES}:Random", "tpe": f"{SEARCHES}:TPE", "halving": f"{SEARCHES}:Halving", "fedex": "fedex"}
-"""Name in --against -> the algorithm that a comparison sets against bilevel methods."""
+"""A name in --against -> the search algorithm that a comparison also runs."""
 
 
 def is_file(place: str) -> bool:
@@ -27,14 +27,14 @@ def is_file(place: str) -> bool:
 
 
 def is_own(name: str) -> bool:
-    """Return whether a name is that of a user's own task or algorithm: module:NAME, or with a file."""
+    """Return whether a name means a user's own task or algorithm: module:NAME or FILE.py:NAME."""
     return (
         is_file(name) or re.search(r":(?![ \d])", name) is not None
-    )  # but not the title of a paper or arXiv:1234.56789
+    )  # the title of a paper and arXiv:1234.56789 are not such names
 
 
 def is_task(name: str) -> bool:
-    """Return whether a name is that of a task of the library, or has the form of a user's own."""
+    """Return whether a name is the name of a task of the library, or has the form of a user's own name."""
     return ":" in name or spelled("task", name) in library("task")
 
 
@@ -44,7 +44,7 @@ def spelled(kind: str, name: str) -> str:
 
 
 def known(kind: str, name: str) -> str:
-    """Return the library's spelling of a name, or a user's own name; raises ConfigurationError for other names."""
+    """Return the library's spelling of a name, or a user's own name. Other names raise a ConfigurationError."""
     found = spelled(kind, name)
     if not is_own(found) and found not in library(kind):
         raise unknown(kind, name, library(kind))
@@ -52,7 +52,7 @@ def known(kind: str, name: str) -> str:
 
 
 def known_rivals(names: Sequence[str]) -> list[str]:
-    """Return names of RIVALS in lower case; raises ConfigurationError for other names."""
+    """Return names of RIVALS in lower case. Other names raise a ConfigurationError."""
     for name in names:
         if name.lower() not in RIVALS:
             raise unknown("search of --against", name, RIVALS)
@@ -61,7 +61,10 @@ def known_rivals(names: Sequence[str]) -> list[str]:
 
 @functools.cache
 def _spellings(kind: str) -> dict[str, str]:
-    """Return the names by their spellings in lower case without hyphens, and by the titles of files with one method."""
+    """Return a dictionary: spelling -> name.
+
+    Spellings are names in lower case without hyphens, and the titles of files that have one method.
+    """
     titles = {entry.file.partition(":")[0]: name for name, entry in library(kind).items()}
     words = {title: name for title, name in titles.items() if " " not in title}
     return {_bare(word): name for word, name in [*words.items(), *((name, name) for name in library(kind))]}
@@ -72,12 +75,12 @@ def _bare(name: str) -> str:
 
 
 class Entry(NamedTuple):
-    """Hold the texts about an algorithm or task from the library's files."""
+    """The texts in the library's files about an algorithm or task."""
 
-    title: str  # the first line of its docstring
+    title: str  # the first line of the docstring
     paper: str
-    own: str  # the texts of its docstring and facts
-    file: str  # the texts of its file as a whole
+    own: str  # the texts of the docstring and the facts
+    file: str  # all texts of the file
 
 
 @functools.cache
@@ -98,7 +101,7 @@ def _algorithms(file: str, module: ast.Module) -> Iterator[tuple[str, Entry]]:
 
 
 def _task(file: str, module: ast.Module) -> Iterator[tuple[str, Entry]]:
-    """Yield the task of a file: the function with the file's name, whose module's docstring is the title."""
+    """Yield the task of a file: the function that has the file's name. The docstring of the file is the title."""
     for node in module.body:
         if isinstance(node, ast.FunctionDef) and node.name == file:
             yield file, _entry(module, node, module)
@@ -107,13 +110,13 @@ def _task(file: str, module: ast.Module) -> Iterator[tuple[str, Entry]]:
 def _entry(titled: Any, node: Any, module: ast.Module) -> Entry:
     own, file = _said(node), _said(module)
     papers = [ast.literal_eval(one.value) for one in own + file if isinstance(one, ast.keyword) and one.arg == "paper"]
-    papers += re.findall(r"\(([^()]* et al[^()]*)\)", _text(file))  # in tasks, which have no facts
+    papers += re.findall(r"\(([^()]* et al[^()]*)\)", _text(file))  # for tasks, which have no facts
     title = (ast.get_docstring(titled) or "").partition("\n")[0].rstrip(".")
     return Entry(title, " ".join(papers[0].split()) if papers else "", _text(own), _text(file))
 
 
 def _said(node: Any) -> list[ast.AST]:
-    """Return the nodes of a class, function or file itself: its docstring, facts and other assignments."""
+    """Return the syntax nodes of the docstring, the facts and other assignments of a class, function or file."""
     return [part for one in node.body if isinstance(one, ast.Expr | ast.Assign) for part in ast.walk(one)]
 
 
@@ -128,12 +131,12 @@ def listed(kind: str) -> str:
 
 
 def found(kind: str, words: str) -> str:
-    """Return a line for each algorithm (or task) whose texts have all of the words, best first.
+    """Return a line for each algorithm (or task) whose texts contain all of the words. The best matches come first.
 
-    If no algorithm has them, the lines are those of tasks, and the reverse.
+    If no algorithm has all words, tasks are listed instead; if no task has them, algorithms are.
 
     Raises:
-        ConfigurationError: no algorithm or task has all of the words. The error names the nearest one.
+        ConfigurationError: no algorithm or task has all of the words. The error suggests the nearest word.
     """
     wanted = [re.compile(rf"(?<![^\W_]){word}", re.IGNORECASE) for word in re.findall(r"[^\W_]+", words)]
     policies, about = _policies()
@@ -149,7 +152,7 @@ def found(kind: str, words: str) -> str:
 
 
 def _line(name: str, text: str) -> str:
-    """Return a name with its text; on a terminal, the further lines of a long text are indented."""
+    """Return a name with its text in a line. On a terminal, a long text continues on indented lines."""
     said = f"{name:<20} {text}"
     if not sys.stdout.isatty():
         return said
@@ -157,10 +160,10 @@ def _line(name: str, text: str) -> str:
 
 
 def _rank(wanted: list[re.Pattern[str]], name: str, entry: Entry) -> float:
-    """Return the rank of an entry, which is small for a good match.
+    """Return the rank of an entry in a search; a good match has a small rank.
 
-    A word in the name adds 0, in title or paper 1, in the docstring 2, and elsewhere in the file 3. A missing word
-    makes the rank infinite.
+    A word that occurs in the name adds 0, in title or paper 1, in the docstring 2, and elsewhere in the file 3. If a
+    word is missing, the rank is infinite.
     """
     texts = name, f"{entry.title} {entry.paper}", entry.own, entry.file
     places = [next((place for place, text in enumerate(texts) if word.search(text)), math.inf) for word in wanted]
@@ -168,7 +171,10 @@ def _rank(wanted: list[re.Pattern[str]], name: str, entry: Entry) -> float:
 
 
 def _policies() -> tuple[dict[str, Entry], str]:
-    """Return an entry for each policy of submodels, such as submodels.policy=rolling, and the sentence on support."""
+    """Return an entry for each policy of submodels, such as submodels.policy=rolling.
+
+    The second result is a sentence about the methods that support policies.
+    """
     said = ast.get_docstring(ast.parse((ROOT / "core" / "submodel.py").read_text("utf-8"))) or ""
     pairs = re.findall(r"^(\w+) {2,}(.*(?:\n {2,}.*)*)", said, re.MULTILINE)
     entries = {f"submodels.policy={name}": Entry(" ".join(text.split()), "", "", "") for name, text in pairs}

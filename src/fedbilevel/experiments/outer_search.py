@@ -1,25 +1,26 @@
-"""Search over the hyperparameters x by trials, in place of a bilevel method.
+"""Search for the best x by trials, in place of a bilevel method.
 
-Optuna draws the x of each trial; the first trial takes x0. FedAvg's local steps train y at this x by the inner loss.
-They start at the best y of all trials so far, which may have been trained at another x. Then every client measures the
-outer loss on all its outer samples, and the server takes the mean by the clients' weights. Only this value judges a
-trial: the result is the point (x, y) with the smallest value so far. The task's metrics, which may use test data, are
-computed at that point and decide nothing.
+Optuna draws the x of each trial; the first trial takes x0. At this x, y is trained on the inner loss by the local steps
+of FedAvg. Training starts at the best y of all earlier trials, which may have been trained at another x. Then every
+client measures the outer loss on all its outer samples, and the server takes the mean by the clients' weights. Trials
+are judged only by this value: the result is the point (x, y) with the smallest value. The task's metrics, which may use
+test data, are computed at that point and have no influence.
 
-Every exchange counts. Some train y; where steps adapt, the first of these only measures curvature. One more exchange is
-needed for each measurement of the outer loss, which sends x and y down and a number up. The budget is a number of
-exchanges, bytes or evaluations (batch gradients and hvps), which all trials share. The run ends when a further trial
-would exceed it, and the last trial is shortened to what is left. What an exchange of training costs in bytes or
-evaluations is its mean over the trials so far, and before the first trial that of a few rounds, which are not counted.
+Every exchange counts as a cost. Most exchanges train y; if steps adapt, the first one of a trial only measures
+curvature. Each measurement of the outer loss needs one more exchange, which sends x and y down and a number up. The
+budget is a number of exchanges, bytes or evaluations (batch gradients and hvps), which all trials share. The run ends
+when a further trial would exceed the budget, and the last trial is shortened to what is left. The bytes or evaluations
+of one training exchange are estimated by the mean over the trials so far. Before the first trial, a few rounds are run
+to measure them; these rounds are not counted.
 
-Under privacy, clients reply to every exchange of every trial with noise, also with their outer loss, which is clipped
-as a reply. ε counts all these replies, so that k trials cost what a single run with as many exchanges costs. A privacy
-budget ends the search before the trial that would exceed it.
+Under privacy, clients add noise to all replies of every trial, and also clip the outer loss and add noise to it. ε
+counts all these replies, so that k trials spend as much ε as a single run with as many exchanges. The search ends
+before a trial that would exceed the privacy budget.
 
-A trial diverges if its numbers, or its outer loss, are not finite. It is charged what it has spent, and the search goes
-on. Optuna is told that it was pruned: TPE then ranks it below all trials that have a value, so that it avoids the
-place. A trial whose state is FAIL would be left out, and the place would be drawn again. The column `diverged` of the
-history counts these trials. A search whose trials have all diverged ends with an error.
+A trial diverges if its numbers, or its outer loss, are not finite. The trial is charged what it has spent, and the
+search continues. Optuna is told that the trial was pruned: TPE then ranks it below all trials that have a value, and
+avoids its place. (If its state were FAIL, TPE would ignore the trial, and the place would be drawn again.) The column
+`diverged` of the history counts these trials. If all trials of a search have diverged, the search ends with an error.
 """
 
 from __future__ import annotations
@@ -71,14 +72,14 @@ if TYPE_CHECKING:
     import optuna
 
 ENTRIES = 1_000  # the largest number of entries of x, because Optuna's samplers draw each entry separately
-SHARED = ("exchanges", "bytes", "evaluations")  # the budgets that trials can share
-MOST_REPLIES = 2**20  # the largest number of replies for which ε is looked at
-NOISE = 2**31  # is added to the number of a measurement for a key that no trial has
-VALIDATION = "validation"  # name of the outer loss as a metric per client
+SHARED = ("exchanges", "bytes", "evaluations")  # the kinds of budget that trials can share
+MOST_REPLIES = 2**20  # the largest number of replies for which ε is computed
+NOISE = 2**31  # added to the number of a measurement, so that its random key differs from those of all trials
+VALIDATION = "validation"  # the name of the outer loss as a metric per client
 
 
 class OuterSearch(TrainingAtX):
-    """Base of the searches. Its rounds train y at a fixed x."""
+    """The base class of the searches. Its rounds train y at a fixed x."""
 
     @property
     def allows(self) -> Allows:
@@ -88,7 +89,10 @@ class OuterSearch(TrainingAtX):
     @property
     @abstractmethod
     def rungs(self) -> tuple[int, ...]:
-        """Return the numbers of training exchanges after which a trial is judged; the last is that of a whole trial."""
+        """Return the numbers of training exchanges after which a trial is judged.
+
+        The last number is the length of a whole trial.
+        """
 
     @abstractmethod
     def study(self, seed: int) -> optuna.Study:
@@ -106,19 +110,19 @@ class OuterSearch(TrainingAtX):
         return self.trained(client, at.x, at.y, key)
 
     def affordable(self, left: float, training: float = 1, measuring: float = 1) -> int:
-        """Return how many exchanges can train y in a trial that may cost `left` in all.
+        """Return how many exchanges can train y in a trial that may cost `left` in total.
 
         Args:
             left: what is left of the budget.
-            training: what an exchange that trains y costs.
-            measuring: what a measurement of the outer loss costs.
+            training: the cost of an exchange that trains y.
+            measuring: the cost of a measurement of the outer loss.
         """
         measurements = {n: 1 + sum(rung < n for rung in self.rungs) for n in range(1, self.rungs[-1] + 1)}
         return max((n for n, of in measurements.items() if n * training + of * measuring <= left), default=0)
 
 
 class WholeTrials(OuterSearch):
-    """Base of the searches that judge a trial only at its end.
+    """The base class of the searches that judge a trial only at its end.
 
     Args:
         trial_exchanges: the number of exchanges that train y in a whole trial.
@@ -144,7 +148,8 @@ class TPE(WholeTrials):
     """Bayesian search by Optuna's tree-structured Parzen estimator.
 
     Args:
-        startup_trials: the number of first trials without the estimator: x0, then x drawn uniformly.
+        startup_trials: the number of trials before the estimator is used. The first has x0; the others have x drawn
+            uniformly.
     """
 
     startup_trials: int = positive_integer(default=5)
@@ -157,7 +162,7 @@ class TPE(WholeTrials):
 
 
 class Halving(OuterSearch):
-    """Random search with Optuna's successive halving: the worse trials end after a ninth or a third of their length.
+    """Random search with Optuna's successive halving: bad trials end after a ninth or a third of their length.
 
     Args:
         trial_exchanges: the number of exchanges that train y in a whole trial, a multiple of 9.
@@ -181,7 +186,7 @@ class Halving(OuterSearch):
 
 
 class Validated(NamedTuple):
-    """Hold a point and the outer loss that clients measured there."""
+    """A point and the outer loss that clients measured there."""
 
     x: PyTree
     y: PyTree
@@ -189,7 +194,10 @@ class Validated(NamedTuple):
 
 
 class Validation(Algorithm):
-    """Measure the outer loss at (x, y) in an exchange: every client replies with its loss on all its outer samples."""
+    """A method that measures the outer loss at (x, y) in one exchange.
+
+    Every client replies with its loss on all its outer samples.
+    """
 
     def init(self, x: PyTree, y: PyTree) -> Validated:
         return Validated(x, y, jnp.zeros(()))
@@ -204,7 +212,10 @@ class Validation(Algorithm):
 
 
 def box_of(project: Project | None, x0: PyTree) -> tuple[float, float] | None:
-    """Return the bounds of x if projecting distant points shows that its set is a box with equal sides, else None."""
+    """Return the bounds (low, high) of all entries of x; None if the set of x is not a box with equal sides.
+
+    The set is examined by projecting distant points onto it.
+    """
     if project is None:
         return None
     start, unravel = ravel_pytree(x0)
@@ -222,7 +233,7 @@ def box_of(project: Project | None, x0: PyTree) -> tuple[float, float] | None:
 
 
 def require_optuna(what: str) -> None:
-    """Check that Optuna is installed, and silence its own log, which repeats our messages.
+    """Check that Optuna is installed, and silence its log, which repeats this library's messages.
 
     Raises:
         ConfigurationError: Optuna is not installed; the message names the command that installs it.
@@ -236,12 +247,12 @@ def require_optuna(what: str) -> None:
 
 
 def refuse_search(spec: Spec, task: Task) -> None:
-    """Reject a spec that a search cannot run, before anything runs.
+    """Reject a spec that a search cannot run. This is checked before anything runs.
 
     Raises:
         ConfigurationError: Optuna is not installed; the problem is not `Bilevel`; the budget is not one of SHARED; x
             has no bounds, too many entries, or starts outside its bounds; the spec has capacities or metrics per
-            client; or it has privacy, and cohorts or steps that adapt.
+            client; or the spec has privacy together with cohorts or steps that adapt.
     """
     method: OuterSearch = spec.algorithm.value
     name = label(spec.algorithm.name)
@@ -272,7 +283,7 @@ def refuse_search(spec: Spec, task: Task) -> None:
 
 @dataclass
 class SearchRun:
-    """Hold a search in progress.
+    """A search in progress.
 
     Args:
         method: the search.
@@ -281,7 +292,7 @@ class SearchRun:
         seed: the seed of the draws of x, of samples and of cohorts.
         callbacks: called after each measurement of the outer loss, with the result so far and the row.
         rounds: the number of rounds that the result reports as requested.
-        given: further arguments of `solve` for each trial.
+        given: further arguments of `solve`, the same for each trial.
         privacy: the privacy of each client's replies in all trials together; None: replies are exact.
     """
 
@@ -319,11 +330,14 @@ class SearchRun:
 
     @property
     def noise(self) -> dict[str, Any]:
-        """Return the argument of `solve` for noise; the search itself keeps the account of all its runs."""
+        """Return the arguments of `solve` for privacy.
+
+        They have no budget, since the search itself keeps the account of all its runs.
+        """
         return {} if self.privacy is None else {"privacy": replace(self.privacy, budget=None)}
 
     def affordable(self) -> int:
-        """Return how many exchanges can train y in the next trial; 0 if a budget allows no trial."""
+        """Return how many exchanges can train y in the next trial; 0 if no budget is left for one."""
         within = self.within_budget()
         if self.privacy is None or self.privacy.budget is None:
             return within
@@ -336,7 +350,7 @@ class SearchRun:
         return trained
 
     def within_budget(self) -> int:
-        """Return how many exchanges can train y in the next trial without regard to privacy."""
+        """Return how many exchanges can train y in the next trial by the budget of costs. Privacy is not considered."""
         name, amount = self.budget
         left = amount - self.cost(self.ledger)
         if name == "exchanges":
@@ -360,11 +374,11 @@ class SearchRun:
         return self.cost(ledger) / ledger.exchanges
 
     def cost(self, ledger: Ledger) -> float:
-        """Return what a ledger has in the unit of the budget."""
+        """Return the total of a ledger in the unit of the budget."""
         return cost(ledger.columns(), self.budget[0])
 
     def train(self, study: optuna.Study, trial: optuna.Trial, x: PyTree, rounds: int) -> None:
-        """Train y at x, and judge the trial at each rung, until it ends, is pruned, or diverges."""
+        """Train y at x, and judge the trial at each rung, until the trial ends, is pruned, or diverges."""
         import optuna
 
         before, seconds, losses = replace(self.ledger), self.seconds, list[float]()
@@ -435,11 +449,11 @@ class SearchRun:
         return error
 
     def account(self, replies: int) -> tuple[float, float]:
-        """Return ε and δ of each client after so many replies; (0, 0) without privacy."""
+        """Return ε and δ of each client after a number of replies; (0, 0) without privacy."""
         return (0.0, 0.0) if self.privacy is None else (self.privacy.epsilon_after(replies), self.privacy.delta)
 
     def spent(self, before: Ledger, trial: Ledger, measurements: int) -> Ledger:
-        """Return the totals after a trial and its measurements, in which every client takes part."""
+        """Return the ledger after a trial and its measurements. Every client takes part in measurements."""
         replies = measurements * len(self.task.clients)
         down = nbytes(jax.tree.map(jnp.asarray, (self.task.x0, self.task.y0)))
         ended, phases = before.exchanges_by_phase, {**trial.exchanges_by_phase, VALIDATION: measurements}
@@ -487,7 +501,10 @@ class SearchRun:
 
 
 class SearchExperiment(Experiment):
-    """Hold the objects of a search over x, which writes no checkpoints and makes the rows of its history itself."""
+    """The objects of a search over x.
+
+    The search writes no checkpoints, and makes the rows of its history itself.
+    """
 
     def check(self, spec: Spec) -> None:
         refuse_search(spec, self.task)

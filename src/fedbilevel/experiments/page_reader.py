@@ -1,8 +1,9 @@
 """Read snapshots from a page of `fedbilevel watch --serve`, for a terminal on another machine.
 
 A request contains only the address that the user gave. Redirects are not followed, and proxies of the environment are
-not used, so that the token reaches no other host. Connecting is bounded in time for each wait. From the request on, the
-whole answer is bounded in time, also if it arrives byte by byte. It is bounded in size, and is checked.
+not used, so that the token reaches no other host. There is a time limit for each wait while connecting. After the
+request, there is a time limit for the whole answer, even if it arrives byte by byte. The size of the answer is limited
+too, and its content is checked.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from fedbilevel.experiments.snapshot_json import from_json
 from fedbilevel.reading import CHUNK, LONGEST
 from fedbilevel.wording import in_a_line, without_secrets
 
-PATIENCE = 10.0  # seconds that a page may be silent
-WHOLE = 60.0  # seconds that an answer may take
+PATIENCE = 10.0  # the largest number of seconds without a byte from the page
+WHOLE = 60.0  # the largest number of seconds for a whole answer
 COPY = "copy the whole address that `fedbilevel watch --serve` printed"
 KINDS = {"http": HTTPConnection, "https": HTTPSConnection}
 REFUSALS = {
@@ -34,17 +35,17 @@ NO_PAGE = f"it is no page of `fedbilevel watch --serve`: {COPY}"
 
 
 class PageReader:
-    """Read snapshots from a page.
+    """A reader of snapshots from a page of `fedbilevel watch --serve`.
 
     Args:
         url: the address of the page, with its token.
 
     Raises:
-        ConfigurationError: the text is no address of a page.
+        ConfigurationError: the text is not the address of a page.
     """
 
     def __init__(self, url: str) -> None:
-        self.shown = without_secrets(re.sub(r"\s", "%20", url))  # a token ends at a blank, and what follows is secret
+        self.shown = without_secrets(re.sub(r"\s", "%20", url))  # so that a token with a blank is hidden whole
         try:
             place = urlsplit(url)
             fits = place.scheme in KINDS and bool(place.hostname) and "@" not in place.netloc
@@ -58,10 +59,11 @@ class PageReader:
         self.path = f"{place.path.rpartition('/')[0]}/snapshot?{place.query}"
 
     def snapshot(self) -> Snapshot:
-        """Read what the page shows now.
+        """Read the snapshot that the page shows now.
 
         Raises:
-            ConfigurationError: nothing answers, the page refuses, or it is no page of `fedbilevel watch`.
+            ConfigurationError: there is no answer, the page refuses the request, or it is not a page of `fedbilevel
+                watch`.
         """
         try:
             answer, content = self._answer()
@@ -81,7 +83,7 @@ class PageReader:
         raise ConfigurationError(f"{self.shown} cannot be watched: {why}")
 
     def _answer(self) -> tuple[HTTPResponse, bytes]:
-        """Return the answer and its content, of which no more is read than is needed to see that it is too long."""
+        """Return the answer and its content. Of an answer that is too long, only the beginning is read."""
         content = bytearray()
         with closing(self.kind(self.host, self.port, timeout=PATIENCE)) as connection:
             connection.connect()
@@ -95,7 +97,10 @@ class PageReader:
 
 @contextmanager
 def _bounded(connection: socket.socket) -> Iterator[None]:
-    """Shut a connection down after `WHOLE` seconds, which ends every wait for it; then raise TimeoutError."""
+    """Shut a connection down if the block takes longer than `WHOLE` seconds, and raise TimeoutError.
+
+    The shutdown ends any wait for the connection.
+    """
     late = threading.Event()
 
     def end() -> None:

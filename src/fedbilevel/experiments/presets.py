@@ -1,7 +1,7 @@
-"""Provide presets: values that work for a task and a data set, from presets.toml, for fields that a spec leaves out.
+"""Read presets from presets.toml: values that work for a task and a data set, for fields that a spec leaves out.
 
-A preset for a field that an algorithm does not have is ignored. A field that neither the spec nor the presets set takes
-the default of the algorithm or the task.
+If an algorithm does not have the field of a preset, the preset is ignored. If neither the spec nor a preset has a
+field, the default of the algorithm or the task is used.
 """
 
 import tomllib
@@ -16,13 +16,13 @@ from fedbilevel.core.tables import Fields, merged
 
 TABLES: Fields = tomllib.loads((resources.files("fedbilevel.experiments") / "presets.toml").read_text("utf-8"))
 GROUPS: Mapping[str, Sequence[str]] = TABLES["groups"]
-"""Name of a group -> its methods, which have the same fields."""
+"""The name of a group -> its methods, which have fields in common."""
 METHODS: Mapping[str, str] = TABLES["methods"]
-"""Task -> its method if none is named, for tasks that the default method cannot solve."""
+"""A task -> the method that is used if none is named, for tasks that the default method cannot solve."""
 
 
 def _complete(content: Any) -> Any:
-    """Merge a table with the table that its entry `like` names, and turn "none" into None."""
+    """Merge a table with the table that its entry `like` names, and replace "none" by None."""
     if not isinstance(content, Mapping):
         return None if content == "none" else content
     own = {name: _complete(value) for name, value in content.items() if name != "like"}
@@ -30,7 +30,7 @@ def _complete(content: Any) -> Any:
 
 
 def _by_method(table: Fields) -> dict[str, Fields]:
-    """Return method -> its fields, which are those of its groups and its own.
+    """Return method -> its fields: the fields of its groups, and its own.
 
     Smaller groups take precedence over larger ones, and the method's own fields over those of all groups.
     """
@@ -41,19 +41,19 @@ def _by_method(table: Fields) -> dict[str, Fields]:
 
 
 RUNS = _by_method(_complete(TABLES["runs"]))
-"""Method -> the fields of [run] that it needs."""
+"""A method -> the fields of [run] that it needs."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """Hold the defaults for one task on one data set."""
+    """The preset fields for one task on one data set."""
 
     task: Fields = field(default_factory=dict)
-    shared: Fields = field(default_factory=dict)  # for every algorithm that has such a field
-    algorithms: Mapping[str, Fields] = field(default_factory=dict)  # by name
-    asynchronous: Mapping[str, Fields] = field(default_factory=dict)  # fields of [asynchronous] by algorithm
+    shared: Fields = field(default_factory=dict)  # fields for every algorithm that has them
+    algorithms: Mapping[str, Fields] = field(default_factory=dict)  # fields of algorithms, by the algorithm's name
+    asynchronous: Mapping[str, Fields] = field(default_factory=dict)  # fields of [asynchronous], by algorithm
     run: Fields = field(default_factory=dict)
-    networks: Mapping[str, Fields] = field(default_factory=dict)  # fields of the task by network
+    networks: Mapping[str, Fields] = field(default_factory=dict)  # fields of the task, by the name of the network
 
     def of_task(self, network: Any) -> dict[str, Any]:
         """Return the preset fields of [task]."""
@@ -64,7 +64,7 @@ class Preset:
         return merged(self.shared, self.algorithms.get(algorithm, {}))
 
     def of_run(self, algorithm: str) -> dict[str, Any]:
-        """Return the preset fields of [run]; {} without a preset for the task, as for a user's own."""
+        """Return the preset fields of [run]; {} for a task without a preset, such as a user's own."""
         return {**self.run, **RUNS.get(algorithm, {})} if self.run else {}
 
 
@@ -78,10 +78,10 @@ PRESETS: dict[tuple[str, str | None], Preset] = {
     for task, tables in TABLES["task"].items()
     for data, table in tables.items()
 }
-"""(task, data set) -> preset; the data set None is for all others of the task."""
+"""(task, data set) -> preset. The data set None stands for all data sets of the task that are not listed."""
 
 
 def preset(task: str, data: str | None) -> Preset:
-    """Return the preset of a task and a data set; it is empty if presets.toml has none."""
-    data = "mnist" if data == "fashion-mnist" else data  # both have the same number and size of images
+    """Return the preset of a task and a data set; an empty preset if presets.toml has none."""
+    data = "mnist" if data == "fashion-mnist" else data  # both sets have equally many images of the same size
     return PRESETS.get((task, data), PRESETS.get((task, None), Preset()))

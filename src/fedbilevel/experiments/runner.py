@@ -1,10 +1,10 @@
 """Start or resume one run in one folder, and write its results there.
 
-If several processes share the run, only process 0 reads and writes the folder.
+If several processes run it together, only process 0 reads and writes the folder.
 
-A run with a budget stops at the first row of its history at which the ledger has reached the budget. Rows are made at
-fixed rounds, so the end depends neither on the machine's speed nor on interruptions. Runs of different methods with the
-same budget have different numbers of rounds, since the exchanges and the time of a round depend on the method.
+A run with a budget stops at the first row of its history at which its costs have reached the budget. Rows are made at
+fixed rounds, so the end depends neither on the machine's speed nor on interruptions. With the same budget, different
+methods make different numbers of rounds, since the costs of a round depend on the method.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ from fedbilevel.tasks import MEASURED_PER_CLIENT, Task
 
 
 def build(spec: Spec, task: Task | None = None) -> Experiment:
-    """Load the data and make task, algorithm and engine.
+    """Load the data, and make the task, the algorithm and the engine of a spec.
 
     Args:
         spec: see `resolve`.
-        task: the spec's task, if the caller has already made it.
+        task: the spec's task, if the caller has made it already; None: it is made here.
 
     Raises:
         ConfigurationError, DataError: a value is not allowed, or the algorithm does not solve the task's problem.
@@ -101,26 +101,26 @@ def build(spec: Spec, task: Task | None = None) -> Experiment:
 
 
 def use_cores(spec: Spec) -> None:
-    """Let the runs of a spec use every core; it must be called before the task starts JAX."""
+    """Let the runs of a spec use every core. Call this before the task starts JAX."""
     if spec.engine.devices is None and not spec.run.pooled and current_group().processes == 1:
         use_every_core()
 
 
 def first_metric(task: Task) -> str:
-    """Return the metric that pictures, tables and the display of a run show.
+    """Return the name of the metric that pictures, tables and the display of a run show.
 
-    It is the task's first metric. On a server that measures nothing it is the weighted mean of the clients' first
-    metric, and without such a metric the outer loss on the clients' batches.
+    This is the task's first metric. On a server that measures nothing itself, it is the weighted mean of the first
+    metric per client or, if there is none, the outer loss on the clients' batches.
     """
     own = [f"{name}.mean" for name in task.metrics_per_client if isinstance(task.clients, RemoteClients)]
     return next(iter([*task.metrics, *own]), "outer_loss")
 
 
 def of_clients(spec: Spec, task: Task, algorithm: Algorithm) -> Mapping[str, Any]:
-    """Return the per-client metrics that a run asks for.
+    """Return the metrics that a run measures per client.
 
-    A run asks for them if the spec does. A server that measures nothing itself asks for them in any case, unless the
-    algorithm or the clients do not support it (see `ClientMetrics`).
+    They are measured if the spec says so. A server that measures nothing itself asks for them in any case, unless the
+    algorithm or the clients do not support this (see `ClientMetrics`).
     """
     alone = isinstance(task.clients, RemoteClients) and not task.metrics and task.clients.capacity is None
     asks = alone and task.problem.local is None and not algorithm.asks.asynchronous
@@ -128,9 +128,9 @@ def of_clients(spec: Spec, task: Task, algorithm: Algorithm) -> Mapping[str, Any
 
 
 def _check_participants(spec: Spec, algorithm: Algorithm, population: int) -> None:
-    """Reject a cohort, a clock or a number of awaited replies that does not fit the number of clients."""
+    """Check that the cohort, the clock and the number of awaited replies fit the number of clients."""
     cohort = check_cohort(cohort_of(spec.run), population)
-    spec.clock.pace(population)  # rejects tables for another number of clients
+    spec.clock.pace(population)  # raises an error if its tables are for another number of clients
     available = population - spec.clock.never_available(population).size
     check_everyone(algorithm, population, cohort, "run.cohort")
     count = algorithm.asks.first
@@ -139,7 +139,7 @@ def _check_participants(spec: Spec, algorithm: Algorithm, population: int) -> No
 
 
 def algorithm_of(spec: Spec) -> Algorithm:
-    """Return the algorithm of a spec, for which no data are needed."""
+    """Return the algorithm of a spec. No data are loaded."""
     algorithm = spec.algorithm.value
     if not isinstance(algorithm, Algorithm):
         raise ConfigurationError(
@@ -152,19 +152,22 @@ def algorithm_of(spec: Spec) -> Algorithm:
 
 
 def task_of(spec: Spec, **party: str | int) -> Task:
-    """Make the task of a spec, with all samples at one client if the run is pooled; `party` goes to its function."""
+    """Make the task of a spec.
+
+    If the run is pooled, one client has all samples. `party` is passed on to the task's function.
+    """
     name = spec.task.name
     try:
         task = task_maker(name)(**spec.task.value, **party)
     except (FedbilevelError, DataError):
         raise
-    except (ValueError, TypeError, LookupError, OverflowError) as error:  # for example sizes or columns that do not fit
+    except (ValueError, TypeError, LookupError, OverflowError) as error:  # for example sizes or columns are wrong
         seen = f" for party = {party['party']!r}" if party else ""
         why = f"{type(error).__name__}: " * isinstance(error, KeyError) + str(error)
         raise ConfigurationError(f"task {label(name)} cannot be made with these values{seen}: {why}") from error
     numbers, site = dict(spec.clients), party.get("party")
     capacity = numbers.pop("capacity", None)
-    if isinstance(site, int):  # the server sends a site its numbers, except its capacity
+    if isinstance(site, int):  # the server sends a site's own numbers, except its capacity
         numbers, capacity = {}, capacity[site : site + 1] if isinstance(capacity, list) else capacity
     task = task.with_own(own=numbers, capacity=capacity)
     if spec.run.x_bounds is not None:
@@ -189,7 +192,7 @@ def _box(x0: PyTree, bounds: Sequence[float] | Mapping[str, Any]) -> Project:
     return box(side(0), side(1))
 
 
-HISTORY_SECONDS = 1.0  # the least time between two writes of the history during a run
+HISTORY_SECONDS = 1.0  # the least time between two writes of the history, in seconds
 
 
 def run(
@@ -201,20 +204,20 @@ def run(
     experiment: Experiment | None = None,
     progress: bool | Display | None = None,
 ) -> Result:
-    """Run a spec and write everything about it to a new folder.
+    """Run a spec, and write its spec, history, result, costs and picture to a new folder.
 
     Args:
         spec: see `resolve` and `read_spec`.
         folder: a new or empty folder. Files of a run that ended before its first checkpoint are cleared with a warning.
             None chooses runs/<task>-<algorithm>-<data>-<time>.
         callbacks: see `fedbilevel.solve`.
-        plot: draw plot.png, which needs matplotlib.
-        experiment: the spec's objects, if the caller has already built them.
+        plot: whether to draw plot.png, which needs matplotlib.
+        experiment: the objects of the spec, if the caller has built them already; None: they are built here.
         progress: see `fedbilevel.solve`.
 
     Raises:
-        ConfigurationError, DataError: nothing was written.
-        NumericalError, CheckpointError: see `fedbilevel.solve`; the last good checkpoint stays.
+        ConfigurationError, DataError: the spec or the data are wrong; nothing was written.
+        NumericalError, CheckpointError: see `fedbilevel.solve`; the last good checkpoint remains in the folder.
     """
     place = Folder.new(spec) if folder is None else Folder(Path(folder))
     current_group().decide(place.require_free)
@@ -240,13 +243,14 @@ def resume(
 
     Args:
         folder: the folder of the run.
-        rounds: a larger number of rounds than the spec's; None takes the spec's.
+        rounds: the new total number of rounds, larger than the spec's; None: the spec's number.
         callbacks, plot, experiment, progress: see `run`.
-        force: continue even if samples, losses or the start have changed, with a warning that names them.
+        force: whether to continue even if samples, losses or the start have changed. A warning then names what has
+            changed.
 
     Raises:
-        ConfigurationError: it is not the folder of a run, or `rounds` does not fit the run.
-        CheckpointError: there is no checkpoint that fits; nothing was changed.
+        ConfigurationError: `folder` is not the folder of a run, or `rounds` does not fit the run.
+        CheckpointError: there is no checkpoint with which the run can continue; nothing was changed.
     """
     place = Folder(Path(folder))
     spec = resumable(place, rounds)
@@ -270,18 +274,20 @@ def complete(
     experiment: Experiment | None = None,
     progress: bool | Display | None = None,
 ) -> None:
-    """Bring a run to its end: do nothing if it is finished, continue it if it has a checkpoint, or else start it.
+    """Bring a run to its end.
+
+    A finished run is left as it is, a run with a checkpoint is continued, and any other run is started.
 
     Raises:
         InUse: another process is running it.
-        Others: see `run`.
+        Other errors: see `run`.
     """
     place = Folder(Path(folder))
     if place.finished:
         return
     experiment = experiment or build(spec)
     with lock.exclusive(place.lock, place.path):
-        if place.finished:  # by another process in the meantime
+        if place.finished:  # another process has finished it in the meantime
             return
         place.sweep()
         if not place.begun:
@@ -297,21 +303,21 @@ def run_of(
     callbacks: Sequence[Callback] = (),
     progress: bool | Display | None = False,
 ) -> History:
-    """Return the history of a run, which is first brought to its end in its folder if it has not finished.
+    """Return the history of a run. If the run has not finished, it is first brought to its end in its folder.
 
-    A run that has failed is not run again: its folder has the reason.
+    A run that has failed is not run again; its folder contains the reason.
 
     Args:
         spec: see `resolve`.
         folder: the folder of this run, or a new one.
-        task: makes the spec's task; only called if the run has not finished.
+        task: a function that makes the spec's task. It is called only if the run has not finished.
         callbacks, progress: see `fedbilevel.solve`.
 
     Raises:
-        NumericalError: the run failed, now or before.
+        NumericalError: the run failed, now or at an earlier call.
         ConfigurationError, DataError: the spec is rejected; nothing was written.
         InUse: another process is running it.
-        CheckpointError: the folder has a run of another spec, and the message names the difference; or it cannot be
+        CheckpointError: the folder contains a run of another spec (the message names the difference), or it cannot be
             written.
     """
     place = Folder(Path(folder))
@@ -320,7 +326,7 @@ def run_of(
     if place.failed.is_file():
         raise failure_in(place)
     if not place.finished:
-        lock.require_unheld(place.lock, place.path)  # before samples are loaded
+        lock.require_unheld(place.lock, place.path)  # checked before samples are loaded
         try:
             given: dict[str, Any] = {"callbacks": callbacks, "progress": progress, "plot": False}
             complete(spec, place.path, experiment=build(spec, task(spec)), **given)
@@ -344,7 +350,7 @@ def failure_in(place: Folder) -> NumericalError:
 
 
 def resumable(place: Folder, rounds: int | None) -> Spec:
-    """Return the spec with which the run in a folder can continue; process 0 reads it for all."""
+    """Return the spec with which the run in a folder can continue. Process 0 reads it for all processes."""
     return resolve(current_group().decide(lambda: _resumable(place, rounds).tables()))
 
 
@@ -360,7 +366,7 @@ def _resumable(place: Folder, rounds: int | None) -> Spec:
     except CheckpointError as error:
         raise CheckpointError(f"{error}; start the run again: fedbilevel run --spec {place.spec}") from error
     spec = read_spec(place.spec)
-    place.environments()  # raises an error now if the file cannot be read and extended
+    place.environments()  # raises an error now, not at the end, if the file cannot be read and extended
     if rounds is not None and spec.run.rounds is None:
         raise ConfigurationError(
             f"rounds cannot be set: the run in {place.path} ends after {in_words(spec.run.budget)}"
@@ -382,7 +388,7 @@ def _play(
     *,
     resume: Resume,
 ) -> Result:
-    """Run a spec in its folder, which has been checked and locked."""
+    """Run a spec in its folder. The caller has checked and locked the folder."""
     check_callbacks(callbacks)
     if plot:
         current_group().decide(require_matplotlib)
@@ -449,9 +455,10 @@ def _opened(scribe: Scribe) -> Iterator[None]:
 
 
 class Scribe:
-    """Write the spec and, once there is a checkpoint, the history of a run to its folder; it is a callback.
+    """A callback that writes the spec of a run and, once there is a checkpoint, the history to the run's folder.
 
-    A resumed run opens its folder at the first call, so that a resumption that fails leaves the folder unchanged.
+    A resumed run writes to its folder from the first call on, so that the folder is unchanged if the run cannot be
+    resumed.
     """
 
     def __init__(self, spec: Spec, place: Folder, resumed: bool = False) -> None:
@@ -459,7 +466,7 @@ class Scribe:
         self.opened, self.written = False, 0.0
 
     def open(self) -> None:
-        """Remove the files that mark a finished run, and write the spec and the environment of this one."""
+        """Remove the files that mark a finished run, and write the spec and the environment of the present run."""
         with writing(self.place.path):
             self.place.path.mkdir(parents=True, exist_ok=True)
             for file in (self.place.summary, self.place.result, self.place.ledger, self.place.plot):
@@ -478,10 +485,10 @@ class Scribe:
 
 
 def finish(spec: Spec, place: Folder, result: Result, metric: str, seconds: float, plot: bool) -> None:
-    """Write the results of a run; the summary is written last, and marks a finished run.
+    """Write the results of a run. The summary is written last: it marks a run as finished.
 
-    If no row has the metric, for example because private clients do not report it, the first metric with a known
-    direction is used in its place.
+    If no row has the metric, for example because clients under privacy do not report it, it is replaced by the first
+    metric of which it is known whether larger values are better.
     """
     if not any(metric in row for row in result.history.rows):
         metric = next(iter(result.history.judged), "exchanges")
@@ -496,10 +503,10 @@ def finish(spec: Spec, place: Folder, result: Result, metric: str, seconds: floa
 
 
 def summary(spec: Spec, result: Result, metric: str, seconds: float) -> dict[str, Any]:
-    """Return the numbers that are compared between runs.
+    """Return the summary of a run, whose numbers comparisons use.
 
-    Seconds in rounds are those of the whole run, also before a resumption. Other times, such as that of compiling, are
-    those since the start of this process.
+    The seconds in rounds are of the whole run, including the time before a resumption. Other times, such as the time of
+    compiling, are counted from the start of this process.
     """
     rows = [row for row in result.history.rows if metric in row]
     values = [row[metric] for row in rows]
@@ -529,10 +536,10 @@ PACKAGES = ("jax", "jaxlib", "optax", "numpy", "scikit-learn")
 
 
 def environment_of(spec: Spec) -> dict[str, Any]:
-    """Return the environment of a run, which is written to its folder.
+    """Return a description of the environment of a run, which is written to its folder.
 
-    It has the versions of Python and of the packages that affect the numbers, the commit of this code, the devices and
-    the CPU count, and the hashes of the user's own files.
+    The description has the versions of Python and of packages that affect the numbers, the commit of this code, the
+    devices, the number of CPUs, and the hashes of the user's own files.
     """
     devices = jax.devices()
     return {
@@ -555,14 +562,14 @@ def environment_of(spec: Spec) -> dict[str, Any]:
 def _commit(checkout: Path) -> str | None:
     """Return the commit of this code, with "-dirty" if a file differs; None if the code is not in its own checkout.
 
-    An installed package may be in the virtual environment of another project; that project's commit is not used.
+    If the package is installed in the virtual environment of another project, the commit of that project is not used.
     """
     if not (checkout / ".git").exists():
         return None
     command = ["git", "-C", str(checkout), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty"]
     here = {
         name: value for name, value in os.environ.items() if not name.startswith("GIT_")
-    }  # in a hook, these variables name another repository
+    }  # within a Git hook, these variables name another repository
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=10, env=here)
     except (OSError, subprocess.TimeoutExpired):

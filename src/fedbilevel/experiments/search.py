@@ -1,12 +1,12 @@
-"""Search over the fields of a spec: a sweep whose points are drawn by an ordinary Optuna study.
+"""Search for good fields of a spec: a sweep whose points are drawn by an Optuna study.
 
-The objective of the study makes a run for each seed, in folders such as
+The objective of the study makes a run for each seed. The runs have folders such as
 
     trial-003/seed-0
 
-The same command continues the study, and several processes that run it share the trials. If a process is killed,
-another point is drawn in place of its trial. A draw depends on the number of the trial and on the results of earlier
-trials. The rows of the first seed's run are the intermediate values by which a pruner may end a trial.
+If the same command is run again, it continues the study. If several processes run it, they share the trials. If a
+process is killed, another point is drawn in place of its trial. A draw depends on the number of the trial and on the
+results of earlier trials. A pruner may end a trial early; it judges trials by the history of the first seed's run.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ if TYPE_CHECKING:
     import optuna
 
 STUDY, JOURNAL, LOCK = "fedbilevel", "study.journal", ".study.lock"
-BEAT, GRACE = 10, 60  # seconds between heartbeats of a worker, and seconds without one until its trial is retried
-DIGITS = 4  # significant digits of a drawn number, so that a paper can quote it exactly
+BEAT, GRACE = 10, 60  # seconds between heartbeats of a worker; after GRACE seconds without one, its trial is retried
+DIGITS = 4  # the number of significant digits of a drawn number, so that a paper can quote it exactly
 PRUNERS = {"halving": "SuccessiveHalvingPruner", "hyperband": "HyperbandPruner", "median": "MedianPruner"}
 UNREADABLE = (ImportError, OSError, ValueError, LookupError, TypeError, AttributeError)  # errors of drivers, journals
 Space = Mapping[str, "Range | Sequence[Any]"]
-"""Field -> the range of numbers, or the values, from which it is drawn."""
+"""A field -> the range of numbers, or the list of values, from which it is drawn."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """Hold the ends of a range from which numbers are drawn, uniformly or on a logarithmic scale.
+    """A range from which numbers are drawn, uniformly or on a logarithmic scale.
 
     If both ends are integers, integers are drawn.
     """
@@ -76,12 +76,12 @@ class Range:
 
     @classmethod
     def parse(cls, option: str, text: str, *, linear: bool = False) -> Range:
-        """Read the range of an option: "0.001:1:log", "0:0.5" or, for whole numbers, "1:8".
+        """Read a range from the text of an option: "0.001:1:log", "0:0.5" or, for whole numbers, "1:8".
 
         Args:
             option: the name of the option, for the message.
             text: the range.
-            linear: reject "log".
+            linear: whether to reject ":log".
 
         Raises:
             ConfigurationError: the text has none of these forms.
@@ -123,16 +123,18 @@ def search_specs(
     progress: bool | Display | None = False,
     trackers: Sequence[Tracker] = (),
 ) -> Sweep:
-    """Draw and run points until `trials` trials have ended, in this process and others with the same storage.
+    """Draw points and run them until `trials` trials have ended.
+
+    Trials of other processes with the same storage count too.
 
     Args:
         spec_of, folder, seeds, select, select_on_test, say, progress, trackers: see `sweep_specs`.
-        space: field -> the range or the values from which it is drawn.
-        trials: the number of trials, including those of other processes; there may be one more if two processes end
-            a trial at the same time.
-        storage: a database URL of SQLAlchemy (sqlite:///…, postgresql://…), or the path of a file; None keeps a file in
-            the folder.
-        pruner: a name of PRUNERS, which ends trials early; None runs all trials to their ends.
+        space: field -> the range or the list of values from which it is drawn.
+        trials: the number of trials, including trials of other processes. If two processes end a trial at the same
+            time, there may be one more.
+        storage: the URL of a database, as SQLAlchemy takes it (sqlite:///…, postgresql://…), or the path of a file;
+            None: a file in the folder.
+        pruner: the name in PRUNERS of a rule that ends bad trials early; None: all trials run to their ends.
 
     Raises:
         ConfigurationError: the input is wrong, the storage or the folder has another sweep, or Optuna is not installed.
@@ -143,7 +145,7 @@ def search_specs(
 
     require_sweepable(space)
     first = spec_of({name: of.low if isinstance(of, Range) else of[0] for name, of in space.items()})
-    # the upper ends of the ranges and the last values of the grid must be allowed, too
+    #     # checks that the upper ends of ranges and the last values of lists are allowed, too
     spec_of({name: of.high if isinstance(of, Range) else of[-1] for name, of in space.items()})
     keep = len(seeds or (first.run.seed,))
     player = InFolders(
@@ -176,7 +178,7 @@ def search_specs(
         return statistics.fmean(row[select] for row in rows)
 
     def played(trial: optuna.Trial, point: PointValues) -> list[dict[str, Any]]:
-        """Return the row of each seed's run. If the trial ended early, every row has the error."""
+        """Return the row of each seed's run. If the trial ended early, every row contains the error."""
 
         def report(result: Result, row: Row | None) -> None:
             if row and select in row and row["round"]:
@@ -186,7 +188,7 @@ def search_specs(
                     raise optuna.TrialPruned(f"{PRUNED} {row['round']:,.0f} rounds")
 
         rows: list[dict[str, Any]] = []
-        pruned: dict[str, Any] = {}  # the last row of a pruned run
+        pruned: dict[str, Any] = {}  # the last row of a run that was pruned
         try:
             for seed in player.seeds:
                 history = player.run(trial.number, point, seed, display, [] if rows else [report])
@@ -211,12 +213,12 @@ def search_specs(
 
 
 def trial_name(number: int) -> str:
-    """Name a trial's folder."""
+    """Return the name of a trial's folder, from the trial's number."""
     return f"trial-{number:03d}"
 
 
 def drawn(trial: optuna.Trial, name: str, of: Range | Sequence[Any]) -> Any:
-    """Draw a value for a trial."""
+    """Draw a field's value for a trial, from a range or a list."""
     if isinstance(of, Range):
         return of.drawn(trial, name)
     choices = {toml.value(value): value for value in of}
@@ -226,7 +228,7 @@ def drawn(trial: optuna.Trial, name: str, of: Range | Sequence[Any]) -> Any:
 def open_study(
     folder: Path, place: str, definition: Mapping[str, Any], larger: bool, pruner: str | None
 ) -> optuna.Study:
-    """Open the study in a storage, or create it.
+    """Open the Optuna study in a storage, or create it.
 
     Raises:
         ConfigurationError: the storage cannot be used, or has another search.
@@ -256,7 +258,10 @@ def open_study(
 
 
 def require_reachable(place: str) -> None:
-    """Connect to a database's server before anything is written to the folder; files are not opened."""
+    """Check that a database's server can be reached. Files are not opened.
+
+    This is called before anything is written to the folder.
+    """
     import sqlalchemy
 
     if "://" not in place and Path(place).exists():
@@ -272,7 +277,10 @@ def require_reachable(place: str) -> None:
 
 
 def storage_at(place: str) -> Any:
-    """Return Optuna's storage in a file, or in the database at a URL, where a lost worker's trial is retried."""
+    """Return Optuna's storage in a file, or in the database at a URL.
+
+    In a database, the trial of a lost worker is retried.
+    """
     from optuna.storages import JournalStorage, RDBStorage, RetryHeartbeatStaleTrialCallback
     from optuna.storages.journal import JournalFileBackend
 
@@ -283,9 +291,9 @@ def storage_at(place: str) -> Any:
 
 
 class JournalLock:
-    """Lock a journal, in place of Optuna's own locks.
+    """A lock of a journal file, in place of Optuna's own locks.
 
-    A killed process leaves Optuna's locks behind for half a minute, or forever if the path is relative.
+    If a process is killed, Optuna's own locks remain for half a minute, or forever if the path is relative.
     """
 
     def __init__(self, journal: Path) -> None:
@@ -302,9 +310,11 @@ class JournalLock:
 
 @contextmanager
 def held(journal: Path) -> Iterator[None]:
-    """Lock a journal so that only this process writes it; the system frees the lock if the process is killed.
+    """Lock a journal, so that only this process writes it within the block.
 
-    An incomplete last line is cut off, since Optuna would append to it and could then never read the file again.
+    The system frees the lock if the process is killed.
+
+    An incomplete last line is removed, since Optuna would append to it, and could then never read the file again.
     """
     with lock.wait_for_lock(journal.with_name(f".{journal.name}.lock")):
         if journal.is_file() and journal.stat().st_size:
@@ -318,7 +328,7 @@ def held(journal: Path) -> Iterator[None]:
 
 @contextmanager
 def storing(place: str, kind: type[FedbilevelError], *others: type[Exception]) -> Iterator[None]:
-    """Turn errors of the database, and `others`, into an error of `kind` that names the storage and the reason."""
+    """Turn errors of the database, and `others`, into an error of class `kind` that names storage and reason."""
     from sqlalchemy.exc import SQLAlchemyError
 
     wrong: tuple[type[Exception], ...] = (SQLAlchemyError, *others)

@@ -1,7 +1,7 @@
 """Make a series of runs in one folder: one spec with several seeds, or several algorithms on one task.
 
-Finished runs are read, unfinished runs are continued, and the others are started. A series maps the path of each run to
-its spec; the paths are in the series' folder, or one level below.
+Finished runs are read, unfinished runs are continued, and all others are started. A series is a dictionary from the
+path of each run to its spec. The paths are in the folder of the series, or one level below.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from fedbilevel.tasks import Task
 
 
 def seeded(spec: Spec, seed: int) -> Spec:
-    """Return a spec with another seed for the run, the clock and, if it has a seed, the task."""
+    """Return a spec with another seed for the run, for the clock and, if the task has a seed, for the task."""
     task = {"seed": seed} if "seed" in spec.task.fields else {}
     return spec.replace(run={"seed": seed}, task=task, clock={"seed": seed})
 
 
 def require_series(folder: Path, series: Mapping[Path, Spec], *, besides: Sequence[str] = ()) -> None:
-    """Reject a folder with anything except some of these runs and files named in `besides`."""
+    """Reject a folder that contains anything but runs of a series and the files named in `besides`."""
     if folder.exists() and not folder.is_dir():
         require_free(folder)
     above = {parent for place in series for parent in place.parents if folder in parent.parents}
@@ -69,7 +69,7 @@ PICTURE = "comparison.png"
 WRITTEN_BESIDE = [PICTURE, ORDER, MEMORY, f".{MEMORY}.lock", *(file.name for file in names(Path(PICTURE)))]
 
 Play = Callable[[Spec, Path, Task], Any]
-"""(spec, folder, task): brings the run of the spec to its end in the folder."""
+"""A function (spec, folder, task) that brings the run of the spec to its end in the folder."""
 
 
 def compare_algorithms(
@@ -91,20 +91,22 @@ def compare_algorithms(
 
     Args:
         task: a name that `fedbilevel tasks` lists, or a user's own (module:name, file.py:name); None takes the default.
-        algorithms: different names of algorithms, also a user's own (module:NAME, file.py:NAME).
+        algorithms: names of algorithms, each once; also a user's own (module:NAME, file.py:NAME).
         settings: settings for all algorithms, as `configure` takes them. "algorithm.field=…" is for all algorithms that
-            have the field, and "fednest.field=…" only for FedNest (a user's own has the name of its class).
+            have the field, and "fednest.field=…" only for FedNest (a user's own algorithm is named by its class).
             run.exchanges=N, run.bytes=N or run.evaluations=N gives all algorithms the same budget.
         data: the task's data set.
-        seeds: the seeds of run and task; None makes a single run of each algorithm.
-        centralised: also run the first algorithm with a single client that has every sample.
-        against: hyperparameter searches over x with the same budget of exchanges, bytes or evaluations: names of
-            `RIVALS`. All trials of a search count.
-        search_box: the bounds between which the searches draw every entry of x; None takes those of the task's x.
-        out: a new folder, or that of the same comparison or of a part of it; None chooses a folder in ./runs.
+        seeds: the seeds of run and task; None: each algorithm has one run, with the seed of its spec.
+        centralised: whether to run the first algorithm also with a single client that has all samples.
+        against: searches over x that run with the same budget of exchanges, bytes or evaluations; names in `RIVALS`.
+            The budget is for all trials of a search together.
+        search_box: the bounds (low, high) between which the searches draw every entry of x; None: the bounds of the
+            task's x.
+        out: a new folder, or the folder of the same comparison or of a part of it; None: a new folder in ./runs.
 
     Returns:
-        For each algorithm a group of runs, which differ in their seeds. `comparison_table` makes a table of them.
+        A group of runs for each algorithm; the runs of a group differ in their seeds. `comparison_table` makes a table
+        of groups.
 
     Raises:
         ConfigurationError: the input is wrong; nothing was written.
@@ -131,15 +133,16 @@ def play_all(
     picture: bool = True,
     look: Look | None = None,
 ) -> list[RunGroup]:
-    """Bring all runs of a comparison to their ends, and draw the finished ones.
+    """Bring all runs of a comparison to their ends, and draw the curves of the finished runs.
 
     Args:
-        specs: name -> spec of each algorithm.
+        specs: the spec of each algorithm, by the name of its folder.
         folder: the folder of the comparison.
         seeds: see `compare_algorithms`.
-        play: brings one run to its end; None does it without output. A run that it leaves unfinished is left out.
+        play: a function that brings one run to its end; None: this is done without output. If it leaves a run
+            unfinished, the run is left out.
         panels, size: see `draw`.
-        picture: whether to draw.
+        picture: whether to draw curves.
         look: how the runs are shown.
     """
     if picture:
@@ -151,7 +154,7 @@ def play_all(
     tasks = TaskCache()
     missing = [place for place in series if not Folder(place).finished]
     for place in missing[: len(specs)]:
-        build(series[place], tasks(series[place]))  # nothing begins unless all fit the task
+        build(series[place], tasks(series[place]))  # no run begins unless all specs fit the task
     for place in missing:
         spec, made = series[place], tasks(series[place])
         if play is None:
@@ -181,10 +184,10 @@ def comparison_specs(
     search_box: tuple[float, float] | None = None,
     base: Fields | None = None,
 ) -> dict[str, Spec]:
-    """Return name of the folder -> spec for each algorithm, each search of `against` and the centralised run.
+    """Return the spec of each algorithm, each search of `against` and the centralised run, by the name of its folder.
 
-    A folder has the name of its algorithm. For the arguments see `compare_algorithms`; `base` are the tables of a spec,
-    which the other arguments change.
+    A folder has the name of its algorithm. For the arguments see `compare_algorithms`. `base` has the tables of a spec,
+    to which the other arguments are applied.
     """
     require(len(algorithms) > 0, "algorithms", list(algorithms), "one or more names")
     algorithms = [name if name in ALGORITHMS else spelled("algorithm", name) for name in algorithms]
@@ -206,7 +209,8 @@ def comparison_specs(
     if centralised:
         first = specs[keys[0]]
         single = {"wait_for": 1}
-        # the single client is always available, is no straggler, and is as fast as the clients are on average
+        #         # the single client is always available, never slower than usual, and as fast as clients are on
+        # average
         pace = {name: float(np.mean(getattr(first.clock, name))) for name in ("compute", "network")}
         specs[CENTRALISED] = first.replace(
             run={"pooled": True},
@@ -218,10 +222,12 @@ def comparison_specs(
 
 
 def bounded(rivals: Mapping[str, Spec], search_box: tuple[float, float] | None) -> dict[str, Spec]:
-    """Give searches the bounds of x: of `search_box`, else of run.x_bounds, else of the task's own set if it is a box.
+    """Return the specs of searches with the bounds of x.
+
+    The bounds are those of `search_box`, else of run.x_bounds, else of the task's set of x if this is a box.
 
     Raises:
-        ConfigurationError: there is no budget that trials can share, or none of the three gives bounds.
+        ConfigurationError: there is no budget that trials can share, or none of these three has bounds.
     """
     first = next(iter(rivals.values()))
     allowed = "given with --against, or --bytes or --evaluations: the budget of each method, and of all trials together"
@@ -240,17 +246,17 @@ def bounded(rivals: Mapping[str, Spec], search_box: tuple[float, float] | None) 
 
 
 OF_A_METHOD = "clients", "submodels", "asynchronous", "privacy"
-"""Sections that can be set for one method of a comparison, as in NAME.clients.local_steps=3."""
+"""The sections of a spec that can be set for one method of a comparison, as in NAME.clients.local_steps=3."""
 
 
 def _settings_of_each(task: str | None, algorithms: Sequence[str], settings: Sequence[str]) -> dict[str, list[str]]:
-    """Return algorithm -> its settings, in the form of `configure`."""
+    """Return the settings of each algorithm, in the form that `configure` takes."""
     known = {
         name: fields_of(full_name("task", task or DEFAULT_TASK), full_name("algorithm", name)) for name in algorithms
     }
     every = {field for sections in known.values() for fields in sections.values() for field in fields}
     each: dict[str, list[str]] = {name: [] for name in algorithms}
-    named = {name.rpartition(":")[2]: name for name in algorithms}  # a user's own is named by its class
+    named = {name.rpartition(":")[2]: name for name in algorithms}  # a user's own algorithm is named by its class
     for setting in settings:
         path, equals, text = setting.partition("=")
         head, _, rest = path.strip().partition(".")
@@ -277,14 +283,17 @@ def _settings_of_each(task: str | None, algorithms: Sequence[str], settings: Seq
 
 
 def _series(folder: Path, specs: Mapping[str, Spec], seeds: Sequence[int] | None) -> dict[Path, Spec]:
-    """Return folder -> spec of all runs; those with the same seed follow each other, since they share a task."""
+    """Return the spec of each run, by its folder.
+
+    Runs with the same seed follow each other, since they share a task.
+    """
     if seeds is None:
         return {folder / name: spec for name, spec in specs.items()}
     return {folder / name / f"seed-{seed}": seeded(spec, seed) for seed in seeds for name, spec in specs.items()}
 
 
 class TaskCache:
-    """Make tasks, and keep the last `keep` of them, so that consecutive runs with the same seed share a task."""
+    """A maker of tasks that keeps the last `keep` tasks, so that consecutive runs with the same seed share a task."""
 
     def __init__(self, keep: int = 1) -> None:
         self.keep = keep

@@ -1,4 +1,4 @@
-"""Describe what `fedbilevel watch` shows of a run, a federation or a sweep, in a terminal or on a web page."""
+"""Define what `fedbilevel watch` shows of a run, a federation or a sweep at a moment, on a terminal or a web page."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ from fedbilevel.experiments.tables import Table
 from fedbilevel.wording import in_a_line
 
 STATES = ("running", "failed", "idle", "waiting", "finished")
-"""Idle: the run has begun and not ended, but no process is running it. Waiting: it has not begun."""
-INTERVAL, SHARE = 1.0, 0.1  # least number of seconds between two readings, and the largest share of time for reading
-PAUSE = 10.0  # the largest number of seconds between two readings, also if a reading takes long
-CURVE = 32  # columns of a curve on a terminal
+"""The states of a run.
+
+"idle": it has begun and not ended, but no process is running it. "waiting": it has not begun.
+"""
+INTERVAL, SHARE = 1.0, 0.1  # least number of seconds between two readings, and largest share of time for reading
+PAUSE = 10.0  # the largest number of seconds between two readings, even if a reading takes long
+CURVE = 32  # the number of columns of a curve on a terminal
 UNLIKE = 50  # a metric is drawn on a logarithmic scale if its largest value is more than this multiple of the smallest
 
 
 class Extent(NamedTuple):
-    """Describe the values of a metric: the last, the smallest and the largest finite one, and how many are not finite.
+    """A metric's last value, its smallest and its largest finite value, and how many values are not finite.
 
-    Without any finite value, the smallest is inf and the largest is -inf.
+    If no value is finite, the smallest is inf and the largest is -inf.
     """
 
     last: float
@@ -43,12 +46,12 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class MetricTrace:
-    """Hold the values of a metric so far, in the order in which they were measured.
+    """The values of a metric so far, in the order in which they were measured.
 
     Args:
-        name: the metric.
-        values: the values; of a thinned trace, only those by which the curve is drawn.
-        thinned_from: of a thinned trace, the extent of all values; None: no value is left out.
+        name: the name of the metric.
+        values: the values; in a thinned trace, only those that the curve needs.
+        thinned_from: in a thinned trace, the extent of all values; None: the trace has all values.
     """
 
     name: str
@@ -57,17 +60,17 @@ class MetricTrace:
 
     @cached_property
     def extent(self) -> Extent:
-        """Return the extent of all values, also of those that are left out."""
+        """Return the extent of all values, including values that are left out."""
         return self.thinned_from or Extent.of(self.values)
 
     @property
     def last(self) -> str:
-        """Return the last value as a text, also if it is NaN or infinite."""
+        """Return the last value as a text, even if it is NaN or infinite."""
         return self.in_words(self.extent.last)
 
     @property
     def logarithmic(self) -> bool:
-        """Return whether the curve is drawn on a logarithmic scale, since the values differ by a large factor."""
+        """Return whether the curve is drawn on a logarithmic scale, because the values differ by a large factor."""
         return 0 < self.extent.low < math.inf and self.extent.high > UNLIKE * self.extent.low
 
     @property
@@ -79,14 +82,14 @@ class MetricTrace:
         return ", ".join([*parts, *([f"{others} not finite"] if others else [])])
 
     def in_words(self, value: float) -> str:
-        """Return a value as a text, and a value that is not finite as "NaN", "inf" or "-inf"."""
+        """Return a value as a text. Values that are not finite become "NaN", "inf" or "-inf"."""
         return text(self.name, value) if math.isfinite(value) else str(value).replace("nan", "NaN")
 
     def thinned(self, most: int) -> MetricTrace:
-        """Return the trace with at most `most` values, each for one of the equal stretches into which they are cut.
+        """Return the trace with at most `most` values: one value is kept of each of equal stretches of values.
 
-        The value is the stretch's first that is not finite, or else its last. `heights(most)`, the last value and the
-        span stay what they are.
+        Of each stretch, the first value that is not finite is kept or, if all are finite, the last. `heights(most)`,
+        the last value and the span are the same as before.
         """
         size = -(-len(self.values) // most)
         parts = [self.values[start : start + size] for start in range(0, len(self.values), size)]
@@ -94,15 +97,13 @@ class MetricTrace:
         return MetricTrace(self.name, chosen, self.extent)
 
     def heights(self, most: int) -> list[float | None]:
-        """Return at most `most` heights in [0, 1], each for one of the equal stretches into which the values are cut.
+        """Return at most `most` heights of a curve in [0, 1], each for one of equal stretches of the values.
 
-        The height is that of the stretch's last value, or None if any value of the stretch is not finite.
+        The height of a stretch is that of its last value, or None if any of its values is not finite.
         """
         chosen = self.thinned(most).values
         scaled = [math.log(one) if self.logarithmic and math.isfinite(one) else one / 2 for one in chosen]
-        finite = [
-            value for value in scaled if math.isfinite(value)
-        ]  # of halves, since a difference of values may overflow
+        finite = [value for value in scaled if math.isfinite(value)]  # values were halved: no difference overflows
         low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
         level = 0.5 if low == high else None
         return [(level or (one - low) / (high - low)) if math.isfinite(one) else None for one in scaled]
@@ -110,22 +111,22 @@ class MetricTrace:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Hold what `fedbilevel watch` shows.
+    """The content of `fedbilevel watch` at a moment.
 
     Args:
         title: the title of the run, or the name of the folder.
         state: one of STATES.
-        why: more about the state.
-        done, whole: the progress and the budget, in the cost that ends the run; whole = 0 if it is not known.
+        why: an explanation of the state.
+        done, whole: the progress and the budget, in the unit of the budget; whole = 0 if the budget is not known.
         amount: progress and budget in words.
-        facts: lines by name.
+        facts: lines of text, by name.
         traces: the traces of the metrics, then those of the exchanges.
-        tables: the absent clients, or the runs of a sweep.
-        notes: messages about parts that cannot be read.
+        tables: the table of absent clients, or the table of a sweep's runs.
+        notes: messages about parts of the folder that cannot be read.
         directions: metric -> whether a larger value is better, once the run has ended.
         error: the error with which a run has ended.
-        fields: the sections of a run's spec.
-        is_private: whether a run is a simulation under privacy; its seed is then hidden from readers of a page.
+        fields: the sections of the run's spec.
+        is_private: whether the run is a simulation under privacy; its seed is then hidden on web pages.
     """
 
     title: str
@@ -158,9 +159,9 @@ class Snapshot:
 
 
 def snapshots(read: Callable[[], Snapshot], sleep: Callable[[float], None] = time.sleep) -> Iterator[Snapshot]:
-    """Yield what `read` returns, without end, at intervals of at most `PAUSE` seconds.
+    """Yield the snapshots that `read` returns, without end, at intervals of at most `PAUSE` seconds.
 
-    After the first snapshot, errors become notes.
+    After the first snapshot, an error becomes a note in the last snapshot.
 
     Raises:
         ConfigurationError: the first snapshot cannot be read.

@@ -24,11 +24,16 @@ SHAPES: dict[str, Any] = {
     "tables": [(str, [(str, bool, int | None)], [[str]])],
     "error": {"", *ENDS},
 }
-"""The shape of each entry: a type, a set of texts, a list of equal shapes, or a list with the shapes of a tuple."""
+"""The form of each entry of a snapshot.
+
+A form is a type, a set of texts, a list with one form for all elements, or a list with a form for each element.
+"""
 
 
 def to_json(snapshot: Snapshot) -> str:
-    """Return what a terminal shows of a snapshot as JSON: of each metric, as many values as a curve has columns.
+    """Return a snapshot as JSON, as far as a terminal shows it.
+
+    A metric has as many values as a curve has columns.
 
     As on the page, the seed of a run under privacy is hidden.
     """
@@ -61,10 +66,10 @@ def _without_seeds(value: Any) -> Any:
 
 
 def from_json(text: bytes) -> Snapshot:
-    """Return the snapshot in a JSON text, with all texts made printable.
+    """Return the snapshot that a JSON text contains, with all texts made printable.
 
     Raises:
-        ValueError: the text is not that of a snapshot.
+        ValueError: the text does not have the form of a snapshot.
     """
     content = parse_printable(text, {name: partial(_has, shape) for name, shape in SHAPES.items()})
     if lacking := SHAPES.keys() - content.keys():
@@ -81,7 +86,7 @@ def from_json(text: bytes) -> Snapshot:
 
 
 def _has(shape: Any, value: Any) -> bool:
-    """Tell whether a value has a shape; see `SHAPES`."""
+    """Return whether a value has one of the forms that `SHAPES` describes."""
     match shape:
         case set():
             return isinstance(value, str) and value in shape
@@ -99,7 +104,7 @@ def _trace(name: str, values: list[float], extent: Extent) -> MetricTrace:
 
 
 def _table(title: str, headings: list[Any], rows: list[list[str]]) -> Table:
-    """Return a table of the columns that all rows have."""
+    """Return a table with the columns for which all rows have a cell."""
     columns = zip(headings, zip(*rows, strict=False), strict=False)
     return Table(
         title, [Column(name, [*map(Cell, words)], goes, is_text=text) for (name, text, goes), words in columns]

@@ -1,10 +1,10 @@
-"""Define the typed spec: everything that determines a run, read from and written to TOML.
+"""Define the spec: the typed description of all that determines a run, which is read from and written to TOML.
 
 [task] and [algorithm] have a name and the fields of the named task or algorithm. [clients] has values that differ
 between clients, as `fedbilevel.Clients` takes them: local_steps, capacity, and fields of the algorithm by their paths.
-[asynchronous], [submodels], [privacy], [run] and [engine] have the fields of the classes below, and [clock] those of
-`fedbilevel.Clock`. A spec is always complete: `resolve` takes missing fields from the presets, and the rest from the
-defaults. The given fields, the presets and the defaults are merged as tables before any value is checked.
+[asynchronous], [submodels], [privacy], [run] and [engine] have the fields of the classes below, and [clock] has the
+fields of `fedbilevel.Clock`. A spec is always complete: `resolve` takes missing fields from the presets, and if there
+is no preset, from the defaults. The given fields, the presets and the defaults are merged before any value is checked.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ from fedbilevel.wording import nearest, of_others
 
 @dataclass(frozen=True)
 class Component:
-    """Hold the task or the algorithm of a spec.
+    """The task or the algorithm of a spec.
 
     Attributes:
-        name: the name by which it is found.
-        value: the arguments of the task's function, or the algorithm itself. In the spec of a finished run, which is
-            only read, it is the table as it was written.
+        name: the name by which the task or the algorithm is found.
+        value: for a task, the arguments of its function; for an algorithm, the algorithm itself. In the spec of a
+            finished run, which is only read, it is the table as it was written.
     """
 
     name: str
@@ -71,17 +71,17 @@ class Component:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Return the fields in the form that TOML can hold."""
+        """Return the fields in a form that can be written as TOML."""
         value = self.value
         return plain(value if isinstance(value, Mapping) else {name: getattr(value, name) for name in names_of(value)})
 
 
 @config
 class AsynchronousPlan:
-    """Set whether exchanges end with the first replies, by some fields of `fedbilevel.Asynchronous`.
+    """The section [asynchronous]: whether exchanges end with the first replies, by some fields of `Asynchronous`.
 
     Args:
-        wait_for: how many replies an exchange waits for; None waits for all.
+        wait_for: the number of replies for which an exchange waits; None: it waits for all.
         max_staleness, delay_penalty: see `fedbilevel.Asynchronous`.
     """
 
@@ -99,11 +99,11 @@ class AsynchronousPlan:
 
 @config
 class PrivacyPlan:
-    """Set whether simulated clients reply under differential privacy, by some fields of `fedbilevel.Privacy`.
+    """The section [privacy]: whether simulated clients reply under differential privacy, by some fields of `Privacy`.
 
     Args:
         clip, noise_multiplier, delta: see `fedbilevel.Privacy`. Give all of them or none; with none, replies are exact.
-        budget: the largest ε that a client may spend; the run ends before the first round in which one would exceed it.
+        budget: the largest ε that a client may spend. The run ends before a round in which a client would exceed it.
     """
 
     clip: float | None = positive_below(math.inf, default=None)
@@ -118,7 +118,7 @@ class PrivacyPlan:
 
     @property
     def terms(self) -> Privacy | None:
-        """Return the privacy of each client; None if replies are exact."""
+        """Return the terms of privacy of each client; None if replies are exact."""
         return None if self.clip is None else Privacy(**plain(self))
 
 
@@ -126,7 +126,7 @@ BUDGETS = ("exchanges", "bytes", "evaluations", "time")
 
 
 def _budget(unit: str) -> Any:
-    """Return a field for a positive number of a unit, or None, which is the default."""
+    """Return a dataclass field for a positive number of a unit. Its default is None."""
 
     def prepare(name: str, value: Any) -> Any:
         require(value is None or (is_number(value) and value > 0), name, value, f"a positive number of {unit}")
@@ -137,28 +137,29 @@ def _budget(unit: str) -> Any:
 
 @config
 class RunPlan:
-    """Set the length of a run, its cohort, and what is measured and written during the run.
+    """The section [run]: the length of a run, its cohort, and what is measured and written during the run.
 
     Args:
-        rounds: the number of rounds in total; None with a budget.
+        rounds: the total number of rounds; None if there is a budget.
         exchanges: a budget in place of rounds. The run ends at the first row of its history with so many exchanges.
-        bytes: a budget in place of rounds: the bytes of all messages, down and up, of the whole cohort.
+        bytes: a budget in place of rounds: the bytes of all messages, down and up, to and from all clients.
         evaluations: a budget in place of rounds: the batch gradients and hvps of all clients.
         time: a budget in place of rounds, in seconds of the clock.
-        cohort: the number of clients per round; None takes all clients.
-        replacement: draw the cohort with replacement, so that a client may take part several times in a round.
-        pooled: give every sample to a single client: the same problem without a federation.
-        seed: the seed of the cohorts and of all samples drawn (the task has its own seed).
-        eval_every: the number of rounds between two rows of the history; None with a budget makes about fifty rows.
-        checkpoint_every: the number of rounds between checkpoints. None writes about one per second, fewer if writing
-            takes long, and in a federation one per round.
-        metrics_per_client: for each row, also evaluate the task's metrics of single clients, such as the accuracy of
-            the model on each client's own samples. The history gets their mean by the clients' weights (NAME.mean),
-            their worst and best values, and their deciles. A federation without metrics at the server measures them in
-            any case.
+        cohort: the number of clients per round; None: all clients.
+        replacement: whether cohorts are drawn with replacement: a client may then take part several times in a round.
+        pooled: whether a single client gets all samples, which is the same problem without a federation.
+        seed: the seed of the draws of cohorts and mini-batches (the task has a seed of its own).
+        eval_every: the number of rounds between two rows of the history; None, with a budget: about fifty rows are
+            made.
+        checkpoint_every: the number of rounds between checkpoints. None: about one checkpoint per second, fewer if
+            writing takes long; in a federation one per round.
+        metrics_per_client: whether each row also has the task's metrics of single clients, such as the accuracy of the
+            model on each client's own samples. The history gets their mean by the clients' weights (NAME.mean), their
+            worst and best values, and their deciles. A federation without metrics at the server measures them in any
+            case.
         best_by, on_divergence: see `fedbilevel.solve`.
-        x_bounds: [low, high], the bounds of every entry of x, or name -> such a pair for some parts of x; None takes
-            the bounds of the task.
+        x_bounds: [low, high], the bounds of every entry of x; or a table with such a pair for some parts of x, by name.
+            None: the bounds of the task.
     """
 
     rounds: int | None = positive_integer(default=300, optional=True)
@@ -199,13 +200,13 @@ class RunPlan:
 
     @property
     def budget(self) -> tuple[str, float]:
-        """Return the cost that ends the run, "rounds" or one of BUDGETS, and its amount."""
+        """Return the kind of the run's budget, which is "rounds" or one of BUDGETS, and its amount."""
         return next((name, value) for name in ("rounds", *BUDGETS) if (value := getattr(self, name)) is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnginePlan:
-    """Set the engine of a simulation, by some fields of `fedbilevel.Local`: see there."""
+    """The section [engine]: the engine of a simulation, by some fields of `fedbilevel.Local`, which describes them."""
 
     chunk: int | None = None
     devices: int | None = None
@@ -214,7 +215,7 @@ class EnginePlan:
 
 @dataclass(frozen=True)
 class Spec:
-    """Hold a complete description of a run."""
+    """A complete description of a run."""
 
     task: Component
     algorithm: Component
@@ -227,7 +228,7 @@ class Spec:
     clock: Clock = field(default_factory=Clock)
 
     def tables(self) -> dict[str, dict[str, Any]]:
-        """Return the fields of each section, in the form that TOML can hold."""
+        """Return the fields of each section in a form that can be written as TOML."""
         return {
             "task": {"name": self.task.name, **self.task.fields},
             "algorithm": {"name": self.algorithm.name, **self.algorithm.fields},
@@ -236,7 +237,7 @@ class Spec:
         }
 
     def to_toml(self, comment: str = "Repeat this run with: fedbilevel run --spec THIS_FILE") -> str:
-        """Return the spec as a TOML document, which begins with the comment."""
+        """Return the spec as a TOML document that begins with the comment."""
         return toml.dumps({**toml.STAMP, **self.tables()}, comment)
 
     def replace(self, **tables: Fields) -> Spec:
@@ -245,7 +246,7 @@ class Spec:
 
     @property
     def title(self) -> str:
-        """Return task, algorithm and data set in a line."""
+        """Return a line with the names of task, algorithm and data set."""
         return " · ".join(part for part in (label(self.task.name), label(self.algorithm.name), self.data) if part)
 
     @property
@@ -255,7 +256,7 @@ class Spec:
 
     @property
     def data(self) -> str | None:
-        """Return the data set; None if the task has none."""
+        """Return the name of the data set; None if the task has no data set."""
         found = self.task.value.get("data")
         return found if isinstance(found, str) else None
 
@@ -268,7 +269,7 @@ PLANS: dict[str, Any] = {
     "engine": EnginePlan,
     "clock": Clock,
 }
-"""Section without a name -> its class, in the order of a spec."""
+"""The sections that have no name, each with its class, in the order of a spec."""
 SECTIONS = [section.name for section in dataclasses.fields(Spec)]
 DEFAULT_TASK, DEFAULT_ALGORITHM = "hyper_representation", "simfbo"
 CAPACITY = "capacity"
@@ -276,10 +277,10 @@ NOTHING = (None, "none", False)
 
 
 def resolve(tables: Fields) -> Spec:
-    """Make a complete spec from a part of one: {"task": {"name": …, …}, "algorithm": …, …}.
+    """Make a complete spec from some of its tables: {"task": {"name": …, …}, "algorithm": …, …}.
 
     Raises:
-        ConfigurationError: sections, names or fields do not exist, or values do not fit; the error lists all of them.
+        ConfigurationError: sections, names or fields do not exist, or values do not fit. The error lists all.
     """
     wrong = Wrong()
     given = sections(tables, wrong)
@@ -287,7 +288,7 @@ def resolve(tables: Fields) -> Spec:
 
 
 def _completed(given: Mapping[str, Fields], names: tuple[str, str], wrong: Wrong) -> Spec:
-    """Complete a spec from its sections and the names of task and algorithm; raise its errors with those in `wrong`."""
+    """Complete a spec from its sections and its two names. All errors, also those in `wrong`, are raised together."""
     task, algorithm = names
     maker, cls = task_maker(task), algorithm_class(algorithm)
     layers = _presets(given, task, algorithm)
@@ -308,9 +309,9 @@ def _completed(given: Mapping[str, Fields], names: tuple[str, str], wrong: Wrong
 
 
 def _own_numbers(table: Fields, algorithm: Any, wrong: Wrong) -> dict[str, Any]:
-    """Return path of the algorithm's field -> entry of [clients], and add errors to `wrong`.
+    """Return the entries of [clients] by the paths of the algorithm's fields. Errors are added to `wrong`.
 
-    The number of clients is not checked, since only the task knows it.
+    The number of clients is not checked, since it is known only when the task has been made.
     """
     found = {name: value for name, value in _by_path(table) if value not in (None, "none")}
     numbers, path_of = dict[str, Values](), "clients.{}".format
@@ -343,7 +344,7 @@ def _by_path(table: Fields, within: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def sections(tables: Fields, wrong: Wrong) -> dict[str, dict[str, Any]]:
-    """Return every section of a spec, {} if it is not given, and add errors about unknown sections to `wrong`."""
+    """Return all sections of a spec, {} if not given. Errors about unknown sections are added to `wrong`."""
     given = {name: dict[str, Any]() for name in SECTIONS}
     for name, content in tables.items():
         try:
@@ -363,7 +364,7 @@ def _table(name: str, content: Any) -> dict[str, Any]:
 
 
 def _names(given: Mapping[str, Fields]) -> tuple[str, str]:
-    """Return the names of task and algorithm, or their defaults."""
+    """Return the names of task and algorithm; a name that is not given has a default."""
     task = given.get("task", {}).get("name", DEFAULT_TASK)
     require(isinstance(task, str), "task.name", task, "text")
     task = full_name("task", task)
@@ -373,10 +374,11 @@ def _names(given: Mapping[str, Fields]) -> tuple[str, str]:
 
 
 def _loaded_names(given: Mapping[str, Fields], wrong: Wrong) -> tuple[str, str]:
-    """Return the names of task and algorithm after loading both.
+    """Load task and algorithm, and return their names.
 
     Raises:
-        ConfigurationError: one cannot be loaded. The error includes those in `wrong`, since no field can be checked.
+        ConfigurationError: one of both cannot be loaded. The error includes the errors in `wrong`, since fields can
+            then not be checked.
     """
     try:
         task, algorithm = _names(given)
@@ -400,7 +402,7 @@ def _without_name(table: Fields) -> dict[str, Any]:
 
 
 def _presets(given: Mapping[str, Fields], task: str, algorithm: str) -> dict[str, Fields]:
-    """Return the presets by section. A task's presets for all methods only apply to the library's methods."""
+    """Return the presets by section. A task's presets for all methods apply only to the library's methods."""
     known, run = parameters_of(task_maker(task)), given["run"]
     data = given["task"].get("data", known.get("data"))
     values = preset(task, data if isinstance(data, str) else None)
@@ -417,7 +419,7 @@ def _presets(given: Mapping[str, Fields], task: str, algorithm: str) -> dict[str
 
 
 def _own_presets(cls: type[Algorithm], name: str, task: str) -> Fields:
-    """Return the fields for a task in the attribute `presets` of an algorithm's class."""
+    """Return the fields that an algorithm's class has for a task, in its attribute `presets`."""
     presets: Any = cls.presets
     fits = isinstance(presets, Mapping) and all(isinstance(fields, Mapping) for fields in presets.values())
     require(fits, f"{name}.presets", presets, "a table of fields for each task, {task: {field: value}}")
@@ -430,7 +432,7 @@ def _own_presets(cls: type[Algorithm], name: str, task: str) -> Fields:
 
 
 def overlaid(tables: Fields, changes: Fields) -> dict[str, Any]:
-    """Return a spec's tables with changes.
+    """Return a spec's tables after some changes.
 
     In [run], rounds and budgets replace each other, a budget also removes `eval_every`, and `pooled` removes `cohort`.
     """
@@ -455,17 +457,17 @@ def configure(
     settings: Sequence[str] = (),
     values: Fields | None = None,
 ) -> Spec:
-    """Make a spec from the tables of `base`, changed by names and settings.
+    """Make a spec from the tables of `base`, with changes by names, settings and values.
 
-    Names are applied first, also those among the settings, since they decide which presets are used. If a name differs
-    from that in `base`, it replaces the whole table of the task or the algorithm.
+    Names are applied first, including names among the settings, since they decide which presets are used. If a name
+    differs from the name in `base`, it replaces the whole table of the task or the algorithm.
 
     Args:
         base: see `resolve`.
         task, algorithm, data: the names of task, algorithm and data set.
         settings: texts such as "algorithm.local_steps=10", "task.clients=50" or "server_lr.x=0.05". A name without a
-            section means the algorithm's field of that name if it has one, or else the only field of that name.
-        values: path of a field -> Python value, applied after `settings`.
+            section means the algorithm's field of that name or, if there is none, the only field of that name.
+        values: Python values by the path of the field; they are applied after `settings`.
 
     Raises:
         ConfigurationError: see `resolve`; or the field of a setting does not exist or is ambiguous.
@@ -480,7 +482,7 @@ def configure(
         two = [tables[section].get("name", name), name]
         if (
             of == "name" and len({full_name(section, str(one)) for one in two}) > 1
-        ):  # the fields belong to another task or algorithm
+        ):  # fields of another task or algorithm are dropped
             tables[section] = {}
     tables = overlaid(tables, reduce(put, names, {}))
     found, chosen = [], _loaded_names(tables, wrong)
@@ -495,7 +497,7 @@ def configure(
 def put(tables: Fields, setting: tuple[Sequence[str], Any]) -> dict[str, Any]:
     """Put a value into tables, at a path that begins with the section."""
     (section, *path), value = setting
-    if path[1:] and path[-1] == "name":  # another part, which has its own defaults
+    if path[1:] and path[-1] == "name":  # another part, with defaults of its own
         path, value = path[:-1], {"name": value}
     return {**tables, section: merged(tables.get(section, {}), nested(path, value))}
 
@@ -507,23 +509,23 @@ def _parsed(setting: str) -> tuple[str, Any]:
 
 
 def fields_of(task: str, algorithm: str) -> dict[str, list[str]]:
-    """Return the names of the fields of each section, for this task and this algorithm."""
+    """Return the names of the fields of each section, for a task and an algorithm."""
     own = {"task": [*parameters_of(task_maker(task))], "algorithm": names_of(algorithm_class(algorithm))}
     return {**own, "clients": [LOCAL_STEPS, CAPACITY], **{section: names_of(plan) for section, plan in PLANS.items()}}
 
 
 def located(name: str, task: str, algorithm: str) -> list[str]:
-    """Return the path of a setting with its section in front.
+    """Return the path of a setting, which begins with the section.
 
     Raises:
-        ConfigurationError: no field has that name, or several have it and none of them is a field of the algorithm.
+        ConfigurationError: no field has this name; or several fields have it, and the algorithm has none of them.
     """
     path, known = name.split("."), fields_of(task, algorithm)
     if path[0] in ("data", "network"):
         return ["task", *path]
     if path[0] in known and len(path) > 1:
         return path
-    if path[0] == label(algorithm) and len(path) > 1:  # the label in the list of fields
+    if path[0] == label(algorithm) and len(path) > 1:  # the name that stands for the algorithm in the list of fields
         return ["algorithm", *path[1:]]
     holders = [section for section in known if path[0] in known[section]]
     if not holders:
@@ -540,7 +542,7 @@ def located(name: str, task: str, algorithm: str) -> list[str]:
 
 
 def unknown_setting(name: str, sections: Mapping[str, Iterable[str]]) -> ConfigurationError:
-    """Return the error for a setting whose field does not exist; it lists the fields of `sections` in their order."""
+    """Return the error for a setting whose field does not exist, with the fields of `sections` in their order."""
     owners = owners_of(name)
     near = "" if owners else nearest(name, sorted({field for fields in sections.values() for field in fields}))
     said = [f"{section}: {', '.join(sorted(fields))}" for section, fields in sections.items() if fields]
@@ -548,7 +550,7 @@ def unknown_setting(name: str, sections: Mapping[str, Iterable[str]]) -> Configu
 
 
 def read_spec(path: str | Path) -> Spec:
-    """Read a spec from a TOML file; what the file leaves out is filled in."""
+    """Read a spec from a TOML file. Fields that the file leaves out are filled in as by `resolve`."""
     tables = toml.read(Path(path))
     try:
         return resolve(tables)
@@ -557,12 +559,12 @@ def read_spec(path: str | Path) -> Spec:
 
 
 def _of_file(path: str | Path, tables: Fields, wrong: Iterable[ConfigurationError]) -> ConfigurationError:
-    """Return one error with all that is wrong in a file, and the version that wrote it if that is another one."""
+    """Return one error with all errors about a file. If another version wrote the file, the error says so."""
     return ConfigurationError(f"{path}: {'; '.join(filter(None, [*map(str, wrong), toml.other_version(tables)]))}")
 
 
 def read_finished(path: Path) -> Spec:
-    """Read the spec of a finished run without loading or running anything that it names, since it is not trusted.
+    """Read the spec of a finished run. Nothing that it names is loaded or run, since it is not trusted.
 
     The fields of its task and algorithm are the tables as they were written.
     """
@@ -584,7 +586,7 @@ def _as_it_stands(table: Fields) -> dict[str, Any]:
 
 
 def said_of_several(specs: Sequence[Spec]) -> str:
-    """Describe which algorithms of a comparison have presets for the task, and which run with their defaults."""
+    """Say in words which algorithms of a comparison have presets for the task, and which run with their defaults."""
     tuned = list(dict.fromkeys(label(spec.algorithm.name) for spec in specs if _has_preset(spec)))
     others = list(dict.fromkeys(label(spec.algorithm.name) for spec in specs if not _has_preset(spec)))
     found = [f"presets for {label(specs[0].task.name)}: {', '.join(tuned)}"] if tuned else []

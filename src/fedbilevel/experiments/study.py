@@ -1,9 +1,9 @@
-"""Run a study of several sites' tables over Flower: the server's part, the sites' part, and the app with both.
+"""Run a study of several sites' tables over Flower: the server's part, the sites' part, and the app that has both.
 
-A run has two contracts, or three with more than 300 features. Under the first, whose only term is the study, the server
-asks the sites for statistics and sends them the sum. From this sum the sites draw up the second contract, for the
-exchanges. With more than 300 features, the second contract is for the search for penalties, and the third for the
-exchanges of the last model. The same rules hold under each: a node must agree to the contract and have its client's
+A run has two contracts, or three with more than 300 features. The only term of the first contract is the study. Under
+it, the server asks the sites for statistics, and sends them the sum. The second contract follows from this sum, and is
+for the exchanges. With more than 300 features, the second contract is for the search for penalties, and the third for
+the training of the last model. The same rules hold under each contract: a node must agree to it and have its client's
 key, replies have deadlines, and `exchanges.jsonl` has a line for every attempt.
 """
 
@@ -68,17 +68,17 @@ from fedbilevel.wording import in_a_line
 
 log = logging.getLogger("fedbilevel.client")
 FILE = "study.toml"
-SEARCH = "search-{}"  # the name of the files of a search, without the suffix
+SEARCH = "search-{}"  # the form of the names of a search's files, without the suffix
 SEARCHES = re.compile(r"search-[0-9a-f]{16}\.(npz|previous\.npz|json)")
 STATISTICS = "statistics"  # the first question to sites
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class Asking(Algorithm):
-    """A method without rounds; under its contract, sites answer questions.
+    """A method without rounds. Under its contract, sites answer questions.
 
     Args:
-        study: the study as JSON; server and sites compare it.
+        study: the study as JSON, which server and sites compare.
     """
 
     solves: ClassVar[tuple[type[Problem], ...]] = (SingleLevel,)
@@ -93,7 +93,7 @@ class Asking(Algorithm):
 
 
 def _nothing(x: Array, rows: Any) -> Array:
-    """Return the loss of a method without rounds, which is never minimised."""
+    """Return 0, the loss for a method without rounds, which is never minimised."""
     return jnp.sum(x**2) + 0.0 * jnp.sum(rows["digest"])
 
 
@@ -119,7 +119,10 @@ def client_app(study: Study) -> Any:
 
 
 def serve(study: Study, grid: Any, config: Mapping[str, Any]) -> None:
-    """Run the study with the sites that Flower's Grid reaches, and write model.json to the folder `out`."""
+    """Run the study with the sites that Flower's Grid reaches.
+
+    Write model.json and the other results to the folder `out`.
+    """
     from fedbilevel.flower import Flower
 
     known = {"out", "client-keys", *SERVER} - {"quorum"}
@@ -144,13 +147,13 @@ def serve(study: Study, grid: Any, config: Mapping[str, Any]) -> None:
         write_text(place.sheet, model.sheet())
         if model.report is not None:
             model.report.save(place.path)
-        model.save(place.model)  # last, since a folder with a model is not taken again
+        model.save(place.model)  # last, since a folder with a model is finished
         for file in search.files():
             file.unlink()
         place.sweep()
     except FedbilevelError as error:
         kind = next((kind for kind in ENDS.values() if isinstance(error, kind)), ExchangeError)
-        said = str(error).replace(FORCE, "choose another folder")  # a study has no resume="force"
+        said = str(error).replace(FORCE, "choose another folder")  # a study has no option resume="force"
         again = f". If the study is submitted again with out='{place.path.resolve()}', {search.then()}"
         ended = kind(f"{said}; sites: {names}{again if isinstance(error, ExchangeError) else ''}")
         note_end(place, ended)
@@ -159,16 +162,17 @@ def serve(study: Study, grid: Any, config: Mapping[str, Any]) -> None:
 
 
 def _written(place: Folder, model: StudyModel) -> list[str]:
-    """Name the files that a finished study has written for people."""
+    """Return the names of the files that a finished study has written for people."""
     return [place.card.name, place.sheet.name, *(["report.txt"] if model.report is not None else [])]
 
 
 class SavedSearch:
-    """Name the files in which a study's search for penalties is saved, and say how the study continues from them.
+    """The files in which a study's search for penalties is saved, and from which the study continues.
 
-    The names depend on the study and on the sum of the sites' statistics. With at most 300 features the search is saved
-    after each exchange. With more features it is saved when it has ended, and then the training of the last model after
-    each step. Files of other studies or tables are not used, and stay until a study in this folder ends.
+    The names of the files depend on the study and on the sum of the sites' statistics. With at most 300 features, the
+    search is saved after each exchange. With more features, the search is saved when it has ended, and then the
+    training of the last model is saved after each step. Files of other studies or tables are not used, and remain until
+    a study in this folder ends.
 
     Args:
         place: the folder.
@@ -176,7 +180,7 @@ class SavedSearch:
 
     def __init__(self, place: Folder) -> None:
         self.place = place
-        self.checkpoint: Path | None = None  # not known before the agreement
+        self.checkpoint: Path | None = None  # known only after the agreement
 
     def files(self) -> list[Path]:
         """Return all saved files in the folder."""
@@ -184,7 +188,7 @@ class SavedSearch:
         return [file for file in found if SEARCHES.fullmatch(file.name) and file.is_file()]
 
     def of(self, agreement: Agreement) -> Path:
-        """Return the checkpoint for this agreement from now on, and print what was saved."""
+        """Choose the checkpoint for this agreement, and return it. Print whether a saved search was found."""
         digest = hashlib.sha256(f"{agreement.study.text}{agreement.text}".encode()).hexdigest()
         self.checkpoint = self.place.path / f"{SEARCH.format(digest[:16])}.npz"
         if self.saved():
@@ -194,23 +198,23 @@ class SavedSearch:
         return self.checkpoint
 
     def saved(self) -> str:
-        """Return what continues from the files of this agreement, in words; "" if there are none."""
+        """Say in words what continues from the files of this agreement; "" if there are no such files."""
         if self.checkpoint is not None and self.checkpoint.with_suffix(".json").exists():
             return "the training of the last model continues"
         return "the search for penalties continues" if self.checkpoint is not None and exist(self.checkpoint) else ""
 
     def then(self) -> str:
-        """Return how the study continues if it is submitted again, in words."""
+        """Say in words how the study continues if it is submitted again."""
         if self.checkpoint is None and self.files():
             return "its saved search continues if study and tables are the same"
         return self.saved() or "the study starts from the beginning"
 
 
 def played(study: Study, engine: Any, search: SavedSearch | None = None) -> StudyModel:
-    """Run the study with the sites that a `Flower` reaches; every site must reply to every exchange.
+    """Run a study with the sites that a `Flower` reaches. Every site must reply to every exchange.
 
-    After an interruption, the sites send their statistics again. If study and sum are then the same, the study
-    continues from what `search` has saved; None: nothing is saved.
+    After an interruption, the sites send their statistics again. If the study and the sum of the statistics are still
+    the same, the study continues from the files of `search`. If `search` is None, nothing is saved.
 
     Raises:
         ExchangeError: a site is missing or refuses; the message names the site and the reason.
@@ -227,7 +231,7 @@ def played(study: Study, engine: Any, search: SavedSearch | None = None) -> Stud
     try:
         agreement = Agreement.of(study, statistics)
     except DifferentColumnsError as error:
-        questions.tell(json.dumps({"columns": error.columns}))  # a site that lacks a column logs this
+        questions.tell(json.dumps({"columns": error.columns}))  # a site that lacks a column logs the list
         raise
     questions.agree(agreement.text)
     if study.estimator == "logistic":
@@ -241,7 +245,7 @@ def played(study: Study, engine: Any, search: SavedSearch | None = None) -> Stud
     def under_contract(agreement: Agreement) -> Questions:
         with jax.enable_x64(True):
             algorithm, problem, x, y = agreement.posed()
-            algorithm = composed(adaptive(algorithm, problem), problem)  # as sites have it
+            algorithm = composed(adaptive(algorithm, problem), problem)  # the method as sites have it
             return Questions(engine, draw_up(algorithm, problem, x, y, remote.examples()), len(study.sites))
 
     def on_searched(of_last: Agreement) -> None:
@@ -259,7 +263,7 @@ def played(study: Study, engine: Any, search: SavedSearch | None = None) -> Stud
 
 
 def _costs(place: Folder) -> StudyCosts:
-    """Add up all attempts at exchanges in the folder's log, also those of earlier submissions of a study."""
+    """Add up the costs of all attempts at exchanges in the folder's log, including earlier submissions of the study."""
     status = Status.of(place)
     return StudyCosts(
         exchanges=status.exchanges,
@@ -270,10 +274,10 @@ def _costs(place: Folder) -> StudyCosts:
 
 
 def _first_answer(table: SiteTable, question: str) -> str:
-    """Answer a question before the agreement: return statistics as JSON.
+    """Answer a question that comes before the agreement: return the site's statistics as JSON.
 
-    If the question is a list of all sites' columns and the table lacks one of them, this is logged for the site. It is
-    not refused, since the study has ended and the site may be right.
+    If the question is a list of all sites' columns, and the table lacks one of them, this is logged at the site. The
+    question is answered nevertheless, since the study has ended and this site may be right.
 
     Raises:
         ConfigurationError: the question cannot be read.
@@ -293,7 +297,10 @@ def _first_answer(table: SiteTable, question: str) -> str:
 
 
 def site(study: Study, run_config: Mapping[str, Any], node_config: Mapping[str, Any], agreed: str) -> Any:
-    """Make the client of this node: with its statistics before sites have agreed, then with its samples."""
+    """Make the `Site` of this node.
+
+    Before the agreement it has the site's statistics, and afterwards the site's samples.
+    """
     return _site(study, table_of(study, node_config), node_config, agreed)
 
 
@@ -303,8 +310,8 @@ def _site(study: Study, table: SiteTable, node_config: Mapping[str, Any], agreed
 
     client, node = int(node_config["partition-id"]), fields_of_kinds(NODE, node_config)
     own: dict[str, Any] = {"id": client, "limits": Limits.of(node_config), "approve": rule_of(node)}
-    own |= {"subject": study.text}  # the same for all contracts, so that a person approves the study once
-    own |= {"source": table.fingerprint()}  # the table is read anew for each contract
+    own |= {"subject": study.text}  # the same text under all contracts, so that a person approves the study once
+    own |= {"source": table.fingerprint()}  # the table is read again for each contract
     if not agreed:
         return Site(
             **own,
@@ -351,7 +358,7 @@ def table_of(study: Study, node_config: Mapping[str, Any]) -> SiteTable:
     require(fits, "node configuration: table", source, "a .csv, .tsv or .parquet file, or package.module:function")
     try:
         frame = _frame(study, str(source))
-    except DataError as error:  # its message names the file and what is wrong in it
+    except DataError as error:  # its message names the file and the error
         raise ConfigurationError(f"node configuration: table: {error}") from error
     except (OSError, ValueError, ImportError, AttributeError) as error:
         raise ConfigurationError(f"node configuration: table {source!r} cannot be read: {in_a_line(error)}") from error
@@ -383,7 +390,7 @@ def check(study: Study, node_config: str, *superlink: Any) -> Iterator[tuple[str
     table = table_of(study, node)
     runtime = ClientRuntime(_site(study, table, node, ""), serving=False)
     yield "client", f"{runtime.site.id}, {table.site}"
-    yield from ((name, said) for name, said in runtime.described().items() if name != "samples")  # see "rows"
+    yield from ((name, said) for name, said in runtime.described().items() if name != "samples")  # see the topic "rows"
     try:
         runtime.check_limits()
     except Refusal as refusal:

@@ -1,10 +1,12 @@
-"""Sweep over the fields of a spec: every point is a spec, and each of its runs has a folder named by the values.
+"""Sweep over the fields of a spec.
+
+Every point is a spec, and its runs have folders that are named by the point's values:
 
     server_lr.x-0.01-local_steps-5/seed-0
 
-Finished runs are read, unfinished runs are continued, and the others are started. The same command therefore continues
-an interrupted sweep, and with more values it only runs the new points. Several processes with the same command share
-the runs, since a process locks the run that it is running.
+Finished runs are read, unfinished runs are continued, and all others are started. So the same command continues an
+interrupted sweep, and a command with more values runs only the new points. Several processes with the same command
+share the runs, since each process locks the run that it is running.
 """
 
 from __future__ import annotations
@@ -48,11 +50,14 @@ from fedbilevel.sweeps import (
 )
 from fedbilevel.tasks import Task
 
-SHARE = "0.2"  # share of the training data that a message suggests to hold out
+SHARE = "0.2"  # the share of the training data that a message suggests to hold out
 LONGEST = 100  # the largest number of characters in a folder's name
 PLAN, CHOSEN, TABLE = "sweep.json", "chosen.toml", "sweep.csv"
 SpecOf = Callable[[PointValues], Spec]
-"""(values of the swept fields) -> the spec with these values; raises ConfigurationError if a value is rejected."""
+"""A function (values of the swept fields) -> the spec with these values.
+
+It raises ConfigurationError if a value is rejected.
+"""
 PrintLine = Callable[[str], None]
 
 
@@ -68,18 +73,20 @@ def sweep_specs(
     progress: bool | Display | None = False,
     trackers: Sequence[Tracker] = (),
 ) -> Sweep:
-    """Run every combination of the values of some fields that has not finished yet, each in its folder.
+    """Run every combination of the values of some fields.
+
+    Each combination has a folder of its own. Runs that have finished are not run again.
 
     Args:
-        spec_of: makes the spec of a point.
+        spec_of: a function that makes the spec of a point.
         grid: the values of each field, by its dotted path.
-        folder: a new folder, or one with runs of this sweep or of a part of it.
-        seeds: the seeds of every point; None takes the spec's seed.
-        select: the metric that decides; None takes the task's first.
+        folder: a new folder, or a folder with runs of this sweep or of a part of it.
+        seeds: the seeds with which every point is run; None: the spec's seed.
+        select: the metric that decides which point is best; None: the task's first metric.
         select_on_test: whether the metric may be measured on test data.
-        say: called with a line about each run that has ended.
+        say: a function that is called with a line about each run that has ended.
         progress: see `fedbilevel.solve`.
-        trackers: record each run.
+        trackers: trackers that record each run.
 
     Returns:
         The sweep; its `algorithm` is the spec of the best point.
@@ -111,27 +118,30 @@ def sweep_specs(
 
 
 def other_runs(folder: Path, points: Iterable[str], seeds: Sequence[int]) -> int:
-    """Count the runs in a sweep's folder that have another point or seed; `points` are the names of their folders."""
+    """Return the number of runs in a sweep's folder that have another point or seed.
+
+    `points` are the names of the folders of the sweep's own points.
+    """
     own = {folder / point / f"seed-{seed}" for point in points for seed in seeds}
     return sum(file.parent not in own for file in folder.glob(f"*/seed-*/{Folder(folder).spec.name}"))
 
 
 class InFolders:
-    """Run points in folders, each with each seed.
+    """What runs the points of a sweep in folders, each with each seed.
 
     Args:
-        make: makes the spec of a point.
+        make: a function that makes the spec of a point.
         folder: the folder of the sweep.
-        seeds: the seeds; None runs each point once with the spec's seed.
-        first: the spec of a point, from which this seed is taken.
-        name: makes the name of a point's folder from the point's number and values.
-        keep: how many tasks stay in memory.
-        trackers: record each run.
+        seeds: the seeds; None: each point is run once, with the spec's seed.
+        first: the spec of some point. If `seeds` is None, its seed is used.
+        name: a function (number of a point, its values) -> the name of the point's folder.
+        keep: the number of tasks that stay in memory.
+        trackers: trackers that record each run.
 
     Attributes:
-        plan: the metric that decides, the number of runs and, unless folders are named by their values, the swept
-            fields, for `fedbilevel watch`. It is written to PLAN when the first run has begun, so that a sweep without
-            valid runs leaves no file.
+        plan: what `fedbilevel watch` needs: the metric that decides, the number of runs and, unless folders are named
+            by their values, the swept fields. The plan is written to the file PLAN when the first run has begun, so
+            that a sweep without valid runs leaves no file.
     """
 
     def __init__(
@@ -153,13 +163,13 @@ class InFolders:
         require_seeds(self.seeds)
 
     def seeded(self, spec: Spec, seed: int) -> Spec:
-        """Return the spec with a seed; without seeds of the sweep, the spec keeps its own."""
+        """Return the spec with a seed. If the sweep has no seeds, the spec keeps its own seed."""
         return spec if self.own_seed else seeded(spec, seed)
 
     def run(
         self, number: int, point: PointValues, seed: int, display: Guarded, callbacks: Sequence[Callback] = ()
     ) -> History:
-        """Return the history of a point's run with a seed: see `run_of`."""
+        """Run a point with a seed, and return the history: see `run_of`."""
         name = self.name(number, point)
         display.begin(f"{name}, seed {seed}")
         spec, place = self.seeded(self.make(point), seed), self.folder / name / f"seed-{seed}"
@@ -192,19 +202,19 @@ def point_name(point: PointValues) -> str:
 
 
 def in_words(value: Any) -> str:
-    """Return a swept value as a text: TOML for all values except texts."""
+    """Return a swept value as a text: a text as it is, and any other value in TOML's notation."""
     return value if isinstance(value, str) else toml.value(value)
 
 
 def in_a_line(name: str, row: Mapping[str, Any], select: str) -> str:
-    """Return the outcome of a run in a line."""
+    """Return a line with the outcome of a run."""
     if row["error"]:
         return f"{name}  failed: {row['error']}"
     return f"{name}  {select} {text(select, row[select])}  ({row['round']:,.0f} rounds)"
 
 
 def chosen_metric(spec: Spec, select: str | None, on_test: bool, tasks: Callable[[Spec], Task]) -> str:
-    """Return the metric that decides: `select`, or the first of the task.
+    """Return the metric that decides which point is best: `select`, or else the task's first metric.
 
     Raises:
         ConfigurationError: the metric is not measured, or is measured on test data.
@@ -249,7 +259,7 @@ def parse_values(text: str) -> list[Any]:
 
 
 def sweep_table(found: Sweep, width: int | None = None) -> rich.table.Table:
-    """Return a table with a line for each point, best first, in which costs are means over the seeds."""
+    """Return a table with a line for each point, the best first. Costs are means over the seeds."""
     columns = [
         Column(
             name,
@@ -273,9 +283,10 @@ def sweep_table(found: Sweep, width: int | None = None) -> rich.table.Table:
 
 
 def write_files(found: Sweep, folder: Path) -> dict[str, Path]:
-    """Write a table with a line for each run, and the spec of the best point if any; return the paths by name.
+    """Write a table with a line for each run and, if there is a best point, its spec. Return the paths by name.
 
-    Numbers that depend on the machine's speed are left out, so that an interrupted sweep ends with the same files.
+    Numbers that depend on the machine's speed are left out, so that an interrupted sweep writes the same files in the
+    end.
     """
     written = {"table": folder / TABLE, "chosen": folder / CHOSEN}
     rows = [row | {name: in_words(row[name]) for name in found.fields} for row in found.trials]
@@ -288,7 +299,7 @@ def write_files(found: Sweep, folder: Path) -> dict[str, Path]:
 
 
 def chosen_toml(found: Sweep) -> str:
-    """Return the spec of the best point as TOML, with a comment on how it was chosen."""
+    """Return the spec of the best point as TOML, with a comment that says how it was chosen."""
     row, seeds = found.rows[0], list(dict.fromkeys(str(row["seed"]) for row in found.trials))
     values = ", ".join(f"{name} = {in_words(row[name])}" for name in found.fields)
     spread = f" ± {row['sd']!r} (sample standard deviation over {len(seeds)} seeds)" if len(seeds) > 1 else ""

@@ -1,8 +1,8 @@
 """Describe a table once, and write it for a terminal, a web page, a paper or a README.
 
-A cell keeps its numbers, so that each output can format them in its own way. A terminal never cuts a text. If it is too
-narrow for all columns, the least important ones are left out and the caption names them. If it is still too narrow,
-texts are folded, and finally numbers too.
+A cell contains numbers, so that each kind of output can format them in its own way. On a terminal, texts are never cut
+off. If the terminal is too narrow for all columns, the least important columns are left out, and the caption names
+them. If it is still too narrow, texts are folded, and finally numbers too.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from fedbilevel.display.curves import gflop, time_of
 from fedbilevel.engines.history import Row
 from fedbilevel.wording import printable
 
-READABLE = 20  # characters of a text before it is folded
-LEAST = 8  # the same on a terminal that is too narrow for READABLE
-DIGITS = 4  # significant digits of a mean in a paper
-LATIN = 0x17F  # the last letter that pdfLaTeX sets as it is
+READABLE = 20  # texts are folded to no fewer characters than this
+LEAST = 8  # the same limit on a terminal that is too narrow for READABLE
+DIGITS = 4  # the number of significant digits of a mean in a paper
+LATIN = 0x17F  # the last letter that pdfLaTeX can print without a special font
 
 
 AMOUNTS: Mapping[str, Callable[[float], str]] = {
@@ -40,18 +40,18 @@ AMOUNTS: Mapping[str, Callable[[float], str]] = {
     "seconds": "{:.1f}".format,
     "gflop": gflop,
 }
-"""Kind of cost -> function that writes the mean of such costs."""
+"""The kind of a cost -> the function that writes the mean of such costs."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Hold the numbers or the words of a cell.
+    """The numbers or the words of a cell.
 
     Args:
         words: the text of the cell, which follows the numbers if there are any.
         values: the numbers, one for each seed.
         kind: the kind of the numbers: a name in AMOUNTS, or else the name of the metric.
-        best: whether the printed numbers equal those of the column's best cell.
+        best: whether the cell is printed with the same numbers as the column's best cell.
     """
 
     words: str = ""
@@ -82,14 +82,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """Hold a column.
+    """A column of a table.
 
     Args:
         heading: the heading, of one line or more; "" if the column is only for papers.
-        cells: one cell for each row.
-        goes: the order in which columns are left out if there is no room, the lowest number first; None: never.
-        paper: the heading in a paper, as LaTeX; "" leaves the column out there.
-        is_text: whether the column has texts, which may be folded, and no numbers.
+        cells: the cells, one for each row.
+        goes: columns with the lowest number are left out first if there is no room; None: the column is never left out.
+        paper: the heading in a paper, as LaTeX; "": the column is left out in papers.
+        is_text: whether the column has only texts, which may be folded.
     """
 
     heading: str
@@ -106,13 +106,13 @@ def text_column(heading: str, texts: Iterable[object], goes: int | None = None, 
 
 @dataclass(frozen=True)
 class Table:
-    """Hold a table; the n-th row consists of the n-th cells of all columns.
+    """A table; the n-th row consists of the n-th cells of all columns.
 
     Args:
         title: the title.
         columns: the columns.
         notes: sentences for the caption.
-        last_apart: whether a line separates the last row, for example a sum, from the others.
+        last_apart: whether a line separates the last row from the others, for example because it is a sum.
         seeds: the number of seeds behind each cell; 0 if cells have different numbers.
     """
 
@@ -129,7 +129,10 @@ class Table:
 
 
 def best_of(cells: Sequence[Cell], rivals: Sequence[bool], larger: bool) -> list[Cell]:
-    """Mark the best rival's cell, and every rival's cell that a paper prints alike. A cell with words is never best."""
+    """Mark the best of the cells whose entry in `rivals` is True, and cells that are printed with the same numbers.
+
+    A cell with words is never best.
+    """
     known = [
         cell
         for cell, rival in zip(cells, rivals, strict=True)
@@ -146,7 +149,7 @@ def _said(cell: Cell) -> str:
 
 
 def folding(text: str, style: str = "") -> Text:
-    """Return a text that is printed literally, in which a long word continues on the next line."""
+    """Return a text for rich that is printed literally. Long words may continue on the next line."""
     return Text(text, style=style, overflow="fold")
 
 
@@ -163,11 +166,14 @@ def titled(title: str, *, frame: Box = box.SIMPLE_HEAD, caption: str = "", heade
 
 
 def terminal(table: Table, width: int | None = None) -> rich.table.Table:
-    """Return the table for a terminal, at most `width` wide; None: of any width."""
+    """Return the table for a terminal. It is at most `width` wide; None: it may be of any width."""
     shown, hidden = table.shown, list[str]()
 
     def fits(least: int) -> bool:
-        """Return whether the table fits if texts are folded to at least `least`, and words only if this is LEAST."""
+        """Return whether the table fits if texts are folded to at least `least` characters.
+
+        Words are broken only if `least` is LEAST.
+        """
         narrow = titled("")
         _add_columns(narrow, shown, least)
         return width is None or Console(width=10_000).measure(narrow).minimum <= width
@@ -190,7 +196,10 @@ def terminal(table: Table, width: int | None = None) -> rich.table.Table:
 
 
 def _add_columns(table: rich.table.Table, columns: Sequence[Column], least: int | None) -> None:
-    """Add the columns. Texts are folded to no less than `least`, and numbers are not; None: all may be folded."""
+    """Add columns to a table of rich.
+
+    Texts are folded to no fewer than `least` characters, and numbers are not folded. None: all may be folded.
+    """
     for column in columns:
         said = [str(one) for one in (column.heading, *column.cells)]
         widest = max(cell_len(line) for one in said for line in one.split("\n"))
@@ -244,9 +253,9 @@ def over_clients(row: Row) -> dict[str, str]:
 
 
 def holders(row: Row) -> dict[str, str]:
-    """Return lines about clients with submodels, as means over the rounds of the row.
+    """Return lines about clients with submodels. The numbers are means over the rounds of the row.
 
-    They are the least number of clients that held an entry, and the number of entries that no client held.
+    The lines have the least number of clients that held an entry, and the number of entries that no client held.
     """
     lines = {}
     if parts := [part for part in "xy" if f"coverage_{part}" in row]:
@@ -259,7 +268,7 @@ def holders(row: Row) -> dict[str, str]:
 
 
 def summary_line(name: Path, summary: dict[str, Any]) -> str:
-    """Return the outcome of one of several runs in a line."""
+    """Return a line with the outcome of one of several runs."""
     metric, exchanges = summary["metric"], summary["last_row"]["exchanges"]
     value = text(metric, summary["final"])
     length = f"{summary['rounds']:,} rounds, {exchanges:,} exchanges, {summary['seconds_this_time']:.1f} s"
@@ -267,7 +276,7 @@ def summary_line(name: Path, summary: dict[str, Any]) -> str:
 
 
 def seeds_table(summaries: Sequence[dict[str, Any]], width: int | None = None) -> rich.table.Table:
-    """Return the table of runs that differ in their seed only, at most `width` wide."""
+    """Return a table of runs that differ only in their seeds. It is at most `width` wide."""
     metric = summaries[0]["metric"]
     columns = [Column("seed", [*(Cell(str(one["seed"])) for one in summaries), Cell("mean ± sd")])]
     for kind, goes in (("final", None), ("best", 1)):
@@ -284,12 +293,18 @@ def _title(summary: dict[str, Any]) -> str:
 
 
 def visible(text: object) -> str:
-    """Return a text escaped for a web page, without invisible characters such as those that reverse its direction."""
+    """Return a text escaped for a web page.
+
+    Invisible characters are removed, such as characters that reverse the direction of text.
+    """
     return html.escape(printable(str(text), None, kept="\n\t"))
 
 
 def page_table(table: Table) -> str:
-    """Return the table as HTML, with the first cell of each row as its heading and the best of a column in bold."""
+    """Return a table as HTML.
+
+    The first cell of each row is its heading, and the best cells of a column are bold.
+    """
     kinds = ["" if column.is_text else " class=number" for column in table.shown]
     headings = [column.heading for column in table.shown]
     heads = "".join(
@@ -307,7 +322,7 @@ def page_table(table: Table) -> str:
 
 
 def markdown(table: Table) -> str:
-    """Return the table as Markdown, for a README or an issue, with the best of a column in bold."""
+    """Return a table as Markdown, for a README or an issue. The best cells of a column are bold."""
     rule = ["---" if column.is_text else "---:" for column in table.shown]
     cells = [[f"**{_plain(cell)}**" if cell.best else _plain(cell) for cell in column.cells] for column in table.shown]
     rows = [[_plain(column.heading) for column in table.shown], rule, *zip(*cells, strict=True)]
@@ -315,12 +330,15 @@ def markdown(table: Table) -> str:
 
 
 def _plain(text: object) -> str:
-    """Return a text in one line, in which no character ends a cell or begins a tag."""
+    """Return a text as one line of Markdown, in which no character ends a cell or begins a tag."""
     return re.sub(r"[|<&]", lambda found: f"&#{ord(found[0])};", " ".join(str(text).split()))
 
 
 def latex(table: Table) -> str:
-    """Return the columns for a paper as a LaTeX `tabular`, which needs booktabs, with the best of a column in bold."""
+    """Return the columns for a paper as a LaTeX `tabular`, which needs booktabs.
+
+    The best cells of a column are bold.
+    """
     columns = [column for column in table.columns if column.paper]
     over = f"mean and standard deviation over {table.seeds} seeds; " if table.seeds > 1 else ""
     words = [escaped(str(cell)) for cell in columns[0].cells]
@@ -366,11 +384,14 @@ def escaped(text: str) -> str:
     plain = "".join(ESCAPES.get(char, char) for char in re.sub(r"\s+", " ", text))
     return re.sub(
         r"^[\[*]", r"{\g<0>}", plain
-    )  # after the \\ of the row before, LaTeX would read [ or * as an argument
+    )  # after the \\ of the previous row, LaTeX would read [ or * as an argument
 
 
 def number(mean: float, spread: float | None = None, bold: bool = False) -> str:
-    """Return a mean as LaTeX, with ± its standard deviation if there is one, so that the mean has four digits."""
+    """Return a mean as LaTeX, with four digits.
+
+    If there is a standard deviation, it follows after ±, with as many decimals.
+    """
     if not math.isfinite(mean):
         return "--"
     power = math.floor(math.log10(abs(mean))) if mean else 0

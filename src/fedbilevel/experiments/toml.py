@@ -1,6 +1,6 @@
-"""Write TOML, which the standard library can only read, and read single values.
+"""Write TOML documents, which the standard library cannot do, and read documents and single values.
 
-TOML has no null. None is written as "none", and a field that may be None reads "none" as None.
+TOML has no null. Therefore None is written as "none", and for a field that may be None, "none" is read as None.
 """
 
 import json
@@ -16,18 +16,18 @@ from fedbilevel.reading import newer_format, read_bytes
 from fedbilevel.wording import in_a_line, printable
 
 DEPTH = 10  # the largest depth of nested lists and tables; no field needs more than 3
-FORMAT = 1  # the format of specs; a later one may have other sections, and is rejected
+FORMAT = 1  # the format of specs; later formats may have other sections, and are rejected
 STAMP = {"fedbilevel": __version__, "format": FORMAT}
-"""The entries before the sections of a spec."""
-LONGEST = 2**22  # the largest file, in bytes
+"""The entries that come before the sections of a spec."""
+LONGEST = 2**22  # the largest number of bytes of a file
 NAMES = 1_000  # the largest number of names in a table
-SHOWN = 200  # characters of a wrong text that an error shows
+SHOWN = 200  # the number of characters of a wrong text that an error shows
 DOTTED = re.compile(r"""(?<![\w"'-])(?:["'\w-]++[ \t]*+\.[ \t]*+){50}""")
 WORD = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./")
 
 
 def dumps(tables: Mapping[str, Any], comment: str = "") -> str:
-    """Return a TOML document with a [section] for each table; values that are not tables come first.
+    """Return a TOML document with a [section] for each table. Values that are not tables come first.
 
     A table inside a section is written inline. If it has a "name" and other entries, it becomes a section
     [section.field] after the fields of the section that contains it.
@@ -59,7 +59,7 @@ def value(content: Any) -> str:
     if isinstance(content, bool):
         return "true" if content else "false"
     if isinstance(content, int | float):
-        return repr(content)  # Python and TOML spell inf and nan alike
+        return repr(content)  # Python and TOML have the same spelling of inf and nan
     if isinstance(content, str):
         return json.dumps(content, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(content, Mapping):
@@ -71,7 +71,7 @@ def value(content: Any) -> str:
 
 
 def parse_value(text: str) -> Any:
-    """Read a TOML value, or a bare word as text: 3, 0.1, true, [64, 32], {name = "adam"}, mnist."""
+    """Read a TOML value, such as 3, true, [64, 32] or {name = "adam"}. A bare word such as mnist is read as text."""
     try:
         document = _loads(f"value = {text}")
     except (ValueError, RecursionError):
@@ -87,14 +87,14 @@ def parse_value(text: str) -> Any:
 
 
 def _loads(text: str) -> dict[str, Any]:
-    """Read a document; a key of 50 parts or more is rejected, since tomllib is too slow for very long keys."""
+    """Read a TOML document. A key of 50 parts or more is rejected, since tomllib is too slow for very long keys."""
     if DOTTED.search(text):
         raise ValueError("a key has 50 parts or more")
     return tomllib.loads(text)
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a spec in TOML; errors name the file, and the line at which the notation is wrong.
+    """Read a spec in TOML. Errors name the file and, if the notation is wrong, the line.
 
     Raises:
         ConfigurationError: the file is not TOML, or has a later format; the message names the version that wrote it.
@@ -119,7 +119,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def other_version(document: Mapping[str, Any]) -> str:
-    """Return a text with the version that wrote a spec; "" if it was this version or is not known."""
+    """Return a text that says which version wrote a spec; "" if it was this version, or is not known."""
     version = document.get("fedbilevel", __version__)
     there = f"it was written by fedbilevel {printable(str(version), 20)}"
     return "" if version == __version__ else f"{there}, and this is {__version__}"

@@ -14,17 +14,17 @@ from fedbilevel.wording import without_seed
 
 BLOCKS, NOT_FINITE = "▁▂▃▄▅▆▇█", "×"
 COLOURS = {"running": "bold green", "failed": "bold red", "idle": "bold yellow", "waiting": "bold", "finished": "bold"}
-POINTS, HEIGHT = 240, 48  # of a curve on a page, and the height of its drawing
+POINTS, HEIGHT = 240, 48  # the number of points of a curve on a page, and the height of its drawing
 
 
 def sparkline(trace: MetricTrace, most: int = CURVE) -> str:
-    """Draw a curve as text; × marks a value that is not finite."""
+    """Draw a curve as text. A value that is not finite is shown as ×."""
     heights = trace.heights(most)
     return "".join(NOT_FINITE if one is None else BLOCKS[min(int(one * len(BLOCKS)), 7)] for one in heights)
 
 
 def on_terminal(snapshot: Snapshot, width: int) -> RenderableType:
-    """Return a snapshot for a terminal, as an object that rich prints."""
+    """Return an object with which rich prints a snapshot on a terminal."""
     state = folding(snapshot.state, COLOURS[snapshot.state]).append(f"  {snapshot.why}", "default")
     bar = ProgressBar(snapshot.whole, min(snapshot.done, snapshot.whole), width=CURVE)
     lines = [(folding(name, "dim"), folding(fact)) for name, fact in snapshot.facts.items()]
@@ -39,7 +39,7 @@ def on_terminal(snapshot: Snapshot, width: int) -> RenderableType:
 
 
 def _grid(rows: Sequence[Sequence[RenderableType]]) -> RenderableType:
-    """Return rows as a grid after an empty line; without rows, return nothing to print."""
+    """Return rows as a grid, after an empty line. Without rows, nothing is printed."""
     grid = rich.table.Table.grid(padding=(0, 2))
     for row in rows:
         grid.add_row(*row)
@@ -47,10 +47,10 @@ def _grid(rows: Sequence[Sequence[RenderableType]]) -> RenderableType:
 
 
 def on_page(snapshot: Snapshot) -> str:
-    """Return a snapshot as HTML, in which every text of a run is escaped.
+    """Return a snapshot as HTML. Every text of a run is escaped.
 
-    A page has more readers than the folder. If a run is under privacy, its seed, by which its noise can be subtracted,
-    is hidden in the names of folders.
+    A page may have more readers than the folder. If a run is under privacy, its seed is hidden in the names of folders,
+    since its noise can be subtracted with the seed.
     """
     facts = "".join(f"<dt>{visible(name)}</dt><dd>{visible(fact)}</dd>" for name, fact in snapshot.facts.items())
     meter = f'<progress value="{snapshot.done:.17g}" max="{snapshot.whole:.17g}"></progress>'
@@ -68,7 +68,7 @@ def on_page(snapshot: Snapshot) -> str:
 
 
 def _figure(trace: MetricTrace) -> str:
-    """Draw a curve as SVG: a line through its finite values, and a red line for each value that is not finite."""
+    """Draw a curve as SVG: a line through the finite values, and a red line for each value that is not finite."""
     heights = trace.heights(POINTS)
     step = POINTS / max(len(heights) - 1, 1)
     line, gaps, pen = "", "", "M"
@@ -78,7 +78,7 @@ def _figure(trace: MetricTrace) -> str:
             gaps, pen = gaps + f"M{x},0V{HEIGHT}", "M"
         else:
             line, pen = line + f"{pen}{x},{(1 - height) * HEIGHT:.1f}", "L"
-    line += "h0.1" * (len(heights) == 1)  # a single point is seen as a dot
+    line += "h0.1" * (len(heights) == 1)  # so that a single point is seen as a dot
     name, last, span = (visible(one) for one in (trace.name, trace.last, trace.span))
     drawing = f'<path d="{line}"/><path class="gap" d="{gaps}"/>'
     box = f'viewBox="0 -2 {POINTS} {HEIGHT + 4}" preserveAspectRatio="none" role="img" aria-label="{name}: {last}"'

@@ -1,10 +1,10 @@
 """Serve the web page of `fedbilevel watch`: a single file, and a stream of events that keeps it up to date.
 
-A third path has the content of the page as JSON, for a terminal. The server answers only GET, on these paths, and no
-part of a request reaches the file system. The number of connections is bounded. At 127.0.0.1, every user of this
-machine may read the page; at another address, a request needs a token. A request is refused if its header Host is
-neither an IP address nor a name of this machine. This stops DNS rebinding, in which another site points its own name at
-this machine so that its script can read the page.
+The page, the stream, and the content of the page as JSON, for terminals, are at three paths. The server answers only
+GET requests for these paths, and no part of a request reaches the file system. The number of connections is bounded. At
+127.0.0.1, every user of this machine may read the page; at another address, a request needs a token. A request is
+refused if its header Host is neither an IP address nor a name of this machine. This prevents DNS rebinding, an attack
+in which another website lets its own name point to this machine, so that the website's script can read the page.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from fedbilevel.experiments.window import on_page
 from fedbilevel.wording import in_a_line, printable
 
 LOOPBACK = "127.0.0.1"
-CONNECTIONS = 100  # the largest number of open connections; a further one is closed without an answer
-STREAMS = 50  # the largest number of pages that are kept up to date at once
-ALIVE = 15.0  # seconds after which a stream without news sends a comment, which fails if the page is closed
-PATIENCE = 30.0  # seconds that a connection may wait for its request, or for its answer to be read
+CONNECTIONS = 100  # the largest number of open connections; further ones are closed without an answer
+STREAMS = 50  # the largest number of pages that are kept up to date at the same time
+ALIVE = 15.0  # after this many seconds without news, a stream sends a comment, which fails if the page is closed
+PATIENCE = 30.0  # the longest wait for a request, or for an answer to be read, in seconds
 POLICY = (
     "default-src 'none'; style-src 'nonce-{0}'; script-src 'nonce-{0}'; connect-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
@@ -49,11 +49,12 @@ HEADERS = {
 
 
 class WindowServer(ThreadingHTTPServer):
-    """Serve a page with the last published snapshot.
+    """A server of a page with the last published snapshot.
 
     Args:
-        host: an address or a name of this machine. It may not be empty, which would mean every address.
-        port: the port; 0 takes any free one.
+        host: an address or a name of this machine. It must not be empty, since this would mean every address of this
+            machine.
+        port: the port; 0: any free port.
 
     Attributes:
         token: the text that every request must contain; "" at a loopback address, where no token is needed.
@@ -82,12 +83,15 @@ class WindowServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Return the address of the page, with the token; a host that means every address is given as its name."""
+        """Return the address of the page, with the token.
+
+        If the host means every address, the name of this machine is used.
+        """
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.server_address[1]}/" + (f"?token={self.token}" if self.token else "")
 
     def publish(self, snapshots: Iterable[Snapshot]) -> None:
-        """Publish one snapshot after another, as the iterable yields them."""
+        """Publish the snapshots that an iterable yields, one after the other."""
         for snapshot in snapshots:
             shown, content = drawn(snapshot)
             if content != self.content:
@@ -96,12 +100,12 @@ class WindowServer(ThreadingHTTPServer):
                     self.news.notify_all()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a connection in a thread of its own, or close it if too many are open."""
+        """Answer a connection in a thread of its own, or close it if too many connections are open."""
         if not self.connections.acquire(blocking=False):
             return self.shutdown_request(request)
         try:
             super().process_request(request, client_address)
-        except RuntimeError:  # the system has no further thread
+        except RuntimeError:  # no further thread can be started
             self.connections.release()
             self.shutdown_request(request)
 
@@ -112,30 +116,33 @@ class WindowServer(ThreadingHTTPServer):
             self.connections.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Report errors of this program, but not a connection that a browser has closed."""
+        """Report errors of this program, but not errors because a browser has closed its connection."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
 
 def name_of_machine() -> str:
-    """Return the name by which other machines most likely find this one: with its domain, if that is known."""
+    """Return the name by which other machines most likely find this machine, with its domain if the domain is known."""
     name = socket.getfqdn()
     of_itself = name.lower().startswith(("localhost", "ip6-")) or name.endswith(".arpa") or not name
     return socket.gethostname() if of_itself else name
 
 
 def drawn(snapshot: Snapshot) -> tuple[Snapshot, str]:
-    """Return a snapshot with its HTML. If it cannot be drawn, return one that says so; the next snapshot is tried."""
+    """Return a snapshot with its HTML.
+
+    If the snapshot cannot be drawn, return a snapshot that says so instead.
+    """
     try:
         return snapshot, on_page(snapshot)
-    except Exception as error:  # noqa: BLE001 - an error of one page must not end the server
+    except Exception as error:  # noqa: BLE001 - an error of one page must not stop the server
         note = f"this state cannot be shown ({type(error).__name__}: {in_a_line(error)})"
         instead = Snapshot(snapshot.title, snapshot.state, notes=[note], is_private=snapshot.is_private)
         return instead, on_page(instead)
 
 
 class WindowRequest(BaseHTTPRequestHandler):
-    """Answer a request, by the rules in the docstring of the module."""
+    """The answer to a request, by the rules in the docstring of the module."""
 
     server: WindowServer
     timeout = PATIENCE
@@ -169,8 +176,8 @@ class WindowRequest(BaseHTTPRequestHandler):
     def has_allowed_host(self) -> bool:
         """Return whether the header Host is an IP address or a name of this machine.
 
-        The browser puts the name from the address bar into this header. A name that is not of this machine is refused,
-        even if it resolves to this machine's address.
+        The browser puts the name from the address bar into this header. A name that is not a name of this machine is
+        refused, even if it resolves to this machine's address.
         """
         try:
             host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
@@ -179,9 +186,11 @@ class WindowRequest(BaseHTTPRequestHandler):
             return False
 
     def why_misdirected(self) -> str:
-        """Say which hosts are allowed in an address of the page; the machine's names only where no token is needed.
+        """Say which hosts are allowed in the address of the page.
 
-        The token is not checked here, and a page of someone else must not learn the names.
+        The names of this machine are said only if no token is needed.
+
+        The token has not been checked at this point, and a foreign website must not learn the names.
         """
         names = "the name in the address that the command printed"
         if not self.server.token:
@@ -206,7 +215,7 @@ class WindowRequest(BaseHTTPRequestHandler):
         self.wfile.write(server.template.substitute(parts).encode())
 
     def send_events(self) -> None:
-        """Send the content each time it changes, until the page is closed."""
+        """Send the content of the page each time it changes, until the page is closed."""
         server, shown = self.server, 0
         if not server.streams.acquire(blocking=False):
             return self.refuse(HTTPStatus.SERVICE_UNAVAILABLE)

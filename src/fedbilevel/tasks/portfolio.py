@@ -28,11 +28,7 @@ from fedbilevel.core.errors import require
 from fedbilevel.core.problem import Compositional
 from fedbilevel.tasks.task import Floats, Task, require_memory
 
-FACTORS = (
-    (0.6, 4.0),
-    (0.2, 2.0),
-    (0.2, 1.5),
-)  # each factor's mean and standard deviation, in percent per month
+FACTORS = ((0.6, 4.0), (0.2, 2.0), (0.2, 1.5))  # mean and standard deviation of each factor, in percent per month
 RESIDUAL = (2.0, 5.0)  # the range of the standard deviations of assets' residuals, in percent per month
 TAILS = 5  # the degrees of freedom of Student's t-distribution
 
