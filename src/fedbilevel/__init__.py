@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import fedbilevel.core.forked  # noqa: F401  (notes forks from now on, and imports no JAX)
+import fedbilevel.core.forked  # noqa: F401  (records forks from now on, and imports no JAX)
 
 if TYPE_CHECKING:
     from fedbilevel import estimators as estimators
@@ -16,10 +16,13 @@ __version__ = "0.2.0"
 if not TYPE_CHECKING:  # type checkers read only the imports above, by which they find a misspelt name
 
     def __getattr__(name: str) -> Any:
-        """Return a public name, which is loaded on first use, so that `fedbilevel --help` does not wait for JAX."""
+        """Return a public name.
+
+        Names are loaded on first use, so that `fedbilevel --help` does not wait for JAX.
+        """
         if name.startswith("__") and name != "__all__":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        if name == "estimators":  # not among the public names: it needs scikit-learn
+        if name == "estimators":  # estimators is not among the public names, since it needs scikit-learn
             return import_module("fedbilevel.estimators")
         public = import_module("fedbilevel.public")
         if name != "__all__" and name not in public.__all__:
@@ -29,7 +32,7 @@ if not TYPE_CHECKING:  # type checkers read only the imports above, by which the
 
 
 def _elsewhere(name: str, here: list[str]) -> str:
-    """Return the place of a name that another public module has, or a suggestion of the nearest name here, or ""."""
+    """Return where a name that `fedbilevel` does not have can be found, or the nearest name that it has, or ""."""
     for module in ("fedbilevel.errors", "fedbilevel.parts", "fedbilevel.authoring"):
         if name in import_module(module).__all__:
             return f"{module}.{name}"

@@ -1,4 +1,4 @@
-"""Provide the names for writing a method of your own, and the types of results.
+"""The names for writing a method of your own, and the types of results.
 
 A method is a subclass of `Algorithm`. Functions such as `static` and `positive` make its fields, and `phase` marks the
 methods that clients run; see docs/how-to/own-method.md. To run published methods, `fedbilevel` alone is enough.

@@ -1,4 +1,4 @@
-"""Provide helpers for a package of your own: checks with errors like those of this library, and safe file access.
+"""Functions for a package of your own: checks whose errors are like this library's, and safe access to files.
 
     from fedbilevel.extending import require
 

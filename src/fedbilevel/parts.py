@@ -1,4 +1,4 @@
-"""Provide parts, which are values of methods' fields, and layers, which change the exchanges of any method.
+"""Parts, which are values of methods' fields, and layers, which change the exchanges of any method.
 
 Parts are inner rounds, hypergradients, linear solvers and local steps. The last line has a layer:
 

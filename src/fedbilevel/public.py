@@ -1,4 +1,4 @@
-"""List the public names of the library; import them from `fedbilevel`."""
+"""The public names of the library. Import them from `fedbilevel`."""
 
 from fedbilevel import algorithms, errors, parts, trackers
 from fedbilevel.algorithms import *  # noqa: F403

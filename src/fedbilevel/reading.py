@@ -24,8 +24,8 @@ def read_bytes(path: Path, longest: int = LONGEST) -> bytes:
     """Return the content of a regular file.
 
     Raises:
-        OSError: the file is a pipe or a device, which may have no end; it has more than `longest` bytes; or it cannot
-            be read.
+        OSError: the file is a pipe or a device, which may have no end; or it has more than `longest` bytes; or it
+            cannot be read.
     """
     require_regular(path)
     content = bytearray()
@@ -38,7 +38,10 @@ def read_bytes(path: Path, longest: int = LONGEST) -> bytes:
 
 
 def require_regular(path: Path) -> None:
-    """Raise OSError if a path is a pipe or a device, or does not exist; opening a folder raises OSError by itself."""
+    """Raise OSError if a path is a pipe or a device, or does not exist.
+
+    Folders need no check, since opening a folder raises OSError in any case.
+    """
     mode = path.stat().st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise OSError(errno.EINVAL, "it is a pipe or a device, and not a regular file", str(path))
@@ -59,15 +62,15 @@ def parse_printable(text: str | bytes, kinds: Kinds | None = None) -> Any:
 
     Args:
         text: the JSON text.
-        kinds: functions that check the values of a JSON object, by name. The object may lack a name. None: the value
-            may be any JSON.
+        kinds: functions that check the values of a JSON object, by name. The object need not have all names. None: the
+            value may be any JSON.
 
     Raises:
         ValueError: the text is not JSON without duplicate keys, is nested too deeply, or a value has a wrong type.
     """
     try:
         value = of_others(parse_json(text))
-    except RecursionError:  # `of_others` allows fewer nested levels than the parser
+    except RecursionError:  # `of_others` allows fewer levels than the parser
         raise ValueError(TOO_DEEP) from None
     if kinds is not None:
         require_object(value, ", ".join(kinds))
@@ -80,8 +83,8 @@ def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: the text is not JSON, is nested too deeply, or has an object with a duplicate key, for which
-            parsers differ.
+        ValueError: the text is not JSON, is nested too deeply, or has an object with a duplicate key, which parsers
+            treat differently.
     """
     try:
         return json.loads(text, object_pairs_hook=_object)
@@ -98,9 +101,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def newer_format(version: Any, format: int, known: int, here: str) -> str:
-    """Return the message for a file whose format is newer than `known`, the newest format that this version reads.
+    """Return the message for a file whose format is too new for this version.
 
-    The message says which version wrote the file. If the format is not newer, the result is "".
+    The message says which version wrote the file. It is "" if this version can read the format.
 
     Args:
         version: the version that wrote the file.

@@ -1,4 +1,4 @@
-"""Provide helpers for error messages: nearest names, names of missing packages, and untrusted texts made printable."""
+"""Functions for error messages: nearest names, names of missing packages, and untrusted texts made printable."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -8,37 +8,43 @@ from typing import Any, NamedTuple
 JSON = {dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false"}
 
 READ = 10_000
-"""The largest number of characters in which secrets are looked for; a longer text is cut there."""
+"""The largest number of characters in which secrets are searched; a longer text is cut off there."""
 HOST = r"(?:localhost|\[[^\]/]*\]|[^:/?#@.]*\.[^:/?#@]*):\d{1,5}[/?#]"
 USER = re.compile(rf"://(?:(?!{HOST})[^:/?#@]*:.*|[^/?#]+(?=@|$))", re.IGNORECASE)
-"""User name and password in a URL that is cut at its last "@"; the password may contain any character.
+"""A pattern of user name and password in a URL that is cut off at its last "@". The password may contain any character.
 
-Digits before a path count as a port only after a name that is clearly that of a host. So "me:123/a@host" has a
+Digits before a path are a port only if the name before them is clearly the name of a host: "me:123/a@host" contains a
 password.
 """
 BLANKS = re.compile(r"://[^\s/?#:@]*:(?!\d{1,5} )[^\s/?#@]+(?: [^\s/?#@]+){1,3}(?=@)")
-"""User name and a password with blanks, as in "https://me:my secret@host"."""
+"""A pattern of user name and password in a URL, where the password has blanks: "https://me:my secret@host"."""
 STRONG = (
     "passw(?:or)?d|passphrase|passcode|pwd|secret|authorization|cookie|"
     r"(?:api|access|account|auth|pass|private|refresh|secret|security)(?:[-_.]|\ |%2D|%5F)?(?:key|token)"
 )
-"""The ends of names that are always those of secrets."""
+"""The ends of names that always are names of secrets."""
 LIKELY = (
     r"token|jwt|credentials?|signature|session[-_]?(?:id)?|oauth\w{0,30}|"
     "(?<![a-z])(?:pass|pw|auth(?:[-_]code)?|sig)"
 )
-"""The ends of names of secrets in queries; elsewhere such a value is a secret only if it is no number ("token = 3")."""
+"""The ends of names that are names of secrets in queries.
+
+Elsewhere, the value must also not be a number, as in "token = 3".
+"""
 FUNCTION = r"""signature=\w+\([^()"']*\)(?:[\s,;.)]|$)"""
-"""The signature of a function, as in "signature=f(x)"; in a query such a text is hidden, too."""
+"""The signature of a function, as in "signature=f(x)", which is not a secret.
+
+In a query, such a text is hidden all the same.
+"""
 TAIL = r"[\d_]*(?:\[\]|%5B%5D)?"
-"""What may follow the name of a secret if there are several, as in "token2" or "token[]"."""
+"""The texts that may follow the name of a secret if there are several secrets, as in "token2" or "token[]"."""
 NAME = re.compile(rf"(?:(?:{STRONG})s?|{LIKELY}){TAIL}(?:\.|$)", re.IGNORECASE | re.VERBOSE)
 
 
 class SecretForm(NamedTuple):
-    """Describe a form in which a secret, such as a password, appears in a text."""
+    """A form in which a secret, such as a password, appears in a text."""
 
-    pattern: str  # a regular expression of the text before the secret, or of the secret itself
+    pattern: str  # the pattern of the text before the secret, or of the secret
     example: str
 
 
@@ -56,7 +62,7 @@ NAMED = {
     ),
     "after bearer": SecretForm(r"\bbearer\ (?=\S*\d|\S{20})", "Bearer secret1"),
 }
-"""The forms of a name and the sign after it, which are followed by a secret."""
+"""The patterns of the text before a secret, such as its name."""
 VALUES = {
     "in quotes": SecretForm(r"""b?"(?:(?s:\\.)|[^"\\])*"?|b?'(?:(?s:\\.)|[^'\\])*'?""", '"my \\"secret\\""'),
     "in quotes with backslashes": SecretForm(r"""\\"[^"]*"?|\\'[^']*'?""", '\\"my secret\\"'),
@@ -67,11 +73,14 @@ VALUES = {
         "Basic secret",
     ),
 }
-"""The forms of the secret that follows a name. A word ends where the next name of a query begins."""
+"""The patterns of a secret after its name. A word ends where the next name of a query begins."""
 NOTHING = r"""(?!(?:none|null|true|false)(?:[\s;&,)}\]"']|$))"""
 HEADER = r"""((?:(["'])[\w-]{0,30})?(?<!/)(?:authorization|cookie)[ \t]*:[ \t]*+)
     (?(2)(?:\\.|="[^"]*"|(?!\2)[^\r\n])*|(?!b?["'{(\[])[^\r\n]+)"""
-"""A header whose value may have spaces and several parts; it ends with the line, or the quote that began before it."""
+"""A header whose value may have spaces and several parts.
+
+It ends with the line, or with the quote that began before it.
+"""
 
 
 def _one_of(forms: Mapping[str, SecretForm]) -> str:
@@ -85,7 +94,10 @@ SECRETS = {
     "a header": SecretForm(HEADER, "Cookie: theme=dark; id=secret"),
     "a name and its secret": SecretForm(rf"({_one_of(NAMED)}){NOTHING}(?:{_one_of(VALUES)})", "password=secret"),
 }
-"""The patterns of secrets. The text before the secret is the first group. Patterns are replaced in this order."""
+"""The patterns of secrets, which are replaced in this order.
+
+The first group of a pattern is the text before the secret.
+"""
 HIDDEN = [re.compile(form.pattern, re.IGNORECASE | re.VERBOSE) for form in SECRETS.values()]
 SEED = re.compile(r"((?<![a-z])seeds?(?:[-_]| ?[=:] ?| ))(\d+(?:, ?\d+)*)", re.IGNORECASE)
 
@@ -93,8 +105,8 @@ SEED = re.compile(r"((?<![a-z])seeds?(?:[-_]| ?[=:] ?| ))(\d+(?:, ?\d+)*)", re.I
 def missing(package: str, extra: str) -> str:
     """Return the name of a missing package with the command that installs it.
 
-    The command installs from a clone, since the library is on no package index: a package of this name on an index
-    would be another library.
+    The command installs from a clone, since the library is on no package index: a package of this name there would be
+    another one.
 
     Args:
         package: the package that is not installed.
@@ -104,11 +116,14 @@ def missing(package: str, extra: str) -> str:
 
 
 SAME = {"seed": "key", "x_bounds": "project_x", "higher_is_better": "larger_is_better"}
-"""Names that other libraries use, and the names for the same things in this library."""
+"""Names in other libraries -> the names of this library for the same things."""
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return the nearest of some names, without regard to case and to dashes at the start; "" if none is near."""
+    """Return the nearest of some names; "" if none is near.
+
+    Case, and dashes at the start, are ignored.
+    """
     bare = {valid.lower().lstrip("-"): valid for valid in names}
     if SAME.get(name) in bare:
         return bare[SAME[name]]
@@ -117,16 +132,16 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def in_a_line(error: Exception, longest: int = 200) -> str:
-    """Return the message of another library's error in one line without a full stop, or its type if it is empty.
+    """Return the message of another library's error in one line, without a full stop; if it is empty, the error's type.
 
-    Secrets in URLs are hidden before the message is cut, since half a URL is not recognized as one.
+    Secrets in URLs are hidden before the message is cut, since a URL that is cut would not be recognized.
     """
     message = " ".join((getattr(error, "strerror", None) or str(error)).split())
     return printable(without_secrets(message), longest).rstrip(".") or type(error).__name__
 
 
 def printable(text: str, longest: int | None = 200, kept: str = "") -> str:
-    """Return an untrusted text without control characters, cut to `longest` characters; None: not cut.
+    """Return an untrusted text without control characters, cut to `longest` characters. None: it is not cut.
 
     White space becomes a space, and other characters that cannot be printed become "�". The characters in `kept` do not
     change.
@@ -138,11 +153,11 @@ def printable(text: str, longest: int | None = 200, kept: str = "") -> str:
 def without_secrets(text: str) -> str:
     """Hide what may be a password or a token in a text, and cut it to `READ` characters.
 
-    "https://user:password@host" and "https://token@host" become "https://***@host", since the user name may be the
-    token. After a name that is usual for secrets the value is hidden, as in "?api_key=***", "password=*** dbname=runs",
+    "https://user:password@host" and "https://token@host" become "https://***@host", since the user name may be a token.
+    If a name is usual for secrets, the value after it is hidden, as in "?api_key=***", "password=*** dbname=runs",
     "'token': ***" and "Authorization: ***".
     """
-    end = "@" if len(text) > READ else ""  # the "@" by which a password is recognized may be in the rest
+    end = "@" if len(text) > READ else ""  # the rest may contain the "@" by which a password is recognized
     text = BLANKS.sub("://***", text[:READ] + end)
     text = re.sub(r"\S+", _without_user, text).removesuffix(end)
     for secret in HIDDEN:
@@ -161,12 +176,12 @@ def _without_user(word: re.Match[str]) -> str:
 
 
 def without_seed(text: str) -> str:
-    """Hide seeds in the name of a run, of its folder or in an error, such as "seed-3", "run.seed=3" or "seeds 1, 2"."""
+    """Hide seeds in a text, such as "seed-3", "run.seed=3" or "seeds 1, 2" in the name of a run or in an error."""
     return SEED.sub(lambda found: found[1] + re.sub(r"\d+", "***", found[2]), text)
 
 
 def of_others(value: Any) -> Any:
-    """Return a value of untrusted JSON with all texts in it made printable, also the names of objects."""
+    """Return a value of untrusted JSON with all texts in it made printable, including the names in objects."""
     if isinstance(value, str):
         return printable(value, None)
     if isinstance(value, dict):

@@ -109,7 +109,10 @@ def test_every_field_of_a_study_is_an_option(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main(["flower", "new", "--help"])
     said = " ".join(capsys.readouterr().out.split())
-    assert "--gaps A,B,… texts that mean a gap, in addition to those that pandas treats as gaps (default: ?)" in said
+    assert (
+        "--gaps A,B,… texts that mean a missing value, in addition to those that pandas reads as missing (default: ?)"
+        in said
+    )
     assert "--positive VALUE for logistic regression, the class whose probability is predicted" in said
 
 

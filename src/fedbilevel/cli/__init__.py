@@ -1,4 +1,7 @@
-"""Run the command line. Each group of commands has a module, which imports slow packages after checking arguments."""
+"""Run the command line.
+
+Each group of commands has a module, which imports slow packages only after arguments have been checked.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from fedbilevel.core.errors import warnings_in_a_line
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    if arguments is None:  # the process runs nothing else; imports and tracing make many objects but little garbage
+    if arguments is None:  # this process runs nothing else; imports and tracing make many objects, but little garbage
         gc.set_threshold(50_000, 20, 100)
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given[:1] == ["reproduce"]:
@@ -65,12 +68,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _algorithms(options: argparse.Namespace) -> int:
-    """List the algorithms, search them for words, or show the fields and defaults of the named ones."""
+    """List all algorithms, search them for words, or show the fields and defaults of some."""
     return _list("algorithm", " ".join(options.words))
 
 
 def _tasks(options: argparse.Namespace) -> int:
-    """List the tasks, search them for words, or show the fields and defaults of the named ones."""
+    """List all tasks, search them for words, or show the fields and defaults of some."""
     return _list("task", " ".join(options.words))
 
 
@@ -81,7 +84,7 @@ def _list(kind: str, words: str) -> int:
         [words],
         ["-".join(words.split())],
         words.split(),
-    ):  # one name, one with spaces for hyphens, several names
+    ):  # one name, one name with spaces in place of hyphens, or several names
         chosen = [names.spelled(kind, name) for name in asked]
         if chosen and (set(chosen) <= set(names.library(kind)) or (asked == [words] and names.is_own(words))):
             from fedbilevel.experiments.loader import shown

@@ -103,7 +103,8 @@ def _compare(options: argparse.Namespace) -> int:
       fedbilevel compare RUN RUN …                    make a table and a picture of finished runs
       fedbilevel compare TASK --algorithms A,B,C      first run A, B and C on the same task and seeds
 
-    A RUN is the folder of a run, or a folder with runs at any depth, such as that of --seeds or of the second way.
+    A RUN is the folder of a run, or a folder with runs at any depth, such as the folder of --seeds or of the second
+    way.
     If runs differ in more than the method, such as in the task's objective, make each of them with
     `fedbilevel run --out FOLDER/NAME`, then `fedbilevel compare FOLDER`. GFLOP are shown if all runs counted them.
 
@@ -130,8 +131,8 @@ def _compare(options: argparse.Namespace) -> int:
     comparison with hyperparameter search at the same budget, if x has at most 1,000 entries:
       fedbilevel compare TASK --algorithms A --against random,tpe,halving,fedex --exchanges N --search-box=-12:0
       Each method spends the budget, --exchanges, --bytes or --evaluations, and so do all trials of a search together.
-      random, tpe, halving: Optuna draws x, y is trained at it, and the outer loss on all clients' samples judges it;
-      fedex: the method of that name. A search is set by the name of its class: --set TPE.trial_exchanges=40
+      random, tpe, halving: Optuna draws x, y is trained at this x, and the outer loss on all samples judges it;
+      fedex: the method of that name. Set fields of a search by its class: --set TPE.trial_exchanges=40
 
     Methods make different numbers of exchanges per round: --exchanges gives all the same number, --rounds does not. If
     some methods do not wait for slow clients, use --time with a clock (--set clock.stragglers=5).
@@ -141,7 +142,7 @@ def _compare(options: argparse.Namespace) -> int:
     from fedbilevel.experiments.compare import is_per_client
 
     of_picture = [options.panel, options.size, options.out if options.algorithms is None else None]
-    if any(one is not None for one in of_picture):  # these options ask for a picture
+    if any(one is not None for one in of_picture):  # with these options, a picture is drawn
         require_matplotlib()
     for panel in options.panel or []:
         is_per_client(panel)
@@ -229,7 +230,7 @@ def _algorithms(options: argparse.Namespace) -> int:
     def play(spec: Spec, place: Path, task: Task) -> None:
         try:
             played(spec, place, options.quiet, task=task, series=folder, trackers=trackers)
-        except NumericalError as error:  # the other runs can still be compared
+        except NumericalError as error:  # the other runs can be compared nevertheless
             failed.append(f"{place.relative_to(folder)}: {error}")
             shared.fail(shared.OK, failed[-1])
 
@@ -352,7 +353,7 @@ def _swept(options: argparse.Namespace, folder: Path, trackers: Sequence[Tracker
     given: dict[str, Any] = {name: getattr(options, name) for name in ("seeds", "select", "select_on_test")}
     say = (
         (lambda line: None) if options.quiet else partial(print, flush=True)
-    )  # rich's print would break the progress bar
+    )  # lines that rich prints itself would break the progress bar
     given |= {"say": say, "progress": False if options.quiet else None, "trackers": trackers}
     spec_of = _spec_of(options, fields)
     for name, value in drawing.items():
@@ -364,7 +365,7 @@ def _swept(options: argparse.Namespace, folder: Path, trackers: Sequence[Tracker
 
 
 def _fields(options: argparse.Namespace) -> dict[str, tuple[str, str]]:
-    """Return the swept fields: field -> (the option that names it, its text)."""
+    """Return the swept fields: field -> (the option that names the field, the text of the option)."""
     fields: dict[str, tuple[str, str]] = {}
     for option in ("--search", "--grid"):
         for given in getattr(options, option[2:]):
@@ -379,7 +380,7 @@ def _fields(options: argparse.Namespace) -> dict[str, tuple[str, str]]:
 
 
 def _bare(field: str) -> str:
-    """Return the path of a field without its section, which may be omitted."""
+    """Return the path of a field without its section, which may be omitted in an option."""
     return re.sub(r"^(run|task|algorithm)\.", "", field)
 
 
@@ -398,7 +399,7 @@ def _spec_of(options: argparse.Namespace, fields: Collection[str]) -> SpecOf:
 
     def spec_of(point: PointValues) -> Spec:
         spec = configure(base, **named, settings=given, values=point)
-        algorithm_of(spec)  # raises an error if the combination is not allowed
+        algorithm_of(spec)  # raises an error if the point's values are not allowed together
         shared.tune(spec)
         return spec
 

@@ -136,7 +136,7 @@ def _diagnose(options: argparse.Namespace) -> int:
 
 
 def _replies(options: argparse.Namespace, terminal: Any) -> int:
-    """Run some rounds of each algorithm, and show the norms of replies."""
+    """Run some rounds of each algorithm, and show the norms of the clients' replies."""
     from fedbilevel.diagnostics.replies import reply_norms
     from fedbilevel.experiments.experiment import cohort_of
     from fedbilevel.experiments.runner import build
@@ -154,7 +154,10 @@ def _replies(options: argparse.Namespace, terminal: Any) -> int:
 
 
 def _prepared(options: argparse.Namespace, algorithms: Sequence[str]) -> tuple[dict[str, Spec], Spec, Task]:
-    """Return algorithm -> spec, the first spec, and its task; without names, the algorithm of --spec or the default."""
+    """Return the specs of the algorithms by name, the first spec, and its task.
+
+    Without names, the algorithm is that of --spec, or the default.
+    """
     from fedbilevel.core.tables import Wrong
     from fedbilevel.experiments.runner import task_of
     from fedbilevel.experiments.series import comparison_specs, seeded
@@ -174,7 +177,7 @@ def _prepared(options: argparse.Namespace, algorithms: Sequence[str]) -> tuple[d
 
 
 def _command(options: argparse.Namespace, algorithm: str, fields: Mapping[str, Any]) -> str:
-    """Return the command that runs the task with these fields."""
+    """Return the command that runs the task by an algorithm with these fields."""
     from fedbilevel.algorithms import ALGORITHMS
     from fedbilevel.core.card import WIDTH
     from fedbilevel.experiments import toml
@@ -197,7 +200,10 @@ def _command(options: argparse.Namespace, algorithm: str, fields: Mapping[str, A
 
 
 def _rounded(value: Any) -> Any:
-    """Return a value in the spec's form with three digits; for a part, its name and fields other than the defaults."""
+    """Return a value in the form of a spec, with three digits.
+
+    For a part, these are its name and the fields that differ from their defaults.
+    """
     from fedbilevel.core.algorithm import Part
     from fedbilevel.core.hyperparameters import own_values
 

@@ -1,6 +1,6 @@
 """Define `fedbilevel run`, which starts runs or continues one, and `fedbilevel flower`, the commands for federations.
 
-`played` runs a spec for all commands that make runs.
+The function `played` runs a spec for all commands that make runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import fedbilevel.experiments as experiments  # loads nothing yet; "from fedbilevel import" would load all
+import fedbilevel.experiments as experiments  # this loads nothing yet; "from fedbilevel import" would load everything
 from fedbilevel.cli import shared
 from fedbilevel.cli.study_options import add_study_options, given_options, study_table
 from fedbilevel.core import interrupts
@@ -105,14 +105,17 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _run_together(options: argparse.Namespace) -> int:
-    """Run this process's part of a shared run; an error ends it without waiting for the other processes."""
+    """Run this process's part of a run that several processes share.
+
+    After an error, this process ends without waiting for the other processes.
+    """
     number = (options.processes is not None, options.process is not None)
     if options.coordinator is None or not (all(number) or options.coordinator == "auto"):
         raise ConfigurationError("--coordinator, --processes and --process must be given together")
     require(not options.seeds, "--seeds", options.seeds, "left out with --coordinator, which makes one run")
     os.environ.setdefault(
         "TF_CPP_MIN_LOG_LEVEL", "4"
-    )  # hides what JAX's runtime prints when it ends a process; we print the reason
+    )  # hides the messages of JAX's runtime when it ends a process; the reason is printed here
     shared.prepare_jax()
     from fedbilevel.engines.multihost import join
     from fedbilevel.engines.process_group import current_group
@@ -131,7 +134,7 @@ def _run_together(options: argparse.Namespace) -> int:
 def _reported(error: BaseException, debug: bool) -> int:
     """Print the message of an error, and return the exit code."""
     if isinstance(error, SystemExit):
-        return int(error.code or shared.OK)  # its message was printed
+        return int(error.code or shared.OK)  # its message has been printed
     code = shared.exit_code(error)
     if code is None or debug:
         traceback.print_exception(error)
@@ -160,7 +163,7 @@ def _code(*ended: LoadedRun | None) -> int:
 
 
 def _chosen(options: argparse.Namespace) -> tuple[Spec, Path]:
-    """Return the spec and the folder of the run; if several processes share it, those of process 0."""
+    """Return the spec and the folder of the run. If several processes share the run, process 0 decides both."""
     if options.coordinator is None:
         return _described(options)
     from fedbilevel.engines.process_group import current_group
@@ -185,7 +188,7 @@ def _described(options: argparse.Namespace) -> tuple[Spec, Path]:
 
 
 WITH_RESUME = ["command", "debug", "resume", "rounds", "force", "log", "quiet", "coordinator", "processes", "process"]
-"""The options that `--resume` allows, and the other names of the parser."""
+"""The options that are allowed with `--resume`, and other names in the parser's result."""
 
 
 def _resume(options: argparse.Namespace) -> int:
@@ -195,8 +198,8 @@ def _resume(options: argparse.Namespace) -> int:
     from fedbilevel.experiments.runner import resumable
 
     place = experiments.Folder(options.resume)
-    if place.spec.is_file():  # only process 0 has the folder
-        shared.spec_tables(place.spec)  # prints which code it runs
+    if place.spec.is_file():  # only process 0 may have the folder
+        shared.spec_tables(place.spec)  # prints which code the spec runs
     spec = resumable(place, options.rounds)
     shared.tune(spec)
     play = partial(experiments.resume, place.path, rounds=options.rounds, force=options.force)
@@ -204,7 +207,7 @@ def _resume(options: argparse.Namespace) -> int:
 
 
 def _run_seeds(options: argparse.Namespace, spec: Spec, folder: Path) -> int:
-    """Make a run for each seed that has not finished in the folder yet, and one picture of all."""
+    """Make the runs of all seeds that have not finished in the folder yet, and draw one picture of all runs."""
     from fedbilevel.display.curves import can_draw
     from fedbilevel.engines.tracking import MEMORY, Tracking, tracked_group
     from fedbilevel.experiments import tables
@@ -236,18 +239,19 @@ def played(
     series: Path | None = None,
     trackers: Sequence[Tracker] = (),
 ) -> LoadedRun | None:
-    """Run a spec, show its progress and its outcome, and print how to continue if it does not reach its end.
+    """Run a spec, show its progress and its outcome, and print how to continue if the run does not reach its end.
 
-    If several processes share the run, only process 0 shows it, and the others return None.
+    If several processes share the run, only process 0 shows the run; the others return None.
 
     Args:
         spec: the spec.
         folder: the folder of the run.
-        quiet: print only the folder.
-        play: how to run it, such as `experiments.run` or `resume`; None takes `complete`, and only reads finished runs.
+        quiet: whether to print only the folder.
+        play: the function that runs the spec, such as `experiments.run` or `resume`; None: `complete`, which leaves a
+            finished run as it is.
         task: the spec's task, if the caller has already made it.
-        series: the folder of several runs that a command makes and shows in one picture.
-        trackers: record the run.
+        series: the folder of several runs, if a command makes these and shows them in one picture.
+        trackers: trackers that record the run.
     """
     from fedbilevel.display import Watch
     from fedbilevel.display.curves import can_draw
@@ -259,7 +263,7 @@ def played(
     group, place = current_group(), experiments.Folder(folder)
     if play is None and place.finished:
         return experiments.load_run(folder)
-    experiment = experiments.build(spec, task)  # shows the progress of downloads itself
+    experiment = experiments.build(spec, task)  # this shows the progress of downloads
     play = play or partial(experiments.complete, spec, folder)
     quiet = quiet or not group.is_first
     terminal = shared.console(quiet)
@@ -435,7 +439,7 @@ def _check(options: argparse.Namespace) -> int:
     if found[0].name == study.FILE:
         lines = study.check(read_study(found[0]), options.node_config, *given)
     else:
-        shared.spec_tables(found[0])  # prints which code it runs
+        shared.spec_tables(found[0])  # prints which code the spec runs
         lines = check(read_spec(found[0]), options.node_config, *given)
     for name, said in lines:
         shared.say(terminal, f"{name:10} {said}")
@@ -531,7 +535,7 @@ def _demo(options: argparse.Namespace) -> int:
     if options.clients or (not options.spec and "clients" in configure(**named).task.fields):
         given.append(f"task.clients={options.clients or 4}")
     spec = shared.configured(options, *given)
-    shared.trackers(options)  # the server makes its own; a missing library is said before anything starts
+    shared.trackers(options)  # the server makes its own trackers; this reports a missing library before anything starts
     clients = len(seen_by(spec, "server").clients)
     play_demo(spec, clients, options.out, persistent=not options.stock, log=options.log)
     return shared.OK

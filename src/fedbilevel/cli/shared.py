@@ -1,4 +1,4 @@
-"""Provide what several commands share: exit codes, types of arguments, the console, and common options."""
+"""Define what several commands share: exit codes, types of arguments, the console, and common options."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fedbilevel.trackers import Tracker
 
 OK, BAD_INPUT, NUMBERS_FAIL, NOT_WRITTEN, NOT_ANSWERED, BUDGET_SPENT = 0, 2, 3, 4, 5, 6
-LINES = "\n\t"  # control characters that are printed
+LINES = "\n\t"  # the control characters that are printed
 OWN = "or your own: module:NAME or path/to/file.py:NAME"
 ALGORITHM_HELP = f"see `fedbilevel algorithms` (simfbo, or the task's); {OWN}"
 TRACKERS = "mlflow", "tensorboard", "wandb"  # the names of `fedbilevel.trackers.BY_NAME`
@@ -40,7 +40,7 @@ TASK_HELP = f"see `fedbilevel tasks` (hyper_representation); {OWN}"
 
 
 class Once(argparse.Action):
-    """Store the value of an option, and reject a second, different value."""
+    """An argparse action that stores the value of an option, and rejects a second, different value."""
 
     def __call__(
         self,
@@ -49,14 +49,14 @@ class Once(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        before = vars(self).setdefault("given", values)  # each parser parses only once
+        before = vars(self).setdefault("given", values)  # each parser parses once
         if option_string and before != values:
             raise argparse.ArgumentError(self, f"gets two values, {before} and {values}: leave one out")
         setattr(namespace, self.dest, values)
 
 
 class Parser(argparse.ArgumentParser):
-    """Name the nearest command or option if one is unknown."""
+    """A parser that suggests the nearest command or option if one is unknown."""
 
     commands: Mapping[str, Parser] = MappingProxyType({})
 
@@ -67,9 +67,9 @@ class Parser(argparse.ArgumentParser):
         return made
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Read the arguments of a command; an unknown argument or command ends the program."""
+        """Read the arguments of a command. An unknown argument or command ends the program."""
         args = sys.argv[1:] if args is None else list(args)
-        for name in args if self.commands else ():  # options before a command have no values
+        for name in args if self.commands else ():  # no option before a command has a value
             if name in self.commands:
                 break
             if not name.startswith("-"):
@@ -82,7 +82,10 @@ class Parser(argparse.ArgumentParser):
         return options, extra
 
     def refuse_option(self, argument: str) -> NoReturn:
-        """End the program because of an unknown argument; before a command, the option may be one of the commands."""
+        """End the program because of an unknown argument.
+
+        If the option comes before a command, the options of all commands are searched for the nearest name.
+        """
         name = argument.partition("=")[0]
         near = nearest(name, self._option_string_actions)
         if not near and (near := nearest(name, self.options)):
@@ -91,11 +94,11 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def options(self) -> list[str]:
-        """The options of this parser and of its commands."""
+        """Return the options of this parser and of its commands."""
         return [*self._option_string_actions, *(option for each in self.commands.values() for option in each.options)]
 
     def refuse(self, kind: str, name: str, near: str) -> NoReturn:
-        """End the program because of an unknown name, and say which name is near."""
+        """End the program because of an unknown name, and suggest the nearest name."""
         hint, listed = f"; did you mean {near}?" if near else "", f"{'option' if kind == 'argument' else kind}s"
         text = f"unknown {kind} {printable(name)}{hint} ({self.prog} --help lists all {listed})"
         raise SystemExit(fail(BAD_INPUT, text))
@@ -103,7 +106,7 @@ class Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class Add:
-    """Add commands; the help of a command is its function's docstring."""
+    """An object that adds commands to a parser when it is called. The help of a command is its function's docstring."""
 
     commands: Any
 
@@ -123,28 +126,36 @@ class Add:
 
 
 def add_options(command: argparse._ActionsContainer, *names: str, **helps: str) -> None:
-    """Add common options by their names; `helps` has the names of options whose help differs, with that help."""
+    """Add common options to a command, by their names.
+
+    `helps` has other help texts for some options, by the option's name.
+    """
     for name in (*names, *helps):
         given = {**OPTIONS[name], **({"help": helps[name]} if name in helps else {})}
         command.add_argument(f"--{name.replace('_', '-')}", **given)
 
 
 def add_length(command: argparse.ArgumentParser) -> None:
-    """Add the options for the length of a run, of which only one may be given."""
+    """Add the options for the length of a run. Only one of them may be given."""
     add_options(command.add_mutually_exclusive_group(), "rounds", "exchanges", "bytes", "evaluations", "time")
 
 
 def fail(code: int, sentence: str) -> int:
-    """Print a message to standard error, made printable since it may quote untrusted text, and return the exit code."""
+    """Print a message to standard error, and return the exit code.
+
+    The message is made printable, since it may quote untrusted text.
+    """
     print(f"fedbilevel: {printable(sentence, None, kept=LINES)}", file=sys.stderr)
     return code
 
 
 def spec_tables(path: Path, task: str | None = None, algorithm: str | None = None) -> dict[str, Any]:
-    """Read the tables of a spec that will be run; `task` and `algorithm` are the names that will replace the spec's.
+    """Read the tables of a spec that will be run.
 
-    If the spec names a user's own task or algorithm, running it executes code that is not named on the command line. A
-    line on standard error says so first.
+    `task` and `algorithm` are names that will replace the names in the spec, if given.
+
+    If the spec names a user's own task or algorithm, running the spec executes code that is not named on the command
+    line. This is first reported on standard error.
     """
     from fedbilevel.experiments import toml
 
@@ -160,9 +171,9 @@ def spec_tables(path: Path, task: str | None = None, algorithm: str | None = Non
 
 
 def say_code(*names: str | None, named: str = "") -> None:
-    """Print which code will run if some of these names are those of a user's own tasks or algorithms.
+    """If some of these names mean a user's own tasks or algorithms, print which code will run.
 
-    `named` begins the line, and says from which file the name comes if it is not on the command line.
+    `named` is the beginning of the line. It says in which file the name is, if the name is not on the command line.
     """
     for code in {name.rpartition(":")[0]: None for name in names if name}:
         if code:
@@ -170,7 +181,10 @@ def say_code(*names: str | None, named: str = "") -> None:
 
 
 def configured(options: argparse.Namespace, *before: str) -> Spec:
-    """Return the spec that the options describe; the settings `before` are applied before those of the options."""
+    """Return the spec that the options describe.
+
+    The settings in `before` are applied before the settings of the options.
+    """
     base = spec_tables(Path(options.spec), options.task, options.algorithm) if options.spec else None
     prepare_jax()
     from fedbilevel.experiments import configure
@@ -216,7 +230,7 @@ def names(text: str) -> list[str]:
 
 
 def _trackers(text: str) -> list[str]:
-    """Read the names of trackers. A text without any name, for example from an unset variable, is an error."""
+    """Read the names of trackers. A text without any name, such as the value of an unset variable, is an error."""
     if found := names(text):
         return found
     raise argparse.ArgumentTypeError(f"{text!r} names no tracker (allowed: {', '.join(TRACKERS)})")
@@ -248,7 +262,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": f"record in trackers: {', '.join(TRACKERS)}",
     },
 }
-"""Common option -> its arguments of `add_argument`."""
+"""A common option -> the arguments of `add_argument` for it."""
 
 
 RUN = ("rounds", "exchanges", "bytes", "evaluations", "time", "cohort", "eval_every")
@@ -260,17 +274,17 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "clients": ("task.clients",),
     "data": ("task.data",),
 }
-"""Option -> the fields of a spec that it sets."""
+"""An option -> the fields of a spec that the option sets."""
 
 
 def check_fields(options: argparse.Namespace) -> None:
     """Reject a field that gets two values.
 
-    Both values can come from the same option, --set, --grid or --search, which is given twice. Or one value comes from
-    these options, and the other from an option such as --rounds.
+    Both values may come from --set, --grid or --search. Or one value comes from these options, and the other from an
+    option such as --rounds.
     """
     given = [(name, setting) for name in ("set", "grid", "search") for setting in getattr(options, name, [])]
-    before: dict[str, list[tuple[str, str]]] = {}  # by option, the fields and settings so far
+    before: dict[str, list[tuple[str, str]]] = {}  # field -> (option, setting) so far
     for by, setting in given:
         name, said = setting.partition("=")[0].strip(), f"--{by} {setting}"
         others = [f"--{by} {other}" for path, other in before.setdefault(by, []) if _same_field(name, path)]
@@ -283,12 +297,15 @@ def check_fields(options: argparse.Namespace) -> None:
 
 
 def _same_field(one: str, other: str) -> bool:
-    """Tell whether two paths name the same field; the section may be left out."""
+    """Return whether two paths mean the same field; a path may lack the section."""
     return one == other or one == other.partition(".")[2] or one.partition(".")[2] == other
 
 
 def check_names(options: argparse.Namespace) -> None:
-    """Replace names by the library's spelling, and reject unknown names, before slow packages are imported."""
+    """Replace names of algorithms and tasks by the library's spelling, and reject unknown names.
+
+    This is done before slow packages are imported.
+    """
     from fedbilevel.experiments.names import known, known_rivals
 
     known_rivals(getattr(options, "against", None) or ())
@@ -297,7 +314,7 @@ def check_names(options: argparse.Namespace) -> None:
             raise unknown("tracker of --log", name, TRACKERS)
     for place in ("algorithm", "algorithms", "task", "what"):
         given, kind = getattr(options, place, None), "algorithm" if place.startswith("algorithm") else "task"
-        if given and (place != "what" or options.algorithms):  # else `what` is a list of folders
+        if given and (place != "what" or options.algorithms):  # without --algorithms, `what` is a list of folders
             found = [known(kind, name) for name in given] if isinstance(given, list) else known(kind, given)
             setattr(options, place, found)
 
@@ -309,7 +326,7 @@ def settings(options: argparse.Namespace) -> list[str]:
 
 
 def trackers(options: argparse.Namespace) -> list[Tracker]:
-    """Return the trackers that --log names; without --log, no tracker is loaded."""
+    """Return the trackers that --log names. Without --log, no tracker is loaded."""
     if not options.log:
         return []
     from fedbilevel.trackers import made
@@ -320,8 +337,8 @@ def trackers(options: argparse.Namespace) -> list[Tracker]:
 def console(quiet: bool = False) -> Console:
     """Return the console for standard output.
 
-    A pipe or a log file gets no colours, whatever the environment says, and 160 columns, or the number in COLUMNS, so
-    that lines are not wrapped.
+    A pipe or a log file gets no colours, whatever the environment says. It gets 160 columns, or the number in COLUMNS,
+    so that lines are not wrapped.
     """
     from rich.console import Console
 
@@ -333,26 +350,26 @@ def console(quiet: bool = False) -> Console:
 
 
 def say(terminal: Console, *lines: object) -> None:
-    """Print lines without markup and folding; control characters that a terminal would obey are replaced."""
+    """Print lines without markup and without folding. Control characters that a terminal would obey are replaced."""
     said = [printable(str(line), None, kept=LINES) for line in lines]
     terminal.print(*said, sep="\n", markup=False, highlight=False, soft_wrap=True)
 
 
 def say_paths(terminal: Console, paths: Mapping[str, Path | Sequence[Path]]) -> None:
-    """Print the paths of written files, each after a word that says what it is."""
+    """Print the paths of written files, each after a word that describes the file."""
     for word, found in paths.items():
         say(terminal, *(f"{word:<6} {path}" for path in ([found] if isinstance(found, Path) else found)))
 
 
 def prepare_jax() -> None:
-    """Keep compiled programs on disk, so that later runs start quickly; JAX's own settings take precedence."""
+    """Let JAX keep compiled programs on disk, so that later runs start quickly. JAX's own settings take precedence."""
     from fedbilevel.engines.machine import keep_on_disk_if_possible
 
     keep_on_disk_if_possible()
 
 
 def tune(spec: Spec) -> None:
-    """Set options of XLA, which reads them at the first computation of the process."""
+    """Set options of XLA. Call this before the first computation of the process, when XLA reads them."""
     from fedbilevel.engines.machine import tune_cpu
     from fedbilevel.engines.process_group import current_group
 
@@ -361,7 +378,7 @@ def tune(spec: Spec) -> None:
 
 
 def exit_code(error: BaseException) -> int | None:
-    """Return the exit code of an expected error; None for an unexpected one, which is a bug of the library."""
+    """Return the exit code for an expected error; None for an unexpected error, which is a bug of the library."""
     if isinstance(error, KeyboardInterrupt):
         return interrupts.exit_code()
     from fedbilevel.data.files import DataError
@@ -378,17 +395,20 @@ def exit_code(error: BaseException) -> int | None:
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Tell whether NumPy, Python or XLA could not get memory."""
+    """Return whether an error says that NumPy, Python or XLA could not get memory."""
     return isinstance(error, MemoryError) or str(error).startswith("RESOURCE_EXHAUSTED")
 
 
 def lacks_rich(error: BaseException) -> bool:
-    """Tell whether rich, with which most commands print, is not installed."""
+    """Return whether an error was raised because rich, with which most commands print, is not installed."""
     return isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "rich"
 
 
 def sentence(error: BaseException) -> str:
-    """Return the message of an error; for one of the operating system, the file and the reason without its number."""
+    """Return the message of an error.
+
+    For an error of the operating system, these are the file and the reason, without the number of the error.
+    """
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if lacks_rich(error):

@@ -1,6 +1,7 @@
-"""Define the options of `fedbilevel flower new` for a study: one for each field of `Study`, which checks the values.
+"""Define the options of `fedbilevel flower new` for a study: an option for each field of `Study`.
 
-Names, types, defaults and descriptions are read from the source of `Study`, since importing it takes seconds.
+Names, types, defaults and descriptions are read from the source text of `Study`, since importing it takes seconds.
+`Study` checks the values.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ import fedbilevel
 from fedbilevel.cli import shared
 from fedbilevel.core.errors import require
 
-SHARED = ("rounds",)  # options that `flower new` also has without a study
+SHARED = ("rounds",)  # the fields for which `flower new` has an option even without a study
 GROUP = "NAME=A,B,…"
 
 
 @dataclass(frozen=True)
 class StudyField:
-    """A field of `Study`, as read from its source.
+    """A field of `Study`, as it was read from the source.
 
     Args:
-        kind: the annotation.
+        kind: the field's annotation.
         default: the source text of the default; "" if there is none.
     """
 
@@ -82,13 +83,13 @@ def add_study_options(new: argparse.ArgumentParser) -> None:
 
 
 def given_options(options: argparse.Namespace) -> list[str]:
-    """Name the options of a study that the command line has."""
+    """Return the options of a study that are given on the command line."""
     fields = (field for field in study_fields() if field.name not in SHARED)
     return [field.option for field in fields if getattr(options, field.name) is not None]
 
 
 def study_table(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields that the options give, for `Study.read`, which refuses wrong ones.
+    """Return the fields of a study that the options give. `Study.read` checks them.
 
     Raises:
         ConfigurationError: an option --groups has another form than NAME=A,B.
@@ -98,7 +99,7 @@ def study_table(options: argparse.Namespace) -> dict[str, Any]:
         if (value := getattr(options, field.name)) is not None:
             found[field.name] = _read(field, value)
     if options.holdout in found.get("sites", ()):
-        found["holdout"] = options.holdout  # also if the site's name is a number
+        found["holdout"] = options.holdout  # as a text, even if the site's name is a number
     return found
 
 
@@ -123,7 +124,7 @@ def _groups(option: str, given: list[str]) -> Mapping[str, list[str]]:
 
 
 def _number(text: Any) -> Any:
-    """Convert a text to a number; a text that is not a number is returned unchanged, and `Study` refuses it."""
+    """Convert a text to a number. A text that is not a number is returned unchanged; `Study` then refuses it."""
     for kind in (int, float):
         try:
             return kind(text)

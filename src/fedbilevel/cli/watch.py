@@ -84,7 +84,10 @@ def _watch(options: argparse.Namespace) -> int:
 
 
 def _reader(place: str, on_terminal: bool) -> Callable[[], Snapshot]:
-    """Return the function that reads the folder, or the page, which is shown on a terminal only."""
+    """Return the function that reads snapshots of a folder, or of a page.
+
+    A page can be shown only on a terminal.
+    """
     require(bool(place.strip()), "FOLDER", place, "a folder, or the URL of a page")
     if "://" not in place:
         from fedbilevel.experiments.folder_reader import FolderReader

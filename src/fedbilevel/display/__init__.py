@@ -1,4 +1,7 @@
-"""Show the progress of a run in a bar, in lines or in a notebook. `solve` takes a display as its `progress`."""
+"""Show the progress of a run as a bar, as lines or in a notebook.
+
+`solve` takes a display as its argument `progress`.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ from fedbilevel.core.metrics import text
 if TYPE_CHECKING:
     from rich.console import Console
 
-LINE_INTERVAL = 5.0  # seconds between two printed lines
-WINDOW = 5.0  # seconds over which the speed is measured
+LINE_INTERVAL = 5.0  # the number of seconds between two printed lines
+WINDOW = 5.0  # the number of last seconds over which the speed is measured
 
 
 class Display(Protocol):
-    """Show the progress of a run, which calls these methods in its thread.
+    """A display of a run's progress. The run calls the display's methods in its own thread.
 
     An exception in a method ends the display and not the run.
     """
@@ -33,12 +36,12 @@ class Display(Protocol):
         ...
 
     def close(self) -> None:
-        """Remove the display at the end of the run, also if the run failed."""
+        """Remove the display at the end of the run, even if the run failed."""
         ...
 
 
 def chosen(progress: bool | Display | None) -> Display:
-    """Return the display for an argument `progress`.
+    """Return the display for the argument `progress` of `solve`.
 
     A `Display` is returned as it is. False: nothing is shown. Otherwise, a notebook shows a bar below the cell, and a
     terminal shows a bar by rich, if it is installed. If standard output or standard error is not a terminal, None shows
@@ -66,7 +69,7 @@ def _installed(name: str) -> Any:
 
 
 class Silent:
-    """Show nothing."""
+    """A display that shows nothing."""
 
     def stage(self, name: str) -> None: ...
 
@@ -76,7 +79,7 @@ class Silent:
 
 
 class Lines(Silent):
-    """Print plain lines on standard error, for log files: each stage, and the round every few seconds."""
+    """A display for log files: it prints each stage, and the round every few seconds, on standard error."""
 
     def __init__(self) -> None:
         self.speed, self.due = Speed(), 0.0
@@ -94,7 +97,7 @@ class Lines(Silent):
 
 
 class Notebook(Silent):
-    """Show a bar and a line below the cell of a notebook; their last state stays there after the run.
+    """A display below the cell of a notebook: a bar and a line of text, which remain there after the run.
 
     Args:
         display: the function `display` of IPython.
@@ -130,7 +133,7 @@ class Notebook(Silent):
 
 
 class Bar:
-    """Show a bar by rich on a terminal: the stage, the progress, and below them numbers and the speed.
+    """A display on a terminal, by rich: the stage, a bar, and below them numbers and the speed.
 
     The bar vanishes at the end. Text that is printed during the run appears above it.
     """
@@ -151,7 +154,7 @@ class Bar:
             return Group(self.line.get_renderable(), Text(self.below, overflow="fold"))
 
         self.speed, self.below = Speed(unit), ""
-        self.since: tuple[str, float] | None = None  # the present stage and the time of its start
+        self.since: tuple[str, float] | None = None  # the present stage, and the time at which it began
         self.line = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}", style="bold", table_column=Column(overflow="fold")),
@@ -166,13 +169,13 @@ class Bar:
         self.speed.pause()
         self.since = f"{self.heading}{name}", self.speed.clock()
         self.live.start()
-        self.live.refresh()  # draws at once, since the next stage may block the thread that draws
+        self.live.refresh()  # draw now, since the next stage may block the thread that draws
 
     def advance(self, round: int, rounds: int) -> None:
         self.show(round, rounds)
 
     def show(self, done: float, whole: float, numbers: str = "") -> None:
-        """Show that `done` of `whole` units are done, and, on the line below, `numbers` such as losses."""
+        """Show that `done` of `whole` is done. Show `numbers`, such as losses, below the bar."""
         self.since = None
         self.speed.mark(done)
         self.live.start()
@@ -188,15 +191,15 @@ UNITS = {name: name for name in ("rounds", "exchanges", "bytes", "evaluations")}
 
 
 class Watch:
-    """Show how much of its budget a run has spent, with the losses and metrics so far, in a bar or in lines.
+    """A display of a run's progress, in units of its budget, with losses and metrics: a bar, or lines.
 
-    An instance is both the display of a run, which gets stages, and a callback of the run, which gets numbers.
+    Pass an instance to `solve` twice: as its `progress`, to show stages, and as a callback, to show numbers.
 
     Args:
         console: the console to write to. A terminal gets a bar, and other consoles get lines.
         metric: the metric that is shown after the outer loss.
-        budget: the cost that ends the run, which is a key of UNITS, and the limit of this cost.
-        timed: whether the clock's time is shown as well.
+        budget: the kind of the run's budget, a key of UNITS, and its amount.
+        timed: whether the time of the clock is also shown.
     """
 
     def __init__(self, console: Console, metric: str, budget: tuple[str, float], timed: bool) -> None:
@@ -212,7 +215,7 @@ class Watch:
             self.speed.pause()
 
     def advance(self, round: int, rounds: int) -> None:
-        """Do nothing: `__call__`, the callback of the run, shows the rounds together with the numbers."""
+        """Do nothing: the callback, which is called after each round, shows the round together with the numbers."""
 
     def close(self) -> None:
         if self.bar:
@@ -239,7 +242,7 @@ class Watch:
             self.console.print("  ".join(filter(None, parts)), highlight=False, soft_wrap=True)
 
     def numbers(self, result: Any) -> str:
-        """Return the outer loss and the metric of the last row, and the clock's time if it is not the budget's cost."""
+        """Return the outer loss and the metric of the last row, and the clock's time unless the budget is in time."""
         row = result.history.rows[-1] if result.history.rows else {}
         shown = [name for name in dict.fromkeys(("outer_loss", self.metric)) if name in row]
         clock = [f"clock {result.ledger.time:,.1f} s"] if self.timed and self.counted != "time" else []
@@ -247,7 +250,7 @@ class Watch:
 
 
 class Speed:
-    """Measure the speed of a run over the last few seconds, without the time of stages outside rounds."""
+    """The speed of a run over the last few seconds, without the time of stages outside rounds."""
 
     def __init__(self, unit: str = "rounds", clock: Callable[[], float] = time.monotonic) -> None:
         self.unit, self.clock = unit, clock
@@ -255,18 +258,18 @@ class Speed:
         self.paused = False
 
     def pause(self) -> None:
-        """Exclude the time until the next call of `mark` from the speed."""
+        """Exclude the time until the next call of `mark`."""
         self.paused = True
 
     def mark(self, done: float) -> None:
-        """Record the present time and `done`, the number of units that are done."""
+        """Record that at this moment `done` is done."""
         now = self.clock()
         self.marks = [] if self.paused else [mark for mark in self.marks if now - mark[0] < WINDOW] or self.marks[-1:]
         self.marks.append((now, done))
         self.paused = False
 
     def text(self, whole: float) -> str:
-        """Return the speed, and the time until `whole` is done; "" if the speed is unknown."""
+        """Return a text with the speed and the time until `whole` is done; "" if the speed is unknown."""
         if not self.marks:
             return ""
         (then, before), (now, done) = self.marks[0], self.marks[-1]

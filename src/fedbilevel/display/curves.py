@@ -1,6 +1,6 @@
-"""Draw metrics of one run or of several runs against their costs, as PNG, PDF or SVG.
+"""Draw metrics of one run or several against their costs, as PNG, PDF or SVG.
 
-Colours can be told apart by people with any kind of colour vision.
+People with any kind of colour vision can tell the colours apart.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedbilevel.wording import missing
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LEVEL = "#666666"
 DASHES = ("-", "--", "-.", ":")
-COSTS = {  # the costs against which a metric may be drawn, and the labels of the axes
+COSTS = {  # the costs against which a metric can be drawn, with the labels of the axes
     "rounds": "rounds",
     "exchanges": "exchanges",
     "megabytes": "traffic (MB, down + up, whole cohort)",
@@ -34,8 +34,8 @@ COSTS = {  # the costs against which a metric may be drawn, and the labels of th
     "time": "time (seconds, in simulations virtual)",
     "epsilon": "ε of privacy, the most that a client spent",
 }
-FAR_APART = 10  # above this ratio of the runs' costs, the axis is logarithmic
-NARROW = 5.0  # inches: a narrower figure, such as for a column of a paper, has small type
+FAR_APART = 10  # if the ratio of the runs' costs is larger, the axis is logarithmic
+NARROW = 5.0  # a figure of fewer inches, as for a column of a paper, has small type
 SHORT = {
     "megabytes": "traffic (MB)",
     "evaluations": "gradients + hvps",
@@ -45,15 +45,15 @@ SHORT = {
 }
 OF_CLIENTS = "of clients: mean, 10 % to 90 %, worst (dotted)"
 ONCE = "measured once: eval_every gives more points"
-UNNAMED = "_nolegend_"  # a label of lines that a call such as legend(["one", "other"]) leaves out
+UNNAMED = "_nolegend_"  # a label that Matplotlib leaves out when legend(["one", "other"]) names curves
 SHOWN = ("p10", "p90", "worst")  # the statistics of a per-client metric that are drawn with its mean
-UNLIKE = 20  # above this ratio of two losses, each has its own panel, since the smaller one would look flat
+UNLIKE = 20  # losses with a larger ratio get a panel each, since the smaller one would look flat
 SUFFIXES = (".png", ".pdf", ".svg")
 UNDATED = {".png": {"Software": None}, ".pdf": {"CreationDate": None}, ".svg": {"Date": None}}
 
 
 class NumberTable(Protocol):
-    """Describe a table with one row per evaluation and numbers by column, such as `History`."""
+    """A table with one row per evaluation and a number for each column, such as `History`."""
 
     @property
     def rows(self) -> Sequence[Mapping[str, float]]: ...
@@ -71,10 +71,11 @@ class Curve:
 
     Args:
         label: the name of the curve in a legend.
-        costs: the total costs up to each row, (rows,) each, by those names of COSTS that were counted.
+        costs: the total costs up to each row, (rows,) each, by their names in COSTS; costs that were not counted are
+            left out.
         value: the metric in these rows, (rows,).
         spread: the standard deviation of the metric over the seeds, (rows,); None for a single seed.
-        level: whether the curve is drawn as a horizontal line at the last value.
+        level: whether a horizontal line at the last value is drawn in place of the curve.
         clients: for a per-client metric, "p10", "p90" and "worst" over clients, (rows,) each.
     """
 
@@ -88,28 +89,32 @@ class Curve:
 
 @dataclass(frozen=True)
 class ClientPanel:
-    """Describe a panel of a per-client metric against a cost.
+    """A panel of a per-client metric against a cost.
 
-    Each curve is the mean over clients, in a band from the first to the last decile, with the worst client dotted.
+    Each curve shows the mean over clients, with a band from the first to the last decile, and a dotted line for the
+    worst client.
     """
 
     metric: str
     cost: str
     curves: Sequence[Curve]
-    places: Sequence[int]  # the numbers of these curves among all curves, which give their colours
+    places: Sequence[int]  # the indices of these curves among all curves, which determine the colours
     without: Sequence[str]  # the names of the runs that did not measure the metric
 
 
 def time_of(row: Mapping[str, float]) -> float:
-    """Return the seconds of the clock up to a row.
+    """Return the seconds of the clock up to a row of a history.
 
-    Rows of early versions have no time; then each exchange counts as one second, as in the default clock.
+    Rows that early versions wrote have no time; in these, each exchange counts as one second, as in the default clock.
     """
     return row.get("time", row["exchanges"])
 
 
 def costs_of(row: Mapping[str, float]) -> dict[str, float]:
-    """Return the total costs up to a row, by the names of COSTS; "gflop" and "epsilon" only if they were counted."""
+    """Return the total costs up to a row, by the names of COSTS.
+
+    "gflop" and "epsilon" are included only if they were counted.
+    """
     costs = {
         "rounds": row["round"],
         "exchanges": row["exchanges"],
@@ -123,14 +128,14 @@ def costs_of(row: Mapping[str, float]) -> dict[str, float]:
 
 
 def curve(label: str, histories: Sequence[NumberTable], metric: str, level: bool = False) -> Curve:
-    """Return the curve of a metric: its mean over the histories of several seeds, at the rounds that all have.
+    """Return the curve of a metric: the mean over the histories of several seeds, at the rounds that all of them have.
 
     Args:
         label: the name of the curve in a legend.
         histories: a history for each seed.
-        metric: a column, or the name of a per-client metric. The curve of the latter also has the first and the last
-            decile over clients, and the worst client.
-        level: whether the curve is drawn as a horizontal line at the last value.
+        metric: a column, or the name of a per-client metric. The curve of a per-client metric also has the first and
+            the last decile over clients, and the worst client.
+        level: whether a horizontal line at the last value is drawn in place of the curve.
     """
     metric = column_of(metric, histories)
     whole = metric.removesuffix(".mean")
@@ -152,7 +157,7 @@ def curve(label: str, histories: Sequence[NumberTable], metric: str, level: bool
 
 
 def column_of(metric: str, histories: Sequence[NumberTable]) -> str:
-    """Return the column that a curve of a metric shows: the metric's own, or METRIC.mean of a per-client metric."""
+    """Return the column that the curve of a metric shows: the column METRIC, or METRIC.mean for a per-client metric."""
     for name in (metric, f"{metric}.mean"):
         if all(name in history.columns for history in histories):
             return name
@@ -171,14 +176,14 @@ def draw_history(
 
     Args:
         history: the history of a run.
-        metrics: one or more columns, or names of per-client metrics. A per-client metric is a line for the mean, in a
-            band from the first to the last decile over clients, and a dotted line for the worst client. Several metrics
-            have a legend.
+        metrics: one or more columns, or names of per-client metrics. A per-client metric is drawn as a line for the
+            mean, a band from the first to the last decile over clients, and a dotted line for the worst client. If
+            there are several metrics, there is a legend.
         panel: the cost: "rounds", "exchanges", "megabytes", "evaluations" (gradients and hvps), "gflop", "seconds" (of
             this machine), "time" (of the clock) or "epsilon" (of privacy).
-        size: the width and height of a new figure in inches, each from 1 to 100; None: 6 by 4. A figure of less than 5
-            inches has small type, as in a column of a paper.
-        axes: the Matplotlib axes to draw into; None: a new figure of pyplot, which notebooks show.
+        size: the width and the height of a new figure in inches, each from 1 to 100; None: 6 by 4. A figure that is
+            narrower than 5 inches has small type, for a column of a paper.
+        axes: the Matplotlib axes to draw into; None: axes of a new figure of pyplot, which notebooks show.
 
     Returns:
         The Matplotlib axes.
@@ -199,8 +204,8 @@ def draw_history(
     if axes is None:
         from matplotlib import pyplot
 
-        # The figure is made outside the style: the first figure sets up how a notebook shows figures, and leaving the
-        # style would undo this.
+        # The figure is made outside the style. The first figure of a notebook sets up how figures are shown there, and
+        # the end of the style would undo this.
         figure = pyplot.figure(figsize=size or (6.0, 4.0), layout="constrained")
     with style:
         axes = figure.subplots() if figure else axes
@@ -217,17 +222,17 @@ def draw_history(
 def draw_panel(
     axes: Any, curves: Sequence[Curve], panel: str, *, percent: bool, places: Sequence[int] | None = None
 ) -> list[list[Any]]:
-    """Draw curves against a cost.
+    """Draw curves against a cost, in one panel.
 
-    The axis of the cost begins at 0. It is linear; if the runs' costs differ by more than a factor of 10, it is
-    logarithmic, with a linear part below the smallest cost's power of ten.
+    The axis of the cost begins at 0. It is linear if the runs' costs differ by a factor of at most 10. Otherwise it is
+    logarithmic, with a linear part near 0.
 
     Args:
         axes: Matplotlib axes.
         curves: the curves.
         panel: the cost, a name of COSTS.
-        percent: whether values are shares, which are drawn in percent.
-        places: the index of each curve's colour in COLOURS; None: the next colours that the axes do not have yet.
+        percent: whether the values are shares, which are drawn in percent.
+        places: the index of each curve's colour in COLOURS; None: the next colours that are not used in the axes yet.
 
     Returns:
         The Matplotlib artists of each curve.
@@ -258,9 +263,9 @@ def draw_panel(
 
 
 def _draw_curve(axes: Any, line: Curve, panel: str, colour: str, dashes: str, scale: float, log: bool) -> list[Any]:
-    """Draw a curve in a band of one standard deviation over seeds on either side.
+    """Draw a curve, with a band of one standard deviation over seeds on both sides.
 
-    On a logarithmic axis, the lower edge of the band is below the mean by the same factor as the upper edge is above,
+    On a logarithmic axis, the upper edge of the band is above the mean by the same factor as the lower edge is below,
     since mean − deviation may be negative. The band of a per-client metric goes from the first to the last decile over
     clients, and a dotted line shows the worst client.
     """
@@ -285,9 +290,10 @@ def _draw_curve(axes: Any, line: Curve, panel: str, colour: str, dashes: str, sc
 def run_figure(history: NumberTable, metric: str, title: str, timed: bool = False) -> Any:
     """Draw a figure of one run, with panels in a row: the metric, the losses, and each per-client metric.
 
-    If the metric was also measured at the average iterate, both are in one panel. Losses of very different sizes have a
-    panel each. The costs of one run grow together, so curves are drawn against exchanges only. If `timed`, they are
-    drawn against time instead, and the metric against both. The totals of all costs are printed below.
+    If the metric was also measured at the average iterate, this is drawn in the metric's panel. Losses of very
+    different sizes get a panel each. All costs of one run grow together, so curves are drawn only against exchanges. If
+    `timed` is True, they are drawn against time, and the metric against both. The totals of all costs are printed below
+    the panels.
     """
     measured: list[str] = [name for name in (metric, f"average_{metric}") if name in history.columns]
     losses: list[str] = [name for name in ("outer_loss", "inner_loss") if name in history.columns and name != metric]
@@ -317,10 +323,10 @@ def comparison_figure(
     size: tuple[float, float] | None = None,
     each_client: Sequence[ClientPanel] = (),
 ) -> Any:
-    """Draw a figure that compares runs: a panel for each cost with all curves, then panels of per-client metrics.
+    """Draw a figure that compares runs: for each cost a panel with all curves, then panels of per-client metrics.
 
-    The legend is in a free cell or below. A figure with a `size` in inches is for a paper, which has the title in the
-    caption, and so has no title.
+    The legend is in a free cell or below the panels. With a `size` in inches the figure has no title, since papers have
+    a caption instead.
     """
     for panel in panels:
         require_panel(panel, curves)
@@ -348,7 +354,10 @@ def comparison_figure(
 
 
 def _draw_clients(axes: Any, panel: ClientPanel) -> None:
-    """Draw a panel of a per-client metric; the title names the statistics, and the runs without this metric."""
+    """Draw a panel of a per-client metric.
+
+    Its title names the statistics that are drawn, and the runs that have no such metric.
+    """
     require_panel(panel.cost, panel.curves)
     draw_panel(axes, panel.curves, panel.cost, percent=in_percent(panel.metric), places=panel.places)
     axes.set_ylabel(axis_label([panel.metric]))
@@ -389,18 +398,21 @@ def gflop(flops: float) -> str:
 
 
 def require_picture(file: Path) -> None:
-    """Refuse a file name whose suffix is not that of a supported format."""
+    """Refuse a file name if its suffix does not belong to a supported format."""
     if file.suffix.lower() not in SUFFIXES:
         raise ConfigurationError(f"cannot draw {file}: the name of a picture must end in {', '.join(SUFFIXES)}")
 
 
 def encoded(figure: Any, file: Path) -> bytes:
-    """Return a figure's bytes in the format of a file's suffix; the same figure gives the same bytes."""
+    """Return a figure as the bytes of a file, in the format of the file's suffix.
+
+    The same figure gives the same bytes.
+    """
     require_picture(file)
     from matplotlib import rc_context
 
     buffer, suffix = io.BytesIO(), file.suffix.lower()
-    with rc_context({"pdf.fonttype": 42, "svg.hashsalt": "fedbilevel"}):  # fonts that journals accept; constant ids
+    with rc_context({"pdf.fonttype": 42, "svg.hashsalt": "fedbilevel"}):  # fonts that journals accept; fixed ids
         figure.savefig(buffer, format=suffix[1:], dpi=130, metadata=UNDATED[suffix])
     return buffer.getvalue()
 
@@ -419,14 +431,14 @@ def installed() -> bool:
 
 
 def can_draw() -> bool:
-    """Return whether pictures can be drawn; if not, print on standard error what to install."""
+    """Return whether pictures can be drawn. If not, print on standard error what to install."""
     if not installed():
         print(f"fedbilevel: no picture is drawn: pictures need {missing('matplotlib', 'cli')}", file=sys.stderr)
     return installed()
 
 
 def require_matplotlib() -> None:
-    """Raise ConfigurationError with what to install if Matplotlib is missing."""
+    """Raise a ConfigurationError that says what to install if Matplotlib is missing."""
     if not installed():
         raise ConfigurationError(f"plots need {missing('matplotlib', 'cli')}")
 
@@ -438,7 +450,7 @@ def require_size(size: object) -> None:
 
 
 def new_figure(size: tuple[float, float]) -> Any:
-    """Return an empty Matplotlib figure of this width and height in inches, outside pyplot."""
+    """Return an empty Matplotlib figure of this width and height in inches. It is not a figure of pyplot."""
     require_matplotlib()
     from matplotlib.figure import Figure
 
@@ -446,7 +458,7 @@ def new_figure(size: tuple[float, float]) -> Any:
 
 
 def typography(size: tuple[float, float] | None) -> Any:
-    """Return a context in which figures have type and lines that fit a size in inches."""
+    """Return a context manager in which figures get type and lines that fit a size in inches."""
     require_matplotlib()
     if size is not None:
         require_size(size)
@@ -459,7 +471,7 @@ def typography(size: tuple[float, float] | None) -> Any:
 
 
 def axis_label(names: Sequence[str]) -> str:
-    """Return the label of an axis for some columns: the last words that all names share, without ends such as .p10."""
+    """Return an axis label for some columns: the last words that all names share, without ends such as .p10."""
     if len(names) == 1:
         return literal(words(names[0])) + (" (%)" if in_percent(names[0]) else "")
     last = [name.partition(".")[0].split("_")[::-1] for name in names]
@@ -472,7 +484,7 @@ def axis_label(names: Sequence[str]) -> str:
 
 
 def literal(text: str) -> str:
-    """Escape a text, so that Matplotlib finds no formula in it."""
+    """Escape a text, so that Matplotlib does not read parts of it as formulas."""
     return text.replace("$", r"\$")
 
 
@@ -482,14 +494,14 @@ def words(name: str) -> str:
 
 
 def _ratio(values: np.ndarray) -> float:
-    """Return the largest over the smallest of some values; 1 if a value is not positive."""
+    """Return the ratio of the largest to the smallest of some values; 1 if a value is not positive."""
     return float(values.max() / values.min()) if values.size and values.min() > 0 else 1.0
 
 
 def _range_after_start(curves: Sequence[Curve], panel: str) -> tuple[float, float] | None:
-    """Return the lowest and the highest value of curves, without the values at the start.
+    """Return the lowest and the highest value of curves after the start.
 
-    The untrained model is left out, since next to its value all others would look flat.
+    The values of the untrained model are left out, since all others would look flat beside them.
     """
     ends = [(line, value) for line in curves for value in (line.value, *(line.clients or {}).values())]
     values = np.concatenate([value[-1:] if line.level else value[line.costs[panel] > 0] for line, value in ends])

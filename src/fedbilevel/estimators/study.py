@@ -61,7 +61,7 @@ class Study:
         columns: the features; empty: all columns except target, event, patient and `drop`.
         drop: the columns that are left out. If a table lacks such a column, a warning is issued; if all tables
             lack it, an error is raised.
-        gaps: texts that mean a missing value, in addition to the texts that pandas treats so.
+        gaps: texts that mean a missing value, in addition to those that pandas reads as missing.
         offsets: whether the model has an offset for each site; all offsets share a penalty. Cox's model has a baseline
             hazard for each site instead.
         penalty: "one": one penalty for all features; "column": a penalty for each column; "feature": a penalty for each

@@ -103,7 +103,9 @@ class MetricTrace:
         """
         chosen = self.thinned(most).values
         scaled = [math.log(one) if self.logarithmic and math.isfinite(one) else one / 2 for one in chosen]
-        finite = [value for value in scaled if math.isfinite(value)]  # values were halved: no difference overflows
+        finite = [
+            value for value in scaled if math.isfinite(value)
+        ]  # values are halved, since their difference may overflow
         low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
         level = 0.5 if low == high else None
         return [(level or (one - low) / (high - low)) if math.isfinite(one) else None for one in scaled]

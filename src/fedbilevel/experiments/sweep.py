@@ -127,7 +127,7 @@ def other_runs(folder: Path, points: Iterable[str], seeds: Sequence[int]) -> int
 
 
 class InFolders:
-    """What runs the points of a sweep in folders, each with each seed.
+    """A runner of a sweep's points in folders, each point with each seed.
 
     Args:
         make: a function that makes the spec of a point.

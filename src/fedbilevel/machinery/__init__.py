@@ -1,1 +1,1 @@
-"""Provide helpers for JAX that do not depend on bilevel problems: cached programs, hashes and random bits."""
+"""Helpers for JAX that do not depend on bilevel problems: cached programs, hashes and random bits."""

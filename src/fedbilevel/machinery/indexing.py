@@ -10,12 +10,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint")
 SAME_ENTRIES = ("broadcast_in_dim", "reshape", "squeeze", "transpose", "convert_element_type")
-SHIFTS = {"add": 1, "sub": -1, "lt": 0}  # how an operation with a whole number n shifts an index: by n, −n or 0
+SHIFTS = {"add": 1, "sub": -1, "lt": 0}  # operations with a whole number n: the result's shift is this factor times n
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
 class IndexedAxis(NamedTuple):
-    """Describe an axis that an argument indexes.
+    """An axis that is indexed by an argument of a function.
 
     Args:
         argument: the number of the argument.
@@ -31,12 +31,12 @@ class IndexedAxis(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Name the argument from which a value is computed.
+    """The argument from which a value in a program comes.
 
     Args:
-        argument: the number of the argument. Changes of its shape or type are ignored.
+        argument: the number of the argument. Changes of the argument's shape or type are ignored.
         shift: the whole number that was added to the argument.
-        compared: whether the value is a truth value: whether the argument is less than a number.
+        compared: whether the value is a boolean that says if the argument is less than a number.
     """
 
     argument: int
@@ -45,10 +45,10 @@ class Origin(NamedTuple):
 
 
 def indexed_axes(program: ClosedJaxpr) -> set[IndexedAxis]:
-    """Find the axes that arguments index.
+    """Return the axes that are indexed by arguments of a traced function.
 
-    An index counts if it is an argument, or an argument plus a whole number; indices inside loops are not found.
-    Arguments that the function compares with other values are left out, since it may mask some of their entries.
+    An index is found if it is an argument, or an argument plus a whole number, and is not inside a loop. An argument is
+    left out if the function compares it with other values, since the function may mask some of its entries.
     """
     axes, compared = set[IndexedAxis](), set[int]()
 
@@ -64,7 +64,10 @@ def indexed_axes(program: ClosedJaxpr) -> set[IndexedAxis]:
         return read(jaxpr.outvars)
 
     def origins(step: JaxprEqn, inputs: list[Any]) -> list[Any]:
-        """Return the origins of an operation's results: a list of origins for concatenated columns; [] if unknown."""
+        """Return the origins of an operation's results.
+
+        For concatenated columns this is a list of origins; for unknown operations, nothing.
+        """
         name, params, of_arguments = step.primitive.name, step.params, [isinstance(each, Origin) for each in inputs]
         if params.get("name") == "_one_hot":
             add("one_hot", inputs[:1], params["jaxpr"].out_avals[0].shape[-1:])
@@ -80,7 +83,7 @@ def indexed_axes(program: ClosedJaxpr) -> set[IndexedAxis]:
             indices = inputs[1] if isinstance(inputs[1], list) else inputs[1:]
             add(name, indices, lengths[list(params["dimension_numbers"].start_index_map)].tolist())
         elif name == "select_n" and all(of_arguments) and inputs[0] == inputs[1]._replace(compared=True):
-            return inputs[1:2]  # JAX itself replaces i by i + n where i < 0, to count from the end
+            return inputs[1:2]  # JAX itself replaces i by i + n if i < 0, to count from the end
         elif name in SHIFTS and of_arguments[0] and (number := _whole(step.invars[1])) is not None:
             return [Origin(inputs[0].argument, inputs[0].shift + SHIFTS[name] * number, compared=name == "lt")]
         else:

@@ -1,7 +1,7 @@
 """Cache compiled programs, and results of tracing, within a process; hash arrays and traced functions.
 
-The keys of the cache are hashes of traced functions. The cache has no data of a run and no function of a user: a
-function with much data in its closure, or with calls back into Python, is compiled anew for each run.
+The keys of the cache are hashes of traced functions. The cache contains no data of a run and no function of a user. If
+a function closes over much data, or calls back into Python, it is not cached, and is compiled again for each run.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _LOCK = threading.Lock()
 
 
 def kept(key: Hashable | None, make: Callable[[], T]) -> T:
-    """Return the cached object for a key, or call `make` and cache its result under the key.
+    """Return the object that is cached under this key, or call `make` and cache its result.
 
-    Beyond `LIMIT` objects, the least recently used one is dropped. Without a key, or with a key that cannot be hashed,
-    nothing is cached.
+    If there are more than `LIMIT` objects, the least recently used one is dropped. If the key is None or cannot be
+    hashed, nothing is cached.
     """
     try:
         hash(key)
@@ -54,7 +54,7 @@ def kept(key: Hashable | None, make: Callable[[], T]) -> T:
 
 
 def forget() -> None:
-    """Free the compiled programs and everything else that this process caches for later runs."""
+    """Free compiled programs and all else that this process has cached for later runs."""
     with _LOCK:
         _KEPT.clear()
 
@@ -64,20 +64,18 @@ def compiled(
 ) -> Callable[..., Any]:
     """Compile a function for arguments of the shapes and types of `like`, or take its program from the cache.
 
-    If later arguments are on other devices, the function is compiled for them at the first such call.
+    If a later call has arguments on other devices, the function is compiled for these at that call.
 
     Args:
-        function: the function.
-        like: arguments whose shapes and types count.
-        key: everything on which the function depends, except its name and the leaves of its arguments. With an equal
-            key the function is not traced again. Without a key it is traced each time, and if an earlier trace was
-            equal, the program of that trace is used.
-        quickly: whether to compile in less time, on CPUs, to a slower program.
+        key: all that the function depends on, except its name and the leaves of its arguments. If an equal key was used
+            before, the function is not traced again. None: the function is traced, and if an earlier trace was equal,
+            its program is used.
+        quickly: whether to compile faster, on CPUs, to a program that runs more slowly.
     """
     leaves, tree = jax.tree.flatten(like)
     options = QUICKLY if quickly and jax.default_backend() == "cpu" else None
 
-    @jax.disable_jit(False)  # jax_disable_jit is for stepping through a user's functions; this one stays compiled
+    @jax.disable_jit(False)  # jax_disable_jit is for stepping through a user's functions; the library's remain compiled
     def program_for(leaves: list[Any]) -> tuple[Callable[[list[Any]], list[Any]], Any]:
         structures = []
 
@@ -148,7 +146,7 @@ def shapes_of(arguments: Any) -> Hashable:
 
 
 def _placement(leaves: list[Any]) -> Hashable:
-    """Return the sharding of each JAX array, and None for each other leaf."""
+    """Return the sharding of each leaf that is a JAX array, and None for other leaves."""
     return tuple(leaf.sharding if isinstance(leaf, jax.Array) else None for leaf in leaves)
 
 
@@ -170,7 +168,10 @@ def _programs(value: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
 
 
 def _constants(program: ClosedJaxpr | Jaxpr) -> Sequence[Any]:
-    """Return the constants of a program. Before JAX 0.11, a Jaxpr has only names for them, and the result is empty."""
+    """Return the constants of a program.
+
+    Before JAX 0.11, a Jaxpr has only names for its constants, and the result is empty.
+    """
     return getattr(program, "consts", ())
 
 
@@ -190,9 +191,9 @@ def _settings() -> Hashable:
     return str(jnp.result_type(float)), jax.default_backend(), tuple(str(getattr(jax.config, name)) for name in named)
 
 
-WHOLE = 2**24  # of arrays with more bytes, memory-mapped ones are read in part, and others are hashed by CRC-32
+WHOLE = 2**24  # bytes: of larger memory-mapped arrays, only rows are read; larger arrays in memory are hashed by CRC-32
 BLOCKS = 64  # the number of blocks of clients, each with its own hash, so that a message can name clients that differ
-ROWS = 32  # the number of evenly spaced rows that are read of each block of a large memory-mapped array
+ROWS = 32  # the number of evenly spaced rows that are read of each block of a larger memory-mapped array
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # the address of an object in this process
 
 
@@ -206,12 +207,18 @@ def short(*parts: str | bytes) -> str:
 
 
 def of_program(program: ClosedJaxpr) -> str:
-    """Return a hash of the operations of a traced function, without names and addresses: equal in every process."""
+    """Return a hash of what a traced function computes.
+
+    It is the same in every process, since names and addresses are left out.
+    """
     return short(*description(program))
 
 
 def of_array(leaf: Any) -> str:
-    """Return a hash of an array's type, shape and content; of a large memory-mapped array only some rows are read."""
+    """Return a hash of an array's type, shape and content.
+
+    Of a large memory-mapped array, only some rows are read.
+    """
     array = np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
     content, large = array, array.nbytes > WHOLE
     if mapped := large and isinstance(leaf, np.memmap):
@@ -220,7 +227,9 @@ def of_array(leaf: Any) -> str:
 
 
 def bytes_of(array: np.ndarray, quickly: bool) -> bytes:
-    """Return the content of an array in JAX's precision, where float64 becomes float32 unless JAX computes in float64.
+    """Return the content of an array as bytes, in JAX's precision.
+
+    float64 becomes float32, unless JAX computes in float64.
 
     Args:
         quickly: whether to return the CRC-32 of the content. It takes half the time of SHA-256, but does not resist an
@@ -238,7 +247,7 @@ def is_key(leaf: Any) -> bool:
 
 
 def description(value: Any) -> Iterator[str]:
-    """Yield a description of a program, or of a parameter of an operation, to be hashed."""
+    """Yield texts that describe a program, or a parameter of an operation, for a hash."""
     if isinstance(value, ClosedJaxpr | Jaxpr):
         yield from map(of_array, _constants(value))
         yield from _steps(value.jaxpr if isinstance(value, ClosedJaxpr) else value)
@@ -261,7 +270,10 @@ def description(value: Any) -> Iterator[str]:
 
 
 def _steps(program: Jaxpr) -> Iterator[str]:
-    """Yield a description of a program's operations, with variables numbered in the order of their first use."""
+    """Yield texts that describe a program's operations.
+
+    Variables are numbered in the order of their first use.
+    """
     numbered: dict[Any, tuple[str, str]] = {}
 
     def named(v: Any) -> Iterator[str]:

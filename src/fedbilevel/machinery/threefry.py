@@ -1,8 +1,8 @@
 """Compute JAX's default random numbers by a program that compiles quickly on CPUs.
 
-On CPUs JAX runs the 20 rounds of its hash Threefry as a loop. Every split of a key and every draw of bits then becomes
-about ten kernels, which take half the compilation time of a small program. This module writes the rounds one after the
-other, as JAX does on other devices, so that they become one kernel. The bits are the same.
+On CPUs, JAX runs the 20 rounds of its hash Threefry as a loop. Each place where a key is split or bits are drawn then
+becomes about ten kernels, and their compilation takes half of the time for a small program. In this module the rounds
+are written out one after the other, as JAX does on other devices. This becomes one kernel. The bits are the same.
 
 J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw. "Parallel random numbers: as easy as 1, 2, 3". SC 2011.
 """
@@ -22,13 +22,13 @@ from jax.extend.random import define_prng_impl
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = np.uint32(0x1BD11BDA)
 NAME = "threefry2x32"
-TAG = "fbl"  # the name in JAX's types of these keys: key<fbl>[]
+TAG = "fbl"  # the name of these keys in JAX's types: key<fbl>[]
 
 
 def written_out(key: Array) -> Array:
     """Return a key that gives the same bits as `key` by a program that a CPU compiles quickly.
 
-    On other devices, and for keys of other generators, the result is `key` itself. `jax.random.poisson` takes only
+    On other devices, and for keys of other generators, the result is `key` itself. `jax.random.poisson` accepts only
     JAX's own keys: for the new key it raises NotImplementedError.
     """
     default = jax.random.key_impl(key) == NAME and jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
@@ -38,7 +38,7 @@ def written_out(key: Array) -> Array:
 
 
 def about_keys(error: Exception) -> bool:
-    """Return whether an error was raised because a function takes only JAX's own keys."""
+    """Return whether an error was raised because a function accepts only JAX's own keys."""
     missing_rule = any(isinstance(one, NotImplementedError) for one in (error, error.__cause__))
     return missing_rule or f"key<{TAG}>" in str(error)
 
@@ -46,10 +46,10 @@ def about_keys(error: Exception) -> bool:
 def computed_once(drawn: Array) -> Array:
     """Return the integers `drawn`, (..., n), unchanged, and make XLA compute each of them only once.
 
-    XLA fuses the computation of an index into the loop that reads the samples at this index. The hash of a drawn index
-    would then be computed again for every entry of the sample, which took two thirds of a round on a CPU, and two
-    fifths on a GPU. An optimization barrier prevents this on a GPU, but not on a CPU. On a CPU a sum over windows
-    prevents it, if each window has one number and a zero.
+    Without this function, XLA fuses the computation of a random index into the loop that reads the sample at this
+    index. The hash is then computed again for every entry of the sample, which took two thirds of a round on a CPU, and
+    two fifths on a GPU. On a GPU an optimization barrier prevents this. On a CPU the barrier does not help, and neither
+    does a sum over windows of one number, but a sum over windows of one number and a zero does.
     """
     if jax.default_backend() != "cpu":
         return lax.optimization_barrier(drawn)
@@ -62,9 +62,9 @@ def computed_once(drawn: Array) -> Array:
 def threefry(key: Array, high: Array, low: Array) -> tuple[Array, Array]:
     """Compute Threefry-2x32 with 20 rounds, for a key (2,) and counters `high` and `low`, uint32 of the same shape.
 
-    Because of `jit`, the 140 operations are traced once for each shape and lowered once for each program. Without it,
-    they are traced wherever a key is split, which took a tenth of the time until a small program ran. XLA inlines the
-    calls, so that the compiled program is the same.
+    With `jit`, the 140 operations are traced once for each shape, and lowered once for each program. Without `jit`,
+    they are traced at every place where a key is split, which took a tenth of the time until a small program ran. XLA
+    inlines the calls, so that the compiled program is the same.
     """
     k = key[0], key[1], key[0] ^ key[1] ^ PARITY
     a, b = high + k[0], low + k[1]
@@ -118,8 +118,8 @@ def _implementation() -> Any:
 def uniform_below(key: Array, bound: Array | int, shape: tuple[int, ...] = ()) -> Array:
     """Draw integers uniformly from 0 to bound − 1, as int32 of the given shape.
 
-    This takes one hash, and jax.random.randint takes three, which need a third of a small program's compilation time.
-    The probabilities of two integers differ by less than 2⁻³².
+    This function computes one hash. `jax.random.randint` computes three, which takes a third of a small program's
+    compilation time. The probabilities of two integers differ by less than 2⁻³².
     """
     drawn = jax.random.bits(key, shape, jnp.uint32)
     return jax.lax.rem(drawn, jnp.full_like(drawn, bound)).astype(jnp.int32)

@@ -295,7 +295,7 @@ class _Files:
 
 
 class _Rows:
-    """What turns the rows of tables into samples: the agreed columns, their roles and the sites."""
+    """A converter of tables' rows to samples, with the agreed columns, their roles and the sites."""
 
     def __init__(
         self, agreed: Summaries, goal: Mapping[str, Any], columns: ColumnRoles, names: list[str], indicators: int

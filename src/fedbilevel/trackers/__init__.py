@@ -1,8 +1,8 @@
-"""Provide trackers, which record runs in services for experiments, as callbacks of `fedbilevel.solve`.
+"""Trackers, which record runs in MLflow, TensorBoard or Weights & Biases. They are callbacks of `fedbilevel.solve`.
 
     fb.solve(fb.SimFBO(), problem, clients, x0, y0, rounds=300, callbacks=[fb.trackers.MLflow(experiment="steps")])
 
-Each tracker has a library, which an extra installs; the library is imported when the tracker is made.
+Each tracker needs a library, which an extra installs. The library is imported when the tracker is made.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from fedbilevel.trackers.wandb import WandB
 __all__ = ["MLflow", "Record", "TensorBoard", "TrackedRun", "Tracker", "WandB"]
 
 BY_NAME: dict[str, type[Tracker]] = {"mlflow": MLflow, "tensorboard": TensorBoard, "wandb": WandB}
-"""The trackers by the names that the command line has for them."""
+"""The trackers, by their names on the command line."""
 
 
 def made(names: Sequence[str]) -> list[Tracker]:
-    """Make the trackers of some names, with their default arguments.
+    """Make the trackers with these names, with their default arguments.
 
     Raises:
-        ConfigurationError: the library of one is not installed, or is not set up.
+        ConfigurationError: the library of a tracker is not installed, or is not set up.
     """
     return [BY_NAME[name]() for name in names]

@@ -16,24 +16,26 @@ from fedbilevel.engines.tracking import Ending, Record, TrackedRun, Tracker
 
 EXPERIMENT = "fedbilevel"
 STATUS: dict[Ending, str] = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
-BATCH = 100  # parameters that MLflow takes at a time
-SILENCE = "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"  # an environment variable of MLflow
-TO_FIND = "exchanges"  # a column of every row, by whose steps the rows are found that MLflow has
+BATCH = 100  # the number of parameters that MLflow takes at a time
+SILENCE = "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"  # MLflow's environment variable that stops its printing of addresses
+TO_FIND = "exchanges"  # a column of every row: its steps in MLflow show which rows MLflow already has
 
 
 @explain_misspelt
 class MLflow(Tracker):
-    """Record runs in MLflow: parameters, the columns of the history as metrics with the round as the step, and files.
+    """A tracker that records runs in MLflow.
 
-    A sweep becomes a run in MLflow, with a nested run for each run of the sweep. A resumed run is the same run in
-    MLflow, without a row twice. MLflow does not change a parameter: one that differs after a resumption becomes a tag.
-    The user's own active run is not touched.
+    It records parameters, the columns of the history as metrics with the round as the step, and files.
+
+    A sweep becomes a run in MLflow, with a nested run for each run of the sweep. A resumed run continues its run in
+    MLflow, and no row is recorded twice. MLflow cannot change a parameter, so a parameter that differs after a
+    resumption becomes a tag. An active run of the user is not touched.
 
     Args:
-        experiment: the name of the experiment; None: that of the environment variable MLFLOW_EXPERIMENT_NAME, else
-            "fedbilevel". It is made if it does not exist.
+        experiment: the name of the experiment, which is made if it does not exist; None: the name in the environment
+            variable MLFLOW_EXPERIMENT_NAME, else "fedbilevel".
         tracking_uri: the address of the store, such as "http://localhost:5000", or "sqlite:///mlflow.db", which needs
-            no server; None: that of MLFLOW_TRACKING_URI, else MLflow's default.
+            no server; None: the address in MLFLOW_TRACKING_URI, else MLflow's default.
 
     Raises:
         ConfigurationError: MLflow is not installed.
@@ -55,7 +57,7 @@ class MLflow(Tracker):
         return MLflowRun(self.mlflow, client, identifier, run)
 
     def _is_there(self, client: Any, identifier: str) -> bool:
-        """Tell whether the store has a run; another store may have been in use before."""
+        """Return whether the store has a run. It may not, since another store may have been used before."""
         try:
             return bool(client.get_run(identifier).info.lifecycle_stage == "active")
         except self.mlflow.exceptions.MlflowException as error:
@@ -64,7 +66,10 @@ class MLflow(Tracker):
             return False
 
     def _experiment_id(self, client: Any) -> str:
-        """Return the identifier of the experiment, which another process may make at the same time."""
+        """Return the identifier of the experiment, and make the experiment if it does not exist.
+
+        Another process may make it at the same time.
+        """
         if (found := client.get_experiment_by_name(self.experiment)) is not None:
             return str(found.experiment_id)
         try:
@@ -76,13 +81,13 @@ class MLflow(Tracker):
 
 
 class MLflowRun(Record):
-    """Write to a run of MLflow, new or one that it has.
+    """The record of a run in MLflow, where the run is new or existed before.
 
     Args:
         mlflow: the library.
-        client: its client of the store.
-        identifier: the identifier of the run there.
-        run: the run.
+        client: MLflow's client of the store.
+        identifier: the identifier of the run in MLflow.
+        run: the run to record.
     """
 
     def __init__(self, mlflow: Any, client: Any, identifier: str, run: TrackedRun) -> None:
@@ -121,7 +126,7 @@ class MLflowRun(Record):
 
 @contextmanager
 def unprinted_links() -> Iterator[None]:
-    """Keep MLflow from printing the address of a run, which contains the password if the tracking URI has one."""
+    """Within the block, stop MLflow from printing the addresses of runs, which may contain a password."""
     before = os.environ.get(SILENCE)
     os.environ[SILENCE] = "true"
     try:
@@ -134,5 +139,5 @@ def unprinted_links() -> Iterator[None]:
 
 
 def allowed(name: str) -> str:
-    """Return a name with "_" in place of characters that MLflow does not allow in names."""
+    """Return a name with "_" in place of all characters that MLflow does not allow in names."""
     return re.sub(r"[^\w\-. /]", "_", name)

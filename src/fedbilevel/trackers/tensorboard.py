@@ -19,16 +19,16 @@ FOLDER = "tensorboard"
 
 @explain_misspelt
 class TensorBoard(Tracker):
-    """Record runs as event files of TensorBoard, by the package tensorboardX.
+    """A tracker that records runs as event files of TensorBoard, by the package tensorboardX.
 
     TensorBoard shows the columns of the history under Scalars, with the round as the step, the parameters under HParams
     and Text, the spec and the ledger under Text, and the picture of the run under Images. If the run has no folder, its
-    result is saved beside the events. The events of a resumed run continue those
-    before; TensorBoard leaves out the rounds that are repeated.
+    result is saved beside the event files. The events of a resumed run follow the earlier ones; TensorBoard leaves out
+    rounds that are repeated.
 
     Args:
-        folder: the folder in which each run gets a folder, which is named after the run, and each sweep one with
-            folders of its runs; None: the run's own folder if it has one, else ./tensorboard.
+        folder: each run gets a folder within this folder, with the run's name, and each sweep gets a folder that
+            contains the folders of its runs. None: the run's own folder if it has one, else ./tensorboard.
 
     Raises:
         ConfigurationError: tensorboardX is not installed.
@@ -44,7 +44,7 @@ class TensorBoard(Tracker):
         return Record(str(place)) if run.is_group else EventFile(place, run, last)
 
     def _place(self, run: TrackedRun, group: Record | None, before: str) -> Path:
-        """Choose the folder of a run or group: the run's own, or the one where it was before, or a new one."""
+        """Return the folder for a run or a sweep: the run's own, the one that was used before, or a new one."""
         if self.folder is None and run.folder is not None:
             return run.folder
         if before:
@@ -62,12 +62,14 @@ class TensorBoard(Tracker):
 
 
 class EventFile(Record):
-    """Write one event file, at once: an error of the disk is raised where it occurs, and no thread waits for it.
+    """An event file to which events are written at once.
+
+    No thread writes later, so that an error of the disk is raised where it occurs.
 
     Args:
         folder: the folder of the file.
-        run: the run.
-        last: the round of the last row in earlier files of the folder.
+        run: the run to record.
+        last: the round of the last row in earlier files of the folder; -1 without earlier files.
     """
 
     def __init__(self, folder: Path, run: TrackedRun, last: int) -> None:
@@ -82,7 +84,7 @@ class EventFile(Record):
         self.parameters = {name: str(one) if one in (inf, -inf) or one != one else one for name, one in given.items()}
         folder.mkdir(parents=True, exist_ok=True)
         self.writer = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
-        if last >= 0:  # TensorBoard drops what earlier files have from this step on
+        if last >= 0:  # TensorBoard drops events of earlier files from this step on
             self._write(last + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
         lines = [f"| {name} | {value} |".replace("\n", " ") for name, value in self.parameters.items()]
         self._write(0, summary=summary.text("parameters", "\n".join(["| parameter | value |", "|---|---|", *lines])))

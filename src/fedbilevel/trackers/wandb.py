@@ -22,25 +22,27 @@ LIMITS: dict[str, Any] = {
     "x_disable_machine_info": True,
     "x_save_requirements": False,
 }
-"""Settings with which wandb does not record output, command line, user, host, packages, code and repository."""
+"""Settings by which wandb does not record output, command line, user, host, packages, code and repository."""
 
 
 @explain_misspelt
 class WandB(Tracker):
-    """Record runs in Weights & Biases: parameters, the columns of the history over its rounds, and files.
+    """A tracker that records runs in Weights & Biases.
 
-    The runs of a sweep are a group. A resumed run is the same run there. wandb records neither the command line nor the
-    environment, the code, the output or the host.
+    It records parameters, the columns of the history over the rounds, and files.
+
+    The runs of a sweep become a group. A resumed run continues its run in Weights & Biases. wandb records neither the
+    command line nor the environment, the code, the output or the host.
 
     Args:
-        project: the name of the project; None: that of the environment variable WANDB_PROJECT, else "fedbilevel".
+        project: the name of the project; None: the name in the environment variable WANDB_PROJECT, else "fedbilevel".
         entity: the user or team; None: wandb's default.
         mode: "online", or "offline", which needs neither network nor account (`wandb sync` uploads such runs later);
-            None: that of WANDB_MODE, else wandb's default, which is "online".
-        folder: the folder in which wandb makes a folder "wandb" for its files; None: that of WANDB_DIR, else ".".
+            None: the mode in WANDB_MODE, else wandb's default, which is "online".
+        folder: the folder in which wandb makes a folder "wandb" for its files; None: the folder in WANDB_DIR, else ".".
 
     Raises:
-        ConfigurationError: wandb is not installed, or is online and has no key of an account.
+        ConfigurationError: wandb is not installed, or the mode is online and wandb has no key of an account.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class WandB(Tracker):
         try:
             if (mode or self.wandb.setup().settings.mode) == "online":
                 self.wandb.login()
-        except (self.wandb.UsageError, ValueError) as error:  # no key, or wrong settings
+        except (self.wandb.UsageError, ValueError) as error:  # no key of an account, or wrong settings
             how = "run `wandb login`, or record without a network: mode='offline', or WANDB_MODE=offline"
             why = f"trackers.WandB needs an account of Weights & Biases ({in_a_line(error)}): {how}"
             raise ConfigurationError(why) from error
@@ -86,12 +88,12 @@ class WandB(Tracker):
 
 
 class WandBRun(Record):
-    """Write to a run of Weights & Biases.
+    """The record of a run in Weights & Biases.
 
     Args:
         wandb: the library.
-        run: its run.
-        last: the round of the last row that was recorded before.
+        run: the run in the library.
+        last: the round of the last row that was recorded before a resumption.
     """
 
     def __init__(self, wandb: Any, run: Any, last: int) -> None:
