@@ -1,4 +1,4 @@
-"""The papers' figures and tables, computed again: what they claim, as files, and what came out.
+"""Figures, tables and theorems of papers, computed again: files with their claims, and the outcomes.
 
-Everything here is written on the library's public names. `python -m papers --list` shows what there is.
+Everything here uses only the library's public names. `python -m papers --list` lists the figures.
 """

@@ -1,4 +1,4 @@
-"""`python -m papers`: play figures and tables of papers, say what holds, and write the pages."""
+"""`python -m papers`: run the figures and tables of papers, say which claims hold, and write the pages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from $FEDBILEVEL_DATA or downloaded.
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command; its exit code."""
+    """Run the command, and return its exit code."""
     parser = argparse.ArgumentParser(
         "python -m papers", epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def seeds(text: str) -> list[int]:
-    """Seeds with commas between."""
+    """Read seeds that are separated by commas."""
     found = [int(part) for part in text.split(",")]
     if len(set(found)) < len(found):
         raise argparse.ArgumentTypeError(f"{text} has a seed twice")
@@ -54,7 +54,7 @@ def seeds(text: str) -> list[int]:
 
 
 def reported(command: Callable[[], None]) -> int:
-    """Run a command; its exit code. An error ends it with a line, and so does Ctrl-C."""
+    """Run a command, and return its exit code. An error and Ctrl-C end the command with one line of text."""
     try:
         command()
     except (FedbilevelError, DataError) as error:
@@ -67,7 +67,7 @@ def reported(command: Callable[[], None]) -> int:
 
 
 def follow(given: argparse.Namespace) -> None:
-    """Do what the arguments ask for."""
+    """Do what the arguments of the command ask for."""
     scale: Scale = SCALES[given.full]
     require(given.figures or given.list or given.keep, "which figure? --list names them")
     figures = find(given.figures or (["all"] if given.list else []))
@@ -87,7 +87,7 @@ def follow(given: argparse.Namespace) -> None:
 
 
 def play_figure(figure: Figure, scale: Scale, given: argparse.Namespace) -> None:
-    """Play a figure, write what came out, and say it."""
+    """Run a figure, write its outcome, and print what it decides."""
     before = page.kept(figure) or {} if given.chosen else None
     found = play.play(figure, scale, given.out, seeds=given.seeds, before=before)
     text, drawn = json.dumps(found, indent=1, ensure_ascii=False) + "\n", draw(figure, found)
@@ -101,7 +101,7 @@ def play_figure(figure: Figure, scale: Scale, given: argparse.Namespace) -> None
 
 
 def listing(figures: list[Figure], scale: Scale, out: Path) -> str:
-    """A line for each figure: its minutes, its state, and its title."""
+    """Return a line for each figure: its minutes, its state, and its title."""
     lines = []
     for figure in figures:
         file = out / figure.id / scale / "outcome.json"

@@ -1,4 +1,7 @@
-"""What differs between the arms of a figure's claims besides the method, read off the specs of its runs."""
+"""Find what differs between the arms of a figure besides the method, from the specs of its runs.
+
+An arm is one of the compared sides: a method in a panel.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,17 @@ WORDS = {
     "algorithm.hypergradient.solver.step": "Neumann step",
     "algorithm.hypergradient.paired": "paired samples",
 }
-"""Of the fields of a method those that say how much it is given; all others are the method."""
+"""The fields of a method that say how much work or data it gets. All other fields belong to the method itself."""
 COUNTED = {"exchanges": "exchanges", "evaluations": "gradients and products"}
 
 
 def besides(figure: Figure, found: Mapping[str, Any] | None, scale: Scale = "quick") -> list[str]:
-    """What differs, each with its values: the most frequent one first, the others with their arms.
+    """Return the fields that differ between arms, with their values.
 
-    Of a slope the arms are the panels; they are of one method, all of whose fields count, and are named without values.
-    What arms spent is read off the outcome.
+    The most frequent value comes first; the other values are named with their arms.
+
+    For a claim about a slope, the arms are the panels of one method. All fields of this method are compared, and they
+    are named without values. What the arms have spent is taken from the outcome.
     """
     compared = dict.fromkeys(name for claim in figure.claims if claim.than for name in (claim.better, *claim.than))
     fitted = dict.fromkeys(claim.better for claim in figure.claims if claim.slope is not None)
@@ -44,20 +49,20 @@ def besides(figure: Figure, found: Mapping[str, Any] | None, scale: Scale = "qui
 
 
 def whole(figure: Figure, panel: str, method: str, scale: Scale) -> dict[str, Any]:
-    """All fields of an arm, by their paths."""
+    """Return all fields of an arm, by their paths."""
     own = {"clients.capacity": 1.0} | dict(flat(experiments.resolve(figure.tables(panel, method, scale)).tables()))
     own |= {path: "by rule" for path, value in own.items() if path.startswith("engine.") and value is None}
-    if own["asynchronous.wait_for"] is None:  # nothing else of this section has an influence
+    if own["asynchronous.wait_for"] is None:  # no other field of this section has an effect
         own = {path: value for path, value in own.items() if not path.startswith("asynchronous.")}
     return {path: in_turn(value) if path.startswith("clients.") else value for path, value in own.items()}
 
 
 def fields(figure: Figure, panel: str, method: str, scale: Scale) -> dict[str, Any]:
-    """The fields of an arm but for those of the method itself, and the values that were tried."""
+    """Return the fields of an arm that do not belong to the method itself, and the values that were tried."""
     own = whole(figure, panel, method, scale)
     if "algorithm.hypergradient.name" in own:
         own = {"algorithm.hypergradient.paired": False} | own
-    if own.get("algorithm.batch_size", "") is None:  # all samples, which are always the same
+    if own.get("algorithm.batch_size", "") is None:  # None: all samples, which does not depend on the method
         own.pop("algorithm.hypergradient.paired", None)
     if own["clients.capacity"] == 1.0:
         own = {path: value for path, value in own.items() if not path.startswith("submodels.")}
@@ -68,7 +73,7 @@ def fields(figure: Figure, panel: str, method: str, scale: Scale) -> dict[str, A
 
 
 def spent(found: Mapping[str, Any] | None, names: Sequence[str]) -> Iterator[str]:
-    """By how many times the arms of a panel differ at most in what they spent."""
+    """Yield by which factor the arms of a panel differ in what they have spent, at most."""
     panels = found["panels"].values() if found else []
     for cost, word in COUNTED.items():
         ratios = [1.0]
@@ -80,7 +85,7 @@ def spent(found: Mapping[str, Any] | None, names: Sequence[str]) -> Iterator[str
 
 
 def flat(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested tables, by their paths."""
+    """Yield the leaves of nested tables, with their paths."""
     for name, value in tables.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{name}.")
@@ -89,7 +94,7 @@ def flat(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def differing(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, list[str]]]:
-    """Of each field whose values are not the same in all arms that have it: which arms have which value."""
+    """Return the fields whose values differ between arms that have them: field -> value -> the arms with this value."""
     found: dict[str, dict[str, list[str]]] = {}
     for arm, own in arms.items():
         for path, value in own.items():
@@ -98,7 +103,7 @@ def differing(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, list
 
 
 def with_values(path: str, values: Mapping[str, Sequence[str]]) -> str:
-    """A field with its values; of values that were tried without them."""
+    """Return a text with a field and its values. For values that were tried, the text is only `path`."""
     if path.startswith("values tried"):
         return path
     first, *others = sorted(values, key=lambda value: -len(values[value]))
@@ -106,12 +111,12 @@ def with_values(path: str, values: Mapping[str, Sequence[str]]) -> str:
 
 
 def in_words(path: str) -> str:
-    """A field without the section of a spec that it stands in."""
+    """Return the path of a field without its section."""
     return path.partition(".")[2].replace("_", " ") or path
 
 
 def in_turn(numbers: Any) -> Any:
-    """Of numbers that are dealt out to clients in turn, those that repeat."""
+    """Return the numbers that repeat in a list of numbers that are dealt out to clients in turn."""
     if not isinstance(numbers, list):
         return numbers
     count = len(numbers)
@@ -119,7 +124,7 @@ def in_turn(numbers: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value for people."""
+    """Return a value as a text for readers."""
     if isinstance(value, list | tuple):
         return " and ".join(map(shown, value)) or "1"
     return "all" if value is None else f"{value:g}" if isinstance(value, float) else str(value).lower()

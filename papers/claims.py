@@ -1,4 +1,4 @@
-"""What is read off runs, and which claims hold: differences paired by seed, with their confidence intervals."""
+"""Decide which claims hold, by confidence intervals of the differences between methods, paired by seed."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ from papers.numbers import POINTS, UNITS, value_in
 
 CONFIDENCE = 0.95
 State = Literal["holds", "contradicted", "level", "open"]
-SHARE = 0.01  # within ±SHARE accuracies and other shares are level: one percentage point
-POWER = 0.1  # the same of logarithms: a tenth of a power of ten
-RELATIVE = 0.05  # the same of costs and losses, relative to the other method's
+SHARE = 0.01  # accuracies and other shares are level if they differ by at most one percentage point
+POWER = 0.1  # logarithms are level if they differ by at most a tenth of a power of ten
+RELATIVE = 0.05  # costs and losses are level if they differ by at most this share of the other method's
 Runs = Mapping[str, Mapping[str, Sequence[History | None]]]
-"""By panel, then by method: the history of each seed, None of a run that failed."""
+"""By panel and method: the history of each seed, or None for a run that failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What came of a claim in one panel, against one other method.
+    """The outcome of a claim in one panel, against one other method.
 
     Attributes:
-        says: the claim.
-        panel: "" of a slope, which spans several.
-        better, than: the methods; no `than` for a slope.
-        better_mean, than_mean: of what was read off their runs; of a slope the fitted and the predicted one.
-        difference: the mean over the seeds of how much better it is; of a slope the fitted one less the predicted one.
-        half_width: of its confidence interval; None where it has none.
-        state: what the interval says.
-        note: what a reader has to know besides.
-        unit: of the difference, in words.
+        says: the claim, in a sentence.
+        panel: the panel; "" for a slope, which spans several panels.
+        better, than: the two methods; for a slope `than` is "".
+        better_mean, than_mean: the means of the readings of their runs; for a slope the fitted and the predicted slope.
+        difference: the mean over the seeds of how much better `better` is; for a slope the fitted minus the predicted
+            slope.
+        half_width: half the width of the difference's confidence interval; None if there is no interval.
+        state: what the interval decides.
+        note: what else a reader has to know.
+        unit: the unit of the difference, in words.
     """
 
     says: str
@@ -59,14 +60,14 @@ Decision = Literal["for", "against", "level", "mixed", "open"]
 
 @dataclass(frozen=True, kw_only=True)
 class Statement:
-    """What the cells of a claim come to together; a cell is a panel and another method.
+    """The decision on a claim. It follows from the claim's cells: a cell is a panel and another method.
 
     Attributes:
-        says: the claim.
-        decision: "for", "against" or "level" where every cell says so; "open" where a cell is open and none is against;
-            else "mixed".
-        cells: how many there are in each state.
-        findings: the cells.
+        says: the claim, in a sentence.
+        decision: "for", "against" or "level" if every cell says so; "open" if a cell is open and none is against;
+            otherwise "mixed".
+        cells: the number of cells in each state.
+        findings: the findings of the cells.
     """
 
     says: str
@@ -76,7 +77,7 @@ class Statement:
 
 
 def statements(found: Sequence[Finding]) -> list[Statement]:
-    """Decide each claim by its cells."""
+    """Return the decision on each claim, from the findings of its cells."""
     by_claim: dict[str, list[Finding]] = {}
     for one in found:
         by_claim.setdefault(one.says, []).append(one)
@@ -87,7 +88,7 @@ def statements(found: Sequence[Finding]) -> list[Statement]:
 
 
 def decision(cells: Sequence[Finding]) -> Decision:
-    """Say what the cells of a claim decide: see `Statement`."""
+    """Return what the cells of a claim decide: see `Statement`."""
     states = {one.state for one in cells}
     if len(states) == 1:
         words: dict[State, Decision] = {"holds": "for", "contradicted": "against", "level": "level", "open": "open"}
@@ -98,7 +99,7 @@ def decision(cells: Sequence[Finding]) -> Decision:
 
 
 def findings(figure: Figure, runs: Runs) -> list[Finding]:
-    """What came of every claim of a figure."""
+    """Return the findings on all claims of a figure."""
     found = []
     for claim in figure.claims:
         if claim.slope is not None:
@@ -110,7 +111,7 @@ def findings(figure: Figure, runs: Runs) -> list[Finding]:
 
 
 def verdict(states: Sequence[str]) -> str:
-    """What the cells of all claims come to together."""
+    """Return the verdict on a figure, from the states of the cells of all its claims."""
     if set(states) == {"holds"}:
         return "reproduced"
     if "holds" in states:
@@ -119,7 +120,10 @@ def verdict(states: Sequence[str]) -> str:
 
 
 def unit_of(figure: Figure, claim: Claim) -> str:
-    """Of a claim's differences: a cost's, percentage points of an accuracy, powers of ten, or the name of a metric."""
+    """Return the unit of a claim's differences.
+
+    This is the unit of a cost, percentage points of an accuracy, powers of ten, or the name of a metric.
+    """
     if claim.log:
         return "powers of ten"
     name = column_of(figure, claim)
@@ -129,12 +133,15 @@ def unit_of(figure: Figure, claim: Claim) -> str:
 
 
 def column_of(figure: Figure, claim: Claim) -> str:
-    """The column that a claim reads off each run: a metric, or the cost at which a value is first reached."""
+    """Return the column from which a claim is decided: a metric, or the cost at which a value is first reached."""
     return claim.against or figure.against if claim.by == "first" else claim.metric or figure.metric
 
 
 def reading(figure: Figure, claim: Claim, history: History) -> tuple[float, bool]:
-    """What a claim reads off a run, and whether it got there: else that is the cost at which it ended."""
+    """Return a claim's reading of a run, and whether the run reached the value of the claim.
+
+    If it did not, the reading is the cost at which the run ended.
+    """
     metric = claim.metric or figure.metric
     rows = [row for row in history.rows if value_in(row, metric) is not None]
     values = [float(value_in(row, metric) or 0.0) for row in rows]
@@ -149,7 +156,10 @@ def reading(figure: Figure, claim: Claim, history: History) -> tuple[float, bool
 
 
 def of_curve(by: str, costs: Sequence[float], values: Sequence[float]) -> float:
-    """What is read off a curve by "end", "late" or "mean", which is over the cost, by the trapezoidal rule."""
+    """Return the reading of a curve by "end", "late" or "mean".
+
+    "mean" is the mean over the cost, by the trapezoidal rule.
+    """
     if by == "late":
         return float(np.mean(values[len(values) // 2 :]))
     if by == "end" or costs[-1] <= costs[0]:
@@ -158,12 +168,12 @@ def of_curve(by: str, costs: Sequence[float], values: Sequence[float]) -> float:
 
 
 def larger_is_better(history: History, metric: str) -> bool:
-    """Which way a metric is better; of a cost the smaller value."""
+    """Return whether a larger value of a metric is better; for a cost, the smaller value is."""
     return metric not in COSTS and history.larger_is_better(metric)
 
 
 def comparison(figure: Figure, claim: Claim, panel: str, than: str, runs: Runs) -> Finding:
-    """What came of a claim against one other method."""
+    """Return the finding on a claim in a panel, against one other method."""
     said = Finding(says=claim.says, panel=panel, better=claim.better, than=than, unit=unit_of(figure, claim))
     if panel not in runs:
         return replace(said, note=f"{panel} is not played at this scale")
@@ -197,9 +207,12 @@ def comparison(figure: Figure, claim: Claim, panel: str, than: str, runs: Runs) 
 
 
 def of_failed(claim: Claim, lost: Sequence[int], count: int, there: bool) -> State:
-    """What failures say: a method that fails with every seed is worse than one that does with none.
+    """Return the state that follows from failed runs.
 
-    A method that is to get somewhere first, and does not in every run, is not better than a method that fails.
+    A method that fails with every seed is worse than a method that fails with none.
+
+    If the claim is that a method reaches a value first, and it does not in every run, it is not better than a method
+    that fails.
     """
     if lost == [0, count] and claim.level is None and there:
         return "holds"
@@ -207,7 +220,10 @@ def of_failed(claim: Claim, lost: Sequence[int], count: int, there: bool) -> Sta
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The mean of some values and half the width of its confidence interval, by Student's t; infinite for one value."""
+    """Return the mean of some values, and half the width of its confidence interval.
+
+    The interval is by Student's t; for one value, the width is infinite.
+    """
     count, mean = len(values), float(np.mean(values))
     if count < 2:
         return mean, math.inf
@@ -215,21 +231,21 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def within(figure: Figure, claim: Claim, than_mean: float) -> float:
-    """Return δ: two methods whose difference lies within ±δ are level. It is the same rule for every claim."""
+    """Return δ: two methods are level if their difference is within ±δ. The rule is the same for every claim."""
     if claim.log:
         return POWER
     return SHARE if unit_of(figure, claim) == POINTS else RELATIVE * abs(claim.ratio * than_mean)
 
 
 def state_of(mean: float, half: float, level: float | None, within: float = 0.0) -> State:
-    """Say what an interval decides.
+    """Return the state that a confidence interval decides.
 
     Args:
         mean, half: the middle of the interval, and half its width.
-        level: given where the claim is that both are level: it holds if the interval lies within ±level. Else a claim
-            holds if the interval lies above 0.
-        within: an interval that contains 0 and lies within ±within decides that both are level. This is a test of
-            equivalence by two one-sided tests, each of which errs with a probability of at most 2.5 %.
+        level: if given, the claim is that both methods are level, and it holds if the interval is within ±level. None:
+            the claim holds if the interval is above 0.
+        within: if the interval contains 0 and is within ±within, both methods are level. This is a test of equivalence
+            by two one-sided tests, each of which errs with a probability of at most 2.5 %.
     """
     low, high = mean - half, mean + half
     if level is None:
@@ -240,7 +256,7 @@ def state_of(mean: float, half: float, level: float | None, within: float = 0.0)
 
 
 def slope(figure: Figure, claim: Claim, runs: Runs) -> Finding:
-    """What came of a claim about the slope of readings against the panels' values, on logarithmic axes."""
+    """Return the finding on a claim about a slope: of readings against the panels' values, on logarithmic axes."""
     assert claim.slope is not None
     panels = [panel for panel in figure.panels_of(claim) if panel in runs]
     sides = [runs[panel][claim.better] for panel in panels]
@@ -257,13 +273,18 @@ def slope(figure: Figure, claim: Claim, runs: Runs) -> Finding:
 
 
 def state_of_slope(apart: float, half: float, within: float) -> State:
-    """Say what the interval of a fitted slope less the predicted one decides: it holds if it lies within ±within."""
+    """Return what the interval of a fitted slope minus the predicted one decides.
+
+    The claim holds if the interval is within ±within.
+    """
     most, least = abs(apart) + half, abs(apart) - half
     return "holds" if most <= within else "contradicted" if least > within else "open"
 
 
 def fitted_slope(x: Sequence[float], y: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """The least-squares slope of log y over log x, and its standard error; every seed has an intercept of its own.
+    """Return the least-squares slope of log y over log x, and its standard error.
+
+    Every seed has an intercept of its own.
 
     Args:
         x: shape (values,).

@@ -1,4 +1,4 @@
-"""What would decide an open statement: how many seeds, and how many hours of runs."""
+"""Estimate what would decide an open statement: how many seeds, and how many hours of runs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from scipy.stats import t
 from papers.claims import CONFIDENCE, Finding, Statement, state_of, state_of_slope, within
 from papers.figure import Claim, Figure
 
-MOST = 1000  # seeds; a cell that would need more is as good as level
+MOST = 1000  # the largest number of seeds; a cell that would need more is practically level
 
 
 def what_decides(figure: Figure, found: Mapping[str, Any], statement: Statement) -> str:
-    """Say what would decide the open cells of a statement: seeds, and hours beyond the runs that were played.
+    """Say what would decide the open cells of a statement: the number of seeds, and the hours of further runs.
 
-    The seeds are those at which the interval would decide if difference and scatter stayed as they are. The hours are
-    those of the further runs of both sides, by the mean time of the runs that were played; trials are not repeated.
+    The number of seeds is the least at which the interval would decide, if difference and scatter stayed the same. The
+    hours are of the further runs of both methods, estimated by the mean time of the present runs. Trials are not
+    repeated.
     """
     claim = next(one for one in figure.claims if one.says == statement.says)
     left = [one for one in statement.findings if one.state == "open"]
@@ -40,9 +41,9 @@ def what_decides(figure: Figure, found: Mapping[str, Any], statement: Statement)
 
 
 def seeds_that_decide(figure: Figure, claim: Claim, one: Finding, played: int) -> int | None:
-    """Return the least number of seeds at which a cell would not be open; None if that needs more than MOST seeds.
+    """Return the least number of seeds at which a cell would not be open; None if more than MOST are needed.
 
-    None too if a run failed or did not get there, since seeds do not mend that.
+    The result is also None if a run failed or did not reach the claim's value, since more seeds do not change that.
     """
     if one.difference is None or one.half_width is None or math.isinf(one.half_width) or one.note:
         return None
@@ -59,9 +60,9 @@ def seeds_that_decide(figure: Figure, claim: Claim, one: Finding, played: int) -
 
 
 def hours_of(figure: Figure, found: Mapping[str, Any], claim: Claim, needed: list[tuple[Finding, int | None]]) -> float:
-    """Return the hours of the further runs; runs of a method that several cells need are made once.
+    """Return the hours of the further runs. Runs of a method that several cells need are counted once.
 
-    A method of which every run failed, or a panel that was not played, has no known time and counts as 0.
+    If every run of a method failed, or a panel was not run, the time is not known and counts as 0.
     """
     further: dict[tuple[str, str], int] = {}
     for one, count in needed:

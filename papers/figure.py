@@ -1,7 +1,8 @@
-"""A figure, a table or a theorem of a paper, as a file that says what the paper claims and what is run here.
+"""Define the file of a figure, a table or a theorem of a paper: what the paper claims, and what is run here.
 
-The file is written before its runs, with the claims that decide; what was changed later it says. The spec of a run is
-merged from the tables [spec], [quick] or [full], [panels.NAME] and [methods.NAME], a later one before an earlier one.
+The file, with the claims to decide, is written before the runs; later changes are stated in it. The spec of a run is
+merged from the tables [spec], [quick] or [full], [panels.NAME] and [methods.NAME]. Later tables take precedence over
+earlier ones.
 """
 
 from __future__ import annotations
@@ -23,32 +24,32 @@ from fedbilevel.experiments import COSTS
 Scale = Literal["quick", "full"]
 SCALES: tuple[Scale, ...] = ("quick", "full")
 Tables = Mapping[str, Mapping[str, Any]]
-"""As much of a spec as is given, by section."""
+"""The given fields of a spec, by section."""
 PAPERS = Path(__file__).parent
 SOURCES = ("text", "table", "read off the figure", "published code")
-COUNTED = ("exchanges", "megabytes", "gflop")  # costs of a round that are known without running it
-MOST_ROUNDS = 4  # between two rows of a run with a budget, which ends at the first row at which it is spent
+COUNTED = ("exchanges", "megabytes", "gflop")  # the costs of a round that can be counted without running it
+MOST_ROUNDS = 4  # the largest eval_every with a budget, since a run ends at a row of its history
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A statement of the paper that the runs decide.
+    """A statement of the paper, to be decided by the runs.
 
     Args:
         says: the statement, in a sentence.
-        better: the method that it is about.
-        than: the methods that it is compared with; none for a slope.
-        panels: in which it is made; none given: in all.
-        by: what is read off each run: the metric at the "end", its "mean" over the cost, its mean over the rows of the
-            "late" half of the run, or the cost of the "first" row that has `reach`.
-        metric: the column, or a cost; None takes the figure's.
-        against: the cost by which it is "first", or over which the "mean" is; None takes the figure's.
-        reach: of "first": the value that is to be reached.
-        ratio: what `better` has is compared with `ratio` times what the other has.
-        log: readings are compared by their decimal logarithms, as errors are that fall by powers of ten.
-        level: the claim is that both are level: their difference lies within ±level.
-        slope: the claim is that, on logarithmic axes, what is read off grows with the panels' values by this slope.
-        within: of a slope: the fitted slope may differ by so much, twice its standard error included.
+        better: the method that the statement is about.
+        than: the methods with which it is compared; none for a slope.
+        panels: the panels for which the statement is made; empty: all panels.
+        by: the reading of each run: the metric at the "end"; its "mean" over the cost; its mean over the rows of the
+            "late" half of the run; or the cost of the "first" row that has reached `reach`.
+        metric: the column or the cost to read; None: the figure's metric.
+        against: the cost for "first" and "mean"; None: the figure's cost.
+        reach: for "first": the value of the metric to be reached.
+        ratio: the reading of `better` is compared with `ratio` times the reading of the other method.
+        log: whether readings are compared by their decimal logarithms, for errors that fall by powers of ten.
+        level: if given, the claim is that both methods are level: their difference is within ±level.
+        slope: if given, the claim is that readings grow with the panels' values by this slope on logarithmic axes.
+        within: for a slope: by how much the fitted slope, with twice its standard error, may differ from `slope`.
     """
 
     says: str
@@ -68,7 +69,10 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """A setting: the methods that are run in it (none given: all), and in a series its `value`, a place on the axis."""
+    """A setting, with the methods that are run in it (none given: all).
+
+    In a series, `value` is its place on the axis.
+    """
 
     spec: Tables = field(default_factory=dict)
     methods: Sequence[str] = ()
@@ -77,8 +81,11 @@ class Panel:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A curve or a row: `grid` holds the values of the algorithm's fields that the holdout chooses among; `grid_in`
-    those of single panels."""
+    """A method of a figure.
+
+    `grid` has the values of the algorithm's fields from which the holdout chooses, and `grid_in` has them for single
+    panels.
+    """
 
     spec: Tables = field(default_factory=dict)
     grid: Mapping[str, Sequence[Any]] = field(default_factory=dict)
@@ -87,15 +94,15 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """How values are chosen, the same for every method.
+    """How values are chosen. The rules are the same for every method.
 
     Args:
-        select: the metric of the holdout that chooses.
-        spec: how the trials' spec differs from the runs'.
-        seeds: of the trials; none of them is a run's.
-        trials: at most so many points are tried for each method in a panel. While the chosen value of a field is the
-            least or the largest that was tried, the next one is tried, by the factor between the last two. None: the
-            points of the grid alone are tried.
+        select: the metric, measured on the holdout, by which values are chosen.
+        spec: the fields in which the specs of trials differ from the specs of runs.
+        seeds: the seeds of the trials, which differ from the seeds of the runs.
+        trials: the largest number of points that are tried for each method in a panel. As long as the chosen value of a
+            field is the least or the largest that was tried, the next value is tried, by the factor between the last
+            two values. None: only the points of the grid are tried.
     """
 
     select: str
@@ -106,8 +113,11 @@ class Tuning:
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """What a scale changes: tables of the spec, of the trials, of single panels and methods; the panels that are played
-    (`only`; none given: all); and the minutes that it takes."""
+    """What a scale, quick or full, changes.
+
+    These are tables of the spec, of the trials, and of single panels and methods; the panels that are run (`only`; none
+    given: all); and the minutes that the figure takes.
+    """
 
     spec: Tables = field(default_factory=dict)
     tuning: Tables = field(default_factory=dict)
@@ -119,32 +129,35 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """What a file says.
+    """The content of a figure's file.
 
     Args:
-        file: the file; its name is the figure's id, its folder the paper.
-        part: of the paper, such as "Figure 2(a)".
-        title: in a line.
-        shows: what the paper says that it shows, in a sentence.
-        setting: the paper's, in sentences.
-        metric: what is drawn, and by which claims are decided that name no other.
-        against: the cost on the other axis, by its name in COSTS.
-        spec: what all runs have in common.
-        panels, methods: every method is run in every panel that names no others.
-        claims: what decides.
-        quick, full: the two scales.
-        runs: the id of the figure beside this one whose runs these are; its own by default.
-        found: what came out, in a sentence, written after the runs.
-        reported: what the paper prints: a table of `what`, `value` and `source`, one of SOURCES, for each number.
-        printed: by panel and method, the values of the paper's table, which the picture has beside ours at the end of
-            the runs; in per cent where ours are drawn so.
-        differences: of our setting from the paper's, each in a sentence.
-        tuning: None where nothing is chosen; `untuned` then says why.
-        series: what the panels' values are, where they have some: then readings are drawn against them.
-        revised: what was changed after a first run, in a sentence; "" where nothing was.
-        seeds: how many seeds decide, 0, 1, 2, …: fixed before the runs.
-        beside: costs whose means the page shows below the claims, and which decide nothing.
-        counted: nothing is run: what a round costs is counted by tracing it. Claims are then on COUNTED.
+        file: the path of the file. Its name is the id of the figure, and its folder is the paper.
+        part: the part of the paper, such as "Figure 2(a)".
+        title: the title, in one line.
+        shows: what the figure shows according to the paper, in a sentence.
+        setting: the setting of the paper, in sentences.
+        metric: the metric that is drawn, and by which claims are decided that name no other metric.
+        against: the cost on the horizontal axis, by its name in COSTS.
+        spec: the fields that all runs have in common.
+        panels, methods: the panels and the methods. Every method is run in every panel, unless the panel names its
+            methods.
+        claims: the claims to decide.
+        quick, full: the two scales at which the figure can be run.
+        runs: the id of another figure of the paper whose runs this figure uses; by default its own id.
+        found: the outcome, in a sentence that was written after the runs.
+        reported: the numbers that the paper prints, each a table with `what`, `value` and `source`, which is one of
+            SOURCES.
+        printed: by panel and method, the values of the paper's table. The picture shows them beside the values at the
+            end of the runs. They are in percent if those are drawn in percent.
+        differences: the differences between the setting here and the paper's, each in a sentence.
+        tuning: how values are chosen; None: no value is chosen, and `untuned` says why.
+        series: what the values of the panels are. If it is given, readings are drawn against these values.
+        revised: what was changed after a first run, in a sentence; "": nothing was changed.
+        seeds: the number of seeds that decide. They are 0, 1, 2, …, and fixed before the runs.
+        beside: costs that decide nothing; the page shows their means below the claims.
+        counted: whether nothing is run, and the costs of a round are counted by tracing it. All claims are then about
+            COUNTED.
     """
 
     file: Path
@@ -206,7 +219,7 @@ class Figure:
         require(claim.slope is None or bool(self.series), f'"{claim.says}": a slope needs panels with values')
 
     def _check_trials(self) -> None:
-        """Every method is tuned by as many trials, on anything but test data."""
+        """Check that all methods are tuned by the same number of trials, and not on test data."""
         counts = {(name, panel): len(self.points(panel, name)) for panel in self.panels for name in self.methods}
         for name, method in self.methods.items():
             require_known(f"panel in grid_in of {name}", method.grid_in, self.panels)
@@ -246,34 +259,37 @@ class Figure:
 
     @property
     def id(self) -> str:
-        """The figure's name, that of its file."""
+        """Return the id of the figure, which is the name of its file."""
         return self.file.stem
 
     def size(self, scale: Scale) -> Size:
-        """What a scale changes."""
+        """Return what a scale changes."""
         return self.quick if scale == "quick" else self.full
 
     def panels_of(self, claim: Claim) -> Sequence[str]:
-        """The panels in which a claim is made."""
+        """Return the panels for which a claim is made."""
         return claim.panels or list(self.panels)
 
     def methods_of(self, panel: str) -> Mapping[str, Method]:
-        """The methods that are run in a panel."""
+        """Return the methods that are run in a panel."""
         return {name: self.methods[name] for name in self.panels[panel].methods or self.methods}
 
     def pairs(self, scale: Scale) -> list[tuple[str, str]]:
-        """The panels that are played at a scale, each with its methods."""
+        """Return (panel, method) for all panels that are run at a scale, with their methods."""
         panels = self.size(scale).only or self.panels
         return [(panel, method) for panel in panels for method in self.methods_of(panel)]
 
     def points(self, panel: str, method: str) -> list[dict[str, Any]]:
-        """The values that are tried of a method's fields in a panel; one point without values where nothing is."""
+        """Return the points that are tried for a method in a panel: values of its fields.
+
+        If nothing is tried, there is one point without values.
+        """
         of = self.methods[method]
         grid = of.grid_in.get(panel, of.grid)
         return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
     def tables(self, panel: str, method: str, scale: Scale, *, tuning: bool = False) -> dict[str, Any]:
-        """The tables of the spec of a method in a panel; with `tuning` that of its trials."""
+        """Return the tables of the spec of a method in a panel or, with `tuning`, of its trials."""
         size, tuned = self.size(scale), self.tuning if tuning else None
         layers = [self.spec, size.spec, self.panels[panel].spec, size.panels.get(panel, {})]
         layers += [self.methods[method].spec, size.methods.get(method, {})]
@@ -284,7 +300,10 @@ class Figure:
         return found
 
     def fingerprint(self, scale: Scale) -> str:
-        """A short hash of what is claimed and played at a scale: all but prose, minutes and the other scale."""
+        """Return a short hash of the claims and of what is run at a scale.
+
+        It covers all of the figure except prose, minutes and the other scale.
+        """
         played = [
             [panel, method, self.points(panel, method)]
             + [self.tables(panel, method, scale, tuning=tuning) for tuning in (False, True)]
@@ -302,8 +321,11 @@ class Figure:
 
 
 def merged(first: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two tables, the later before the earlier; a table in it that has no name of its own changes that of the
-    earlier and leaves the rest of it as it is."""
+    """Merge two tables; entries of the second take precedence.
+
+    If both have a table at an entry, and the second has neither "name" nor "schedule", these are merged in the same
+    way.
+    """
     out = dict(first)
     for name, value in then.items():
         changes = isinstance(value, Mapping) and not {"name", "schedule"} & value.keys()
@@ -312,13 +334,13 @@ def merged(first: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require(fits: object, message: str) -> None:
-    """Raise ConfigurationError with that message unless something fits."""
+    """Raise a ConfigurationError with this message unless `fits` is true."""
     if not fits:
         raise ConfigurationError(message)
 
 
 def require_known(what: str, names: Iterable[Any], known: Collection[str]) -> None:
-    """Raise ConfigurationError for a name that is not known."""
+    """Raise a ConfigurationError if one of `names` is not known."""
     for name in names:
         near = difflib.get_close_matches(str(name), known, 1)
         hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
@@ -326,7 +348,10 @@ def require_known(what: str, names: Iterable[Any], known: Collection[str]) -> No
 
 
 def made(cls: type[Any], content: Mapping[str, Any]) -> Any:
-    """A dataclass from a table; where it has a `spec`, tables beside its own fields are sections of that."""
+    """Make an object of a dataclass from a table.
+
+    If the class has a field `spec`, tables that are not fields of the class are sections of this spec.
+    """
     own = {one.name for one in fields(cls)}
     if cls in (Panel, Method):
         own -= {"spec"}
@@ -337,10 +362,10 @@ def made(cls: type[Any], content: Mapping[str, Any]) -> Any:
 
 
 def read(file: Path, content: Mapping[str, Any]) -> Figure:
-    """A figure from the content of its file.
+    """Make a figure from the content of its file.
 
     Raises:
-        ConfigurationError: something in it is wrong; the message names the file.
+        ConfigurationError: something in the content is wrong; the message names the file.
     """
     try:
         panels = {name: made(Panel, one) for name, one in content["panels"].items()}
@@ -357,10 +382,12 @@ def read(file: Path, content: Mapping[str, Any]) -> Figure:
 
 
 def load(file: Path) -> Figure:
-    """A figure from its file, with what it takes over from the figure whose `runs` it has.
+    """Read a figure from its file.
+
+    If it uses the `runs` of another figure, it also takes over fields of that figure.
 
     Raises:
-        ConfigurationError: the file cannot be read, or something in it is wrong.
+        ConfigurationError: the file cannot be read, or something in its content is wrong.
     """
     try:
         content = tomllib.loads(file.read_text("utf-8"))
@@ -372,12 +399,12 @@ def load(file: Path) -> Figure:
 
 
 def files() -> list[Path]:
-    """The figures of all papers, in order: papers/PAPER/PAPER-….toml."""
+    """Return the files of all papers' figures, in order: papers/PAPER/PAPER-….toml."""
     return sorted(file for file in PAPERS.glob("*/*.toml") if file.stem.startswith(f"{file.parent.name}-"))
 
 
 def find(asked: Sequence[str]) -> list[Figure]:
-    """The figures that are asked for, each once: by id, by paper, by the path of a file, or "all"."""
+    """Return the figures that are asked for, each once: by id, by paper, by the path of a file, or "all"."""
     every = files()
     names = {"all", *(name for file in every for name in (file.stem, file.parent.name))}
     paths = [Path(name) for name in asked if name.endswith(".toml")]

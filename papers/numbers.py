@@ -1,4 +1,4 @@
-"""What is read off a row of a history, and how numbers are written."""
+"""Read values from a row of a history, and write numbers as texts."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 from fedbilevel.experiments import COSTS, costs_of, in_percent
 
 UNITS = {"megabytes": "MB", "evaluations": "gradients and hvps", "gflop": "GFLOP", "time": "virtual seconds"}
-"""Of costs whose names are no unit."""
+"""The units of costs whose names are not units themselves."""
 POINTS = "percentage points"
-DIGITS = 5  # of a number that is kept
+DIGITS = 5  # the number of significant digits that are stored
 
 
 def value_in(row: Mapping[str, float], name: str) -> float | None:
-    """A cost by its name in COSTS, or else a column of the row; None where the row lacks it."""
+    """Return a cost by its name in COSTS, or else a column of a row; None if the row lacks it."""
     return costs_of(row).get(name, row.get(name))
 
 
 def text(name: str, value: float | None) -> str:
-    """A value of a metric or a cost for people, in three digits; of shares in per cent, with one decimal."""
+    """Return a value of a metric or a cost as a text, with three digits. Shares are in percent, with one decimal."""
     if value is None or not math.isfinite(value):
         return "–"
     digits = f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
@@ -29,12 +29,15 @@ def text(name: str, value: float | None) -> str:
 
 
 def axis(name: str) -> str:
-    """The words of an axis."""
+    """Return the label of an axis."""
     return COSTS.get(name) or name.replace("_", " ") + (" (%)" if in_percent(name) else "")
 
 
 def rounded(found: Any) -> Any:
-    """A record of dicts and lists with every fraction in it in DIGITS digits; None where it is not finite."""
+    """Return nested dicts and lists with fractions rounded to DIGITS digits.
+
+    Numbers that are not finite become None.
+    """
     if isinstance(found, dict):
         return {name: rounded(one) for name, one in found.items()}
     if isinstance(found, list | tuple):

@@ -1,4 +1,4 @@
-"""A page of a paper, README.md in its folder: a head that is written by hand, and below the mark what is generated."""
+"""Write the page of a paper, the README.md of its folder: a head that is written by hand, and a generated part."""
 
 from __future__ import annotations
 
@@ -29,25 +29,28 @@ IN_ALL = {
     "open": "are undecided",
 }
 IN_SHORT = "In short: "
-THEORY = "theory"  # the folder of theorems of all papers
+THEORY = "theory"  # the folder with the theorems of all papers
 Outcome = Mapping[str, Any]
 
 
 def kept(figure: Figure) -> Outcome | None:
-    """The outcome beside a figure's file."""
+    """Return the outcome that is stored beside a figure's file; None if there is none."""
     file = figure.file.with_suffix(".json")
     return json.loads(file.read_text("utf-8")) if file.is_file() else None
 
 
 def state_of(figure: Figure, found: Outcome | None) -> str:
-    """The verdict of an outcome; or, where it was played for other claims or another setting, that it is stale."""
+    """Return the verdict of an outcome, or STALE if the outcome is of other claims or another setting."""
     if found is None:
         return NOT_RUN
     return str(found["verdict"]) if found["played_for"] == figure.fingerprint(found["scale"]) else STALE
 
 
 def decided(figure: Figure) -> list[Statement]:
-    """What the outcome beside a figure's file decides of its claims; without one, or by a stale one, all are open."""
+    """Return what the stored outcome of a figure decides.
+
+    Without an outcome, or with a stale one, all claims are open.
+    """
     found = kept(figure)
     if found is None or state_of(figure, found) == STALE:
         return statements([Finding(says=claim.says, panel="", better=claim.better) for claim in figure.claims])
@@ -55,13 +58,13 @@ def decided(figure: Figure) -> list[Statement]:
 
 
 def holding(found: Outcome) -> tuple[int, int]:
-    """How many cells of an outcome hold, and how many there are."""
+    """Return how many cells of an outcome hold, and how many cells there are."""
     states = [one["state"] for one in found["findings"]]
     return states.count("holds"), len(states)
 
 
 def written() -> Iterator[tuple[Path, str]]:
-    """(file, its text) of everything that is generated from figures and the outcomes beside them."""
+    """Yield (file, its text) for all texts that are generated from figures and their stored outcomes."""
     figures = [load(file) for file in files()]
     rows, heads = ["| paper | entries | statements | in short |\n|---|---:|---|---|"], {}
     for folder in dict.fromkeys(figure.file.parent for figure in figures):
@@ -77,14 +80,14 @@ def written() -> Iterator[tuple[Path, str]]:
 
 
 def filled(text: str, mark: str, lines: Sequence[str]) -> str:
-    """A text with these lines after its mark."""
+    """Return a text with these lines after the mark."""
     before, begin, rest = text.partition(f"<!-- {mark} -->\n")
     _, end, after = rest.partition("<!-- -->\n")
     return "".join([before, begin, "\n".join(lines), "\n", end, after])
 
 
 def arms(figures: Sequence[Figure]) -> list[str]:
-    """The table of what differs between the arms of each figure."""
+    """Return the table of what differs between the arms of each figure."""
     entries: dict[str, list[str]] = {}
     for one in figures:
         found = kept(one)
@@ -95,7 +98,7 @@ def arms(figures: Sequence[Figure]) -> list[str]:
 
 
 def row(paper: str, head: str, figures: Sequence[Figure]) -> str:
-    """A paper's row of the table of all papers; what came out in short is said in the head of its page."""
+    """Return a paper's row in the table of all papers. The short summary is taken from the head of the paper's page."""
     counts: Counter[str] = Counter(one.decision for figure in figures for one in decided(figure))
     said = ", ".join(f"{counts[name]} {name}" for name in DECISIONS if counts[name])
     title, short = title_and_short(head)
@@ -103,14 +106,14 @@ def row(paper: str, head: str, figures: Sequence[Figure]) -> str:
 
 
 def title_and_short(head: str) -> tuple[str, str]:
-    """The name of a paper's methods, and what came out in short, of the head of its page."""
+    """Return the names of a paper's methods and the short summary, from the head of the paper's page."""
     lines = head.splitlines()
     short = next((line.removeprefix(IN_SHORT) for line in lines if line.startswith(IN_SHORT)), "")
     return lines[0].removeprefix("# ").partition(":")[0], short
 
 
 def in_all(figures: Sequence[Figure], heads: Mapping[str, str]) -> list[str]:
-    """What became of the statements of all papers, for the first page of the repository: a sentence, and one a paper.
+    """Return the outcomes of all papers for the README of the repository: a sentence on all, and one for each paper.
 
     Args:
         heads: the head of each paper's page, by its folder.
@@ -125,7 +128,7 @@ def in_all(figures: Sequence[Figure], heads: Mapping[str, str]) -> list[str]:
 
 
 def statement_table(figures: Sequence[Figure]) -> Iterator[str]:
-    """A row for each statement of a paper: the decision, its cells, the effect, and what would decide open cells."""
+    """Yield a row for each statement of a paper: decision, cells, effect, and what would decide open cells."""
     yield "| statement | entry | decided | cells | effect | what would decide it |\n|---|---|---|---|---|---|"
     for figure in figures:
         found = kept(figure)
@@ -139,9 +142,11 @@ def statement_table(figures: Sequence[Figure]) -> Iterator[str]:
 
 
 def effect(statement: Statement) -> str:
-    """By how much the first method is better: of one cell with its interval, of several from the least to the largest.
+    """Say by how much the first method is better.
 
-    Of costs it is what the first method takes as a share of what the other takes.
+    For one cell this is the difference with its interval; for several, the range of the differences.
+
+    For costs, it is the cost of the first method as a share of the other method's.
     """
     known = [one for one in statement.findings if one.difference is not None]
     if not known:
@@ -159,13 +164,13 @@ def effect(statement: Statement) -> str:
 
 
 def between(values: Sequence[float]) -> str:
-    """The least and the largest of some numbers, or the one number that they are."""
+    """Return a text with the least and the largest of some numbers, or with one number if they are equal."""
     ends = dict.fromkeys([text("", min(values)), text("", max(values))]) if values else {"–": None}
     return " to ".join(ends)
 
 
 def section(figure: Figure, found: Outcome | None) -> Iterator[str]:
-    """The picture of a figure, what it claims, and what came out."""
+    """Yield the section of a figure: its picture, its claims, and its outcome."""
     state = state_of(figure, found)
     yield f"## {figure.id}\n"
     if found is not None and state != STALE:
@@ -177,7 +182,7 @@ def section(figure: Figure, found: Outcome | None) -> Iterator[str]:
     count, of = holding(found)
     hold = f", {count} of {of} hold" if of > 1 and state != STALE else ""
     yield f"Here: {SIGNS[state]} **{state}**{hold}. {figure.found}\n"
-    if state == STALE:  # it decides nothing
+    if state == STALE:  # a stale outcome decides nothing
         return
     yield from table(figure, found)
     yield from table_beside(figure, found)
@@ -192,12 +197,12 @@ def section(figure: Figure, found: Outcome | None) -> Iterator[str]:
 
 
 def played(found: Outcome, one: Mapping[str, Any]) -> bool:
-    """Whether a finding is about panels that were played."""
+    """Return whether a finding is about panels that were run."""
     return not one["panel"] or one["panel"] in found["panels"]
 
 
 def table(figure: Figure, found: Outcome) -> Iterator[str]:
-    """A row for each claim, a column for each panel, a state for each rival."""
+    """Yield a table with a row for each claim, a column for each panel, and a state for each other method."""
     shown = [one for one in found["findings"] if played(found, one)]
     panels = list(dict.fromkeys(one["panel"] for one in shown))
     yield f"| claim | {' | '.join(panel or 'slope' for panel in panels)} |\n|---|{'---|' * len(panels)}"
@@ -212,7 +217,7 @@ def table(figure: Figure, found: Outcome) -> Iterator[str]:
 
 
 def table_beside(figure: Figure, found: Outcome) -> Iterator[str]:
-    """Of each cost that decides nothing a table: its mean for each method in each panel."""
+    """Yield a table for each cost that decides nothing: the cost's mean for each method in each panel."""
     for cost in figure.beside:
         panels = found["panels"]
         yield f"| {axis(cost)}, which decide nothing | {' | '.join(panels)} |\n|---|{'--:|' * len(panels)}"
@@ -223,7 +228,7 @@ def table_beside(figure: Figure, found: Outcome) -> Iterator[str]:
 
 
 def cell(figure: Figure, claim: Claim, found: Sequence[Mapping[str, Any]]) -> str:
-    """The states of a claim in a panel, and what was read off the runs of both sides."""
+    """Return the cell of a claim in a panel: its states, and the readings of the runs of both methods."""
     if not found:
         return ""
     states, unit = "".join(STATES[one["state"]] for one in found), found[0]["unit"]
@@ -238,7 +243,7 @@ def cell(figure: Figure, claim: Claim, found: Sequence[Mapping[str, Any]]) -> st
 
 
 def origin(figure: Figure, found: Outcome) -> Iterator[str]:
-    """Where the rest stands, and how it was played."""
+    """Yield a line on how a figure was run, with links to its setting and numbers."""
     seeds = ", ".join(map(str, found["seeds"]))
     how = f"{found['trials']} trials a method, by {found['selected_on']}" if found["trials"] else "no trials"
     ends = chosen_at_ends(figure, found)
@@ -250,7 +255,10 @@ def origin(figure: Figure, found: Outcome) -> Iterator[str]:
 
 
 def chosen_at_ends(figure: Figure, found: Outcome) -> str:
-    """How many of the chosen values are the first or the last of those that were tried: better ones may lie beyond."""
+    """Return a text on how many chosen values are the least or the largest that were tried.
+
+    Better values may lie beyond.
+    """
     ends = []
     for panel, methods in found["panels"].items():
         for method, of in methods.items():

@@ -1,5 +1,8 @@
-"""The picture of a figure: a panel of curves for each setting; or the readings of all settings in one panel, for a
-series, and where what is compared is itself a cost; or the ends of the runs beside the values of the paper's table."""
+"""Draw the picture of a figure.
+
+It has a panel of curves for each setting. For a series, or if a cost is compared, it has one panel with the readings of
+all settings. If the paper has a table, it has the values at the end of the runs beside the values of the table.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ from papers.claims import of_curve
 from papers.figure import Claim, Figure
 from papers.numbers import axis, text
 
-MARKERS = "ox+v"  # one shows through another
-COLUMNS = 3  # of panels, at most
-SPAN = 50.0  # of costs: with more, the axis is logarithmic
-READ = {"end": "at the end", "late": "mean over the second half", "mean": "mean over the run"}  # off a curve
+MARKERS = "ox+v"  # markers that can be seen through each other
+COLUMNS = 3  # the largest number of columns of panels
+SPAN = 50.0  # if costs differ by a larger factor, the axis is logarithmic
+READ = {"end": "at the end", "late": "mean over the second half", "mean": "mean over the run"}  # of a curve
 
 
 def draw(figure: Figure, outcome: Mapping[str, Any]) -> bytes:
-    """The picture of an outcome, as PNG."""
+    """Return the picture of an outcome, as the bytes of a PNG."""
     make = points if figure.series or figure.metric in COSTS else beside_table if figure.printed else curves
     drawing, file = make(figure, outcome), io.BytesIO()
     drawing.savefig(file, format="png", dpi=110, metadata={"Software": None})
@@ -30,7 +33,7 @@ def draw(figure: Figure, outcome: Mapping[str, Any]) -> bytes:
 
 
 def curves(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
-    """The metric against its cost, with a band of one standard deviation over the seeds."""
+    """Draw the metric against its cost, with a band of one standard deviation over the seeds."""
     panels = outcome["panels"]
     columns = 2 if len(panels) == 4 else min(len(panels), COLUMNS)
     rows = -(-len(panels) // columns)
@@ -53,12 +56,12 @@ def curves(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
 
 
 def curve(name: str, cost: str, of: Mapping[str, Any]) -> Curve:
-    """A curve that was kept."""
+    """Return a curve from the stored numbers of a method."""
     return Curve(name, {cost: np.array(of["cost"])}, np.array(of["mean"]), np.array(of["sd"]))
 
 
 def beside_table(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
-    """For each method the value at the end, with a standard deviation over the seeds, and that of the paper's table."""
+    """Draw, for each method, the value at the end with its standard deviation over the seeds, and the paper's value."""
     panels, percent = outcome["panels"], 100 if in_percent(figure.metric) else 1
     width, height = 3.2 * len(panels) + 1.2, 0.32 * len(figure.methods) + 1.4
     drawing = Drawing((max(width, 5.0), height), layout="constrained")
@@ -81,8 +84,12 @@ def beside_table(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
 
 
 def points(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
-    """Readings in each panel: of a series against the panels' values on logarithmic axes, with a grey line of the
-    predicted slope; else side by side, from 0, or on a logarithmic axis where the largest is SPAN times the least."""
+    """Draw the readings of all panels.
+
+    The readings of a series are drawn against the panels' values on logarithmic axes, with a grey line of the predicted
+    slope. Other readings are drawn side by side, on an axis from 0, or on a logarithmic axis if the largest is more
+    than SPAN times the least.
+    """
     drawing = Drawing((max(6.0, 1.2 * len(outcome["panels"])), 4.4), layout="constrained")
     axes = drawing.subplots()
     slopes = [claim for claim in figure.claims if claim.slope is not None and claim.by in READ]
@@ -119,14 +126,14 @@ def points(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
 
 
 def point(claim: Claim | None, of: Mapping[str, Any]) -> tuple[float, float]:
-    """A method's place in a series, and its standard deviation over the seeds, which a mean curve does not know."""
+    """Return a method's reading in a panel, and its standard deviation over the seeds if it is known."""
     if claim is None or claim.by == "end":
         return of["mean"], of["sd"] or 0.0
     return of_curve(claim.by, of["curve"]["cost"], of["curve"]["mean"]), np.nan
 
 
 def in_words(claim: Claim, outcome: Mapping[str, Any]) -> str:
-    """What is read off, and the fitted slope beside the predicted one."""
+    """Say in words what the readings are, and give the fitted and the predicted slope."""
     (found,) = [one for one in outcome["findings"] if one["says"] == claim.says]
     if found["difference"] is None:
         return f"{READ[claim.by]}: predicted slope {claim.slope:g} (grey), not fitted: {found['note']}"
@@ -135,10 +142,10 @@ def in_words(claim: Claim, outcome: Mapping[str, Any]) -> str:
 
 
 def legend(drawing: Drawing) -> None:
-    """One legend for all panels, with as many columns as there is room for."""
+    """Draw one legend for all panels, with as many columns as fit."""
     pairs: Sequence[Any] = [axes.get_legend_handles_labels() for axes in drawing.axes]
     named = {name: handle for handles, names in pairs for handle, name in zip(handles, names, strict=True)}
     if named:
-        columns = int(drawing.get_figwidth() / (0.7 + 0.09 * max(map(len, named))))  # inches of a line and of a letter
+        columns = int(drawing.get_figwidth() / (0.7 + 0.09 * max(map(len, named))))  # inches: a line, a letter
         below: Any = {"loc": "outside lower center", "ncols": max(1, columns), "frameon": False}
         drawing.legend(list(named.values()), list(named), **below)

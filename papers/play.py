@@ -1,13 +1,14 @@
-"""How a figure is played: for every panel and method values are chosen by trials on a holdout, then every seed is run.
+"""Run a figure: for every panel and method, choose values by trials on a holdout, and then run every seed.
 
-A run's folder is all that is kept of it, so that it does not matter who played it, and an interrupted figure goes on
-where it was. Below OUT/<id>/<scale>:
+All that is stored of a run is its folder. So several processes can share the runs, and an interrupted figure continues
+where it was. Below OUT/<id>/<scale> there are:
 
     trials/<panel>/<method>/<values>/seed-N   the trials
     runs/<panel>/<method>/seed-N              the runs
     outcome.json, figure.png                  what came of them
 
-A run that fails leaves its reason in its folder, and is not played again. A run whose network is dead fails, too.
+If a run fails, the reason is stored in its folder, and it is not run again. A run whose network is dead (see `dead`)
+also counts as failed.
 """
 
 from __future__ import annotations
@@ -33,17 +34,19 @@ from papers.claims import findings, verdict
 from papers.figure import COUNTED, Figure, Scale, merged, require, require_known
 from papers.numbers import rounded, value_in
 
-POLL = 1.0  # seconds between two looks at a run that another process plays
-CURVE = 60  # points of a curve that are kept
+POLL = 1.0  # seconds between two checks of a run that another process is running
+CURVE = 60  # the number of points of a curve that are stored
 CHANCE = 1e-3  # the relative distance from the loss of constant predictions below which a network counts as dead
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Run:
-    """A trial or a run: what it is called, the tables of its spec, its seed and its folder; with `budgets`, by the
-    names of COSTS, it ends at the first row by which all of them are spent. Of one that is `counted` the costs of its
-    round are found without running it, and no folder is made."""
+    """A trial or a run: its name, the tables of its spec, its seed and its folder.
+
+    With `budgets`, by names of COSTS, it ends at the first row at which all of them are spent. If it is `counted`, the
+    costs of its round are found without running it, and no folder is made.
+    """
 
     name: str
     tables: Mapping[str, Any]
@@ -54,32 +57,32 @@ class Run:
 
     @property
     def spec(self) -> experiments.Spec:
-        """The whole spec."""
+        """Return the complete spec."""
         return experiments.seeded(experiments.resolve(self.tables), self.seed)
 
     def play(self, tasks: experiments.TaskCache) -> History | str:
-        """What it measured, read from its folder or played; or why it failed."""
+        """Return the history, from the folder or by running it; or the reason why the run failed."""
         try:
             if self.counted:
                 ledger = experiments.build(self.spec, tasks(self.spec)).cost_of_round()
                 return History([{"round": 1, "seconds": 0.0, **ledger.columns()}])
             history = experiments.run_of(self.spec, self.folder, tasks, callbacks=[self.spent] if self.budgets else [])
             return dead(history, self.spec.task.fields.get("way")) or history
-        except (ConfigurationError, NumericalError) as error:  # such as a step too large for this seed's samples
+        except (ConfigurationError, NumericalError) as error:  # e.g., a step is too large for this seed's samples
             return str(error)
 
     def spent(self, result: fb.Result, row: Mapping[str, float] | None) -> str | None:
-        """The callback that ends a run with budgets."""
+        """Return why the run should stop, as a callback: its budgets are spent. Return None otherwise."""
         over = row is not None and all(costs_of(row)[name] >= amount for name, amount in self.budgets.items())
         return "all budgets are spent" if over else None
 
 
 def dead(history: History, way: int | None) -> str:
-    """Say that the network of a few-shot run is dead: it predicts the same for every image, and so fails; else "".
+    """Return a text if the network of a few-shot run is dead: it predicts the same for every image; else "".
 
-    A network whose features no longer depend on the image has the outer loss log N on tasks of N = `way` characters,
-    whatever its head. A run counts as dead if this loss, which is measured on tasks of training, is within CHANCE of
-    log N in every row of the second half of the run. Test data play no part.
+    If the features of a network no longer depend on the image, its outer loss on tasks of N = `way` characters is log
+    N, whatever its head. A run counts as dead if this loss, measured on training tasks, is within CHANCE of log N in
+    every row of the second half of the run. Test data are not used.
     """
     losses = [row["outer_loss"] for row in history.rows if "outer_loss" in row] if way else []
     late = losses[len(losses) // 2 :]
@@ -90,16 +93,16 @@ def dead(history: History, way: int | None) -> str:
 
 
 Played = Mapping[Path, History | str]
-"""By the folder of a run: what it measured, or why it failed."""
+"""By the folder of a run: the history, or the reason why the run failed."""
 
 
 def word(name: str) -> str:
-    """A name as a part of a path."""
+    """Return a name in a form that can be part of a path."""
     return re.sub(r"[^\w.=,-]+", "-", name)
 
 
 def with_values(tables: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The tables of a spec with these values of the algorithm's fields: {"inner.lr": 0.1}."""
+    """Return the tables of a spec with some values of the algorithm's fields, such as {"inner.lr": 0.1}."""
     for path, value in values.items():
         for name in reversed(["algorithm", *path.split(".")]):
             value = {name: value}
@@ -108,23 +111,23 @@ def with_values(tables: Mapping[str, Any], values: Mapping[str, Any]) -> dict[st
 
 
 def place_of(figure: Figure, scale: Scale, out: Path) -> Path:
-    """The folder of a figure's trials and runs."""
+    """Return the folder of a figure's trials and runs."""
     return out / figure.runs / scale
 
 
 Tried = Sequence[tuple[dict[str, Any], list[Run]]]
-"""The values that are tried, each with its trials."""
+"""The points that are tried, each with its trials."""
 
 
 def trials(
     figure: Figure, panel: str, method: str, scale: Scale, out: Path, points: Sequence[dict[str, Any]] | None = None
 ) -> Tried:
-    """The trials of a method in a panel: of each point one for each of their seeds; none where nothing is chosen.
+    """Return the trials of a method in a panel: for each point, a trial with each seed; none if no value is chosen.
 
-    A point's trials are in a folder that is named by its values.
+    The trials of a point are in a folder that is named by the point's values.
 
     Args:
-        points: the values that are tried; None: those of the grid.
+        points: the points to try; None: the points of the grid.
     """
     folder = place_of(figure, scale, out) / "trials" / word(panel) / word(method)
     points = figure.points(panel, method) if points is None else points
@@ -140,14 +143,17 @@ def trials(
 
 @dataclass(frozen=True)
 class Choice:
-    """What the holdout chose: the values, None where every trial failed; and how many failed."""
+    """The choice by the holdout: the values, or None if every trial failed; and the number of failed trials."""
 
     values: dict[str, Any] | None
     failed: int = 0
 
 
 def best(every: Tried, played: Played, select: str) -> Choice:
-    """The values with the best metric in the last rows, the mean over the seeds; none of whose trials failed."""
+    """Return the point whose metric in the last row, as a mean over the seeds, is best.
+
+    Points with a failed trial are left out.
+    """
     found, failed = [], 0
     for values, runs in every:
         histories = [one for run in runs if isinstance(one := played[run.folder], History)]
@@ -160,7 +166,10 @@ def best(every: Tried, played: Played, select: str) -> Choice:
 
 
 def choose(figure: Figure, scale: Scale, out: Path, say: Say) -> tuple[Mapping[tuple[str, str], Tried], Played]:
-    """Play the trials of every method in every panel; with `tuning.trials` go on beyond the ends that are chosen."""
+    """Run the trials of every method in every panel.
+
+    With `tuning.trials`, further points are tried if a chosen value is at an end of the values.
+    """
     pairs = figure.pairs(scale)
     every: dict[tuple[str, str], Tried] = {pair: trials(figure, *pair, scale, out) for pair in pairs}
     new, played = every, dict[Path, History | str]()
@@ -172,7 +181,7 @@ def choose(figure: Figure, scale: Scale, out: Path, say: Say) -> tuple[Mapping[t
 
 
 def more(figure: Figure, every: Tried, played: Played) -> list[dict[str, Any]]:
-    """The points that are tried next, as many as there are trials left; none where every chosen value lies inside."""
+    """Return the points to try next, as many as trials are left; none if every chosen value lies inside the grid."""
     assert figure.tuning is not None
     points = [values for values, _ in every]
     left = (figure.tuning.trials or 0) - len(points)
@@ -180,11 +189,12 @@ def more(figure: Figure, every: Tried, played: Played) -> list[dict[str, Any]]:
 
 
 def beyond(points: Sequence[dict[str, Any]], chosen: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The chosen values, with one of them a step further where it lies at an end of those that were tried.
+    """Return points with the chosen values, in which one value that lies at an end is moved one step further.
 
     Args:
-        points: the values that were tried. Only positive numbers have a next one, and whole numbers a whole one.
-        chosen: None: every trial failed, as with steps that are too large; the least values are then taken for chosen.
+        points: the points that were tried. Only positive numbers have a next value; that of a whole number is whole.
+        chosen: the chosen values; None: every trial failed, as with steps that are too large, and the least values are
+            used.
     """
     ladders = {name: sorted({point[name] for point in points}) for name in points[0] if positive(points, name)}
     at = chosen or {**points[0], **{name: values[0] for name, values in ladders.items()}}
@@ -200,14 +210,14 @@ def beyond(points: Sequence[dict[str, Any]], chosen: dict[str, Any] | None) -> l
 
 
 def positive(points: Sequence[dict[str, Any]], name: str) -> bool:
-    """Whether all values of a field are positive numbers."""
+    """Return whether all values of a field are positive numbers."""
     return all(type(point[name]) in (int, float) and point[name] > 0 for point in points)
 
 
 def runs_of(
     figure: Figure, pair: tuple[str, str], scale: Scale, out: Path, values: Mapping[str, Any], seeds: Sequence[int]
 ) -> list[Run]:
-    """The runs of a method in a panel, one for each seed."""
+    """Return the runs of a method in a panel, one for each seed."""
     panel, method = pair
     folder = place_of(figure, scale, out) / "runs" / word(panel) / word(method)
     tables = with_values(figure.tables(panel, method, scale), values)
@@ -218,14 +228,14 @@ def runs_of(
 
 
 def check(figure: Figure, scale: Scale, out: Path, seeds: Sequence[int]) -> None:
-    """Refuse what is wrong in a figure or its seeds before anything is played.
+    """Check a figure and its seeds before anything is run.
 
-    All specs of trials and runs are resolved. Methods of which nothing has been played are also made for the samples of
-    their first trial, or of their first run where nothing is chosen.
+    The specs of all trials and runs are resolved. If nothing of a method has been run, the method is also checked with
+    the samples of its first trial, or of its first run if no value is chosen.
 
     Raises:
         ConfigurationError: something is wrong; the message names the panel and the method.
-        DataError: the samples are not there.
+        DataError: the samples cannot be loaded.
     """
     both = sorted(set(seeds) & set(figure.tuning.seeds)) if figure.tuning else []
     require(not both, f"seeds {both} chose the values of {figure.id}: its runs take others")
@@ -247,13 +257,13 @@ def check(figure: Figure, scale: Scale, out: Path, seeds: Sequence[int]) -> None
 def chosen_before(
     figure: Figure, scale: Scale, found: Mapping[str, Any]
 ) -> tuple[Mapping[tuple[str, str], Tried], Mapping[tuple[str, str], Choice]]:
-    """The values that an earlier outcome of the same figure tried and chose, without runs of these trials.
+    """Return the values that were tried and chosen in an earlier outcome of the same figure, without running trials.
 
     Args:
-        found: the outcome; empty if none is kept.
+        found: the outcome; empty if none is stored.
 
     Raises:
-        ConfigurationError: it was played for other claims or another setting.
+        ConfigurationError: the outcome is of other claims or another setting.
     """
     same = (found.get("scale"), found.get("played_for")) == (scale, figure.fingerprint(scale))
     require(same, f"no outcome of {figure.id} with this setting is kept beside its file: its trials have to be played")
@@ -275,17 +285,18 @@ def play(
     before: Mapping[str, Any] | None = None,
     say: Say = print,
 ) -> dict[str, Any]:
-    """Bring all trials and runs of a figure to their end; its outcome.
+    """Bring all trials and runs of a figure to their end, and return the outcome.
 
     Args:
-        out: the folder that holds all figures' folders.
-        seeds: of the runs; none of those of the trials. None: as many as the file says.
-        before: an earlier outcome, whose chosen values are taken; no trial is then played, and the minutes that it took
-            are added to those of the runs.
-        say: called with a line about what has ended.
+        out: the folder that contains the folders of all figures.
+        seeds: the seeds of the runs, which must differ from the seeds of the trials. None: the number of seeds in the
+            file.
+        before: an earlier outcome, whose chosen values are used. No trial is then run, and the minutes of that outcome
+            are added to the minutes of the runs.
+        say: a function that is called with a line about each run that has ended.
 
     Raises:
-        ConfigurationError, DataError: the figure cannot be played here, e.g. for want of data.
+        ConfigurationError, DataError: the figure cannot be run here, for example because data are missing.
     """
     seeds = range(figure.seeds) if seeds is None else seeds
     check(figure, scale, out, seeds)
@@ -310,13 +321,16 @@ def play(
 
 
 def devices_of(figure: Figure, scale: Scale) -> int:
-    """The most devices that a run of the figure plays on."""
+    """Return the largest number of devices that a run of the figure uses."""
     tables = [figure.tables(*pair, scale) for pair in figure.pairs(scale)]
     return max(int(one.get("engine", {}).get("devices") or 1) for one in tables)
 
 
 def play_all(runs: Sequence[Run], say: Say) -> dict[Path, History | str]:
-    """Bring runs to their end; what came of each. What another process plays is looked at again after the others."""
+    """Bring runs to their end, and return their histories.
+
+    Runs of another process are checked again after all others.
+    """
     tasks, played, waiting = experiments.TaskCache(), {}, deque(runs)
     while waiting:
         run = waiting.popleft()
@@ -332,16 +346,16 @@ def play_all(runs: Sequence[Run], say: Say) -> dict[Path, History | str]:
 
 
 def prepare(devices: int) -> None:
-    """Set what JAX reads at its first computation."""
+    """Set the options that JAX reads at its first computation."""
     fb.tune_cpu(devices)
     fb.Local.keep_on_disk()
 
 
 def rehearse(figure: Figure, scale: Scale, out: Path, say: Say = print) -> None:
-    """Play one round of every method in every panel, to see that the figure can be played here.
+    """Run one round of every method in every panel, to check that the figure can be run here.
 
     Raises:
-        FedbilevelError: it cannot.
+        FedbilevelError: the figure cannot be run here.
     """
     once = {"rounds": 1, "exchanges": None, "bytes": None, "time": None, "eval_every": 1}
     for panel, method in figure.pairs(scale):
@@ -364,7 +378,7 @@ def outcome(
     runs: Mapping[tuple[str, str], Sequence[Run]],
     played: Played,
 ) -> dict[str, Any]:
-    """What is kept of a figure that was played, as JSON can hold it."""
+    """Return the outcome of a figure, in a form that JSON can store."""
     panels: dict[str, dict[str, Any]] = {}
     histories: dict[str, dict[str, list[History | None]]] = {}
     errors: dict[str, str] = {}
@@ -404,7 +418,7 @@ def outcome(
 
 
 def numbers_of(figure: Figure, histories: Sequence[History]) -> dict[str, Any]:
-    """The last values of the metric, their mean and sample standard deviation, costs as means, and a curve."""
+    """Return the last values of the metric, their mean and sample standard deviation, mean costs, and a curve."""
     if not histories:
         return {"values": [], "mean": None, "sd": None, "costs": {}, "curve": None}
     known = [[value for row in one.rows if (value := value_in(row, figure.metric)) is not None] for one in histories]
@@ -421,7 +435,7 @@ def numbers_of(figure: Figure, histories: Sequence[History]) -> dict[str, Any]:
 
 
 def curve(figure: Figure, histories: Sequence[History]) -> dict[str, list[float]]:
-    """At most CURVE points of the rounds that all histories have: cost, mean and standard deviation over the seeds."""
+    """Return at most CURVE points of rounds that all histories have: cost, mean, and deviation over the seeds."""
     whole = experiments.curve(figure.id, histories, figure.metric)
     number = len(whole.value)
     kept = np.unique(np.linspace(0, number - 1, min(number, CURVE)).round().astype(int))
@@ -431,7 +445,7 @@ def curve(figure: Figure, histories: Sequence[History]) -> dict[str, list[float]
 
 
 def write(file: Path, content: str | bytes) -> None:
-    """Write a file, whole or not at all."""
+    """Write a file atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f".{file.name}.part")
     part.write_bytes(content.encode() if isinstance(content, str) else content)

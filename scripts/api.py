@@ -1,10 +1,11 @@
 """Write the pages of docs/reference/api/: every public name with its signature, docstring and example.
 
-Signatures and docstrings are those of `help()`. Examples are the cells of examples/api/api_NAME.py, each under the line
-`# %% name` that says which entry it belongs to; the cell `# %% setup` stands at the head of its page.
+Signatures and docstrings are the same as in `help()`. Examples are the cells of the files examples/api/api_NAME.py. The
+line `# %% name` before a cell says to which entry it belongs. The cell `# %% setup` is shown at the beginning of the
+page.
 
-Under a signature is a line of links to its types, and public names between backquotes are links. The page types.md
-describes the types of the library that signatures name and no module exports.
+Under each signature there is a line of links to its types. Public names between backquotes become links. The page
+types.md describes types of the library that occur in signatures and that no module exports.
 """
 
 import ast
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 from fedbilevel.core import field_types
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "docs" / "website")]  # also where a test runs this file
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "docs" / "website")]  # needed if a test runs this file
 from definitions import Definition, definition  # noqa: E402
 from names import entries  # noqa: E402
 from names import entry_of as entry_in_code  # noqa: E402
@@ -33,7 +34,7 @@ METHODS = "docs/reference/algorithms"
 
 
 class Module(NamedTuple):
-    """A public module; `needs`: packages of an extra without which it cannot be looked at."""
+    """A public module. `needs` are packages of an extra without which the module cannot be imported."""
 
     name: str
     public: str
@@ -102,7 +103,7 @@ SECTIONS = {
     "fedbilevel.algorithms.parts": "Layers and wrappers",
     "fedbilevel.algorithms": "Methods",
 }
-"""The sections of the first page, in their order, by the room in which a name is defined."""
+"""The sections of the first page, in their order: the room in which a name is defined -> the title of its section."""
 MEMBERS = {
     "Algorithm": "init round init_client validate check asks allows hypergradient_at finished findings remarks",
     "Client": "outer_batch inner_batch local_steps",
@@ -131,22 +132,22 @@ MEMBERS = {
     "Total": "mean",
     "Tracker": "open library",
 }
-"""The members of public classes that programs call or define; engines use others."""
+"""The members of public classes that are documented, since programs call or define them. (Engines also use others.)"""
 
 
 INDEX, TYPES = PAGES / "README.md", PAGES / "types.md"
 
 
 class Entry(NamedTuple):
-    """A name of the API reference.
+    """An entry of the API reference.
 
     Args:
         name: the name.
-        signature: its call, or the assignment of a type; empty: none.
-        doc: its docstring.
-        rooms: the modules that may define the types in the signature; the first defines the name.
-        members: the entries of members.
-        path: module and name of a class.
+        signature: how the name is called, or the assignment of a type; empty: there is no signature.
+        doc: the docstring.
+        rooms: the modules that may define the types in the signature; the first module defines the name itself.
+        members: the entries of the members of a class.
+        path: the module and the name of a class.
     """
 
     name: str
@@ -158,10 +159,10 @@ class Entry(NamedTuple):
 
 
 class Reference:
-    """The entries of all modules whose packages are installed, and where each type and each name is described."""
+    """The entries of all modules whose packages are installed, and the pages that describe each type and name."""
 
     def __init__(self) -> None:
-        """Read all modules, then follow the types in signatures until each of them has a place."""
+        """Read all modules. Then follow the types in signatures, until each type has a page."""
         self.modules = {one: entries_of(one) for one in MODULES if not (one.needs and find_spec(one.needs) is None)}
         self.places: dict[str, str] = {}
         for module, found in self.modules.items():
@@ -184,13 +185,13 @@ class Reference:
         self.names = entries(self.index)
 
     def types_line(self, entry: Entry) -> Iterator[str]:
-        """A line of links to the types that a signature names; none where it names none of the library."""
+        """Yield a line of links to the types in a signature; yield nothing if no type is the library's."""
         links = [f"[`{found.name}`]({self.places[found.path]})" for found in types_in(entry)]
         if links:
             yield f"Types: {', '.join(links)}\n"
 
     def link(self, code: str, folder: str = "", name: str = "") -> str:
-        """Make code between backquotes a link if it is a name of the reference, but not the name of its section."""
+        """Return code between backquotes, as a link if it is a name of the reference and not this section's name."""
         found = entry_in_code(code.strip("`"), self.names)
         if found is None or found.anchor == name.lower():
             return code
@@ -198,7 +199,10 @@ class Reference:
 
 
 def written(reference: Reference) -> Iterator[tuple[Path, str]]:
-    """(file, its text) of the index and of each page; a page whose package is missing stays as it is."""
+    """Yield (file, its text) for the index and each page.
+
+    If a page's package is not installed, its page does not change.
+    """
     yield INDEX, reference.index
     for module in reference.modules:
         yield PAGES / file_of(module), page(module, reference)
@@ -207,7 +211,7 @@ def written(reference: Reference) -> Iterator[tuple[Path, str]]:
 
 
 def index(reference: Reference) -> str:
-    """The first page, with the table of all names."""
+    """Return the text of the first page, with the table of all names."""
     rows = []
     for module in MODULES:
         file = file_of(module)
@@ -225,24 +229,24 @@ def index(reference: Reference) -> str:
 
 
 def file_of(module: Module) -> str:
-    """The page of a module."""
+    """Return the name of the file with a module's page."""
     return f"{module.name.rpartition('.')[2]}.md"
 
 
 def row(name: str, file: str, listed: list[str]) -> str:
-    """The row of a page in the index."""
+    """Return the row of a page in the index."""
     return f"| [`{name}`]({file}) | {', '.join(f'[{one}]({file}#{one.lower()})' for one in listed)} |"
 
 
 def names_on(text: str) -> list[str]:
-    """The names of the entries of a page that stays as it is."""
+    """Return the names of the entries of a page that does not change."""
     shown = text.partition("<!-- entries -->")[2]
-    sections = re.search(r"^### ", shown, re.MULTILINE)  # then names are headings of the third level
+    sections = re.search(r"^### ", shown, re.MULTILINE)  # if there are sections, names are headings of the third level
     return re.findall(rf"^{'###' if sections else '##'} (\w+)$", shown, re.MULTILINE)
 
 
 def page(module: Module, reference: Reference) -> str:
-    """The page of a module."""
+    """Return the text of a module's page."""
     cells = examples(file_of(module).removesuffix(".md"))
     text = [f"# `{module.name}`\n", f"{module.intro} `make catalogue` writes this page from the code.\n"]
     if "setup" in cells:
@@ -259,7 +263,10 @@ def page(module: Module, reference: Reference) -> str:
 
 
 def sections_of(module: Module, found: list[Entry]) -> Iterator[tuple[str, list[Entry]]]:
-    """The sections of a page with their entries; all but the first page have one section without a title."""
+    """Yield the sections of a page, with their entries.
+
+    Only the first page has several; other pages have one section without a title.
+    """
     if module is not MODULES[0]:
         yield "", found
         return
@@ -268,7 +275,7 @@ def sections_of(module: Module, found: list[Entry]) -> Iterator[tuple[str, list[
 
 
 def page_of_types(reference: Reference) -> str:
-    """The page of the types that signatures name and no module exports."""
+    """Return the text of the page of types that occur in signatures and that no module exports."""
     text = [
         "# Types in signatures\n",
         "Signatures of the API reference also name these types. Programs get objects of the classes from functions and "
@@ -282,19 +289,19 @@ def page_of_types(reference: Reference) -> str:
 
 
 def names_of(module: Module) -> list[str]:
-    """The public names of a module, in the order of `__all__`, without the modules among them."""
+    """Return the public names of a module in the order of `__all__`, without names of modules."""
     found = import_module(module.public)
     modules = {one.name for one in MODULES}
     return [name for name in found.__all__ if f"{module.name}.{name}" not in modules]
 
 
 def section_of(room: str) -> str:
-    """The section of the first page in which a name is listed, by the module that defines it."""
+    """Return the section of the first page to which a name belongs; `room` is the module that defines the name."""
     return next(section for prefix, section in SECTIONS.items() if room.startswith(prefix))
 
 
 def shown(module: Module, entry: Entry, example: str, reference: Reference, level: str) -> Iterator[str]:
-    """The lines of an entry; one that stands on an earlier page is a link to it."""
+    """Yield the lines of an entry. If an earlier page has the entry, this is a link."""
     yield f"{level} {entry.name}\n"
     place = f"{file_of(module)}#{entry.name.lower()}"
     if entry.path and reference.places[entry.path] != place:
@@ -316,21 +323,21 @@ def shown(module: Module, entry: Entry, example: str, reference: Reference, leve
 
 
 def body(entry: Entry, reference: Reference) -> Iterator[str]:
-    """The signature of an entry with its types, and the docstring."""
+    """Yield the signature of an entry, its types, and the docstring."""
     yield from signature(entry, reference)
     if entry.doc:
         yield markdown(entry.doc, lambda code: reference.link(code, name=entry.name))
 
 
 def signature(entry: Entry, reference: Reference) -> Iterator[str]:
-    """The signature of an entry and the line of its types."""
+    """Yield the signature of an entry, and the line of its types."""
     if entry.signature:
         yield f"```text\n{entry.signature}\n```\n"
         yield from reference.types_line(entry)
 
 
 def method_page(name: str) -> str:
-    """The page of docs/reference/algorithms whose heading names a class."""
+    """Return the page of docs/reference/algorithms whose heading contains the name of a class."""
     for file in sorted((ROOT / METHODS).glob("[a-z]*.md")):
         if name in re.findall(r"[\w-]+", file.read_text("utf-8").partition("\n")[0].replace("-", "")):
             return file.name
@@ -338,12 +345,12 @@ def method_page(name: str) -> str:
 
 
 def entries_of(module: Module) -> list[Entry]:
-    """The entries of a module: functions and constants, then classes."""
+    """Return the entries of a module: functions and constants first, then classes."""
     return sorted((entry_of(module, name) for name in names_of(module)), key=lambda one: one.name[0].isupper())
 
 
 def entry_of(module: Module, name: str) -> Entry:
-    """The entry of a public name."""
+    """Return the entry of a public name of a module."""
     if module.name == "fedbilevel.torch":
         return unloaded(f"{module.public}.bridge", name)
     value = getattr(import_module(module.public), name)
@@ -356,7 +363,7 @@ def entry_of(module: Module, name: str) -> Entry:
 
 
 def entry_of_class(cls: type) -> Entry:
-    """The entry of a class."""
+    """Return the entry of a class."""
     name, doc = cls.__name__, inspect.getdoc(cls) or ""
     if issubclass(cls, BaseException):
         signature = f"class {name}({', '.join(base.__name__ for base in cls.__bases__)})"
@@ -369,20 +376,20 @@ def entry_of_class(cls: type) -> Entry:
 
 
 def entry_of_type(found: Definition) -> Entry:
-    """The entry of a type that no module exports: a class, or a name for a type."""
+    """Return the entry of a type that no module exports: a class, or a name for a type."""
     if isinstance(found.node, ast.ClassDef):
         return entry_of_class(getattr(import_module(found.module), found.name))
     return Entry(found.name, ast.unparse(found.node), found.text, (found.module,))
 
 
 def rooms_of(value: Any) -> tuple[str, ...]:
-    """The modules that define a function, or a class and its bases, as far as they are the library's."""
+    """Return the modules of the library that define a function, or a class and its bases."""
     classes = value.__mro__ if inspect.isclass(value) else [inspect.unwrap(value)]
     return tuple(dict.fromkeys(one.__module__ for one in classes if one.__module__.startswith("fedbilevel.")))
 
 
 def types_in(entry: Entry) -> Iterator[Definition]:
-    """The types of the library that a signature names, each once, in their order."""
+    """Yield the types of the library that occur in a signature, each once, in this order."""
     for name in dict.fromkeys(re.findall(r"\b[A-Z]\w+", entry.signature)):
         found = next(filter(None, (definition(room, name) for room in entry.rooms)), None)
         if found and found.name != entry.name:
@@ -390,14 +397,14 @@ def types_in(entry: Entry) -> Iterator[Definition]:
 
 
 def fields_of_bases(cls: type, doc: str) -> str:
-    """The section "Args:" of the nearest base that has one, and what follows it, where the class has none itself."""
+    """Return the text from "Args:" on of the nearest base class with this section; "" if the class has it itself."""
     bases = [inspect.getdoc(base) or "" for base in cls.__mro__[1:] if base.__module__.startswith("fedbilevel.")]
     found = next((base for base in bases if "\nArgs:" in base), "")
     return f"\n\n{found[found.index('Args:') :]}" if found and "Args:" not in doc else ""
 
 
 def members(cls: type) -> Iterator[Entry]:
-    """The members of a class that MEMBERS names: methods with their arguments, and properties."""
+    """Yield the entries of a class's members that MEMBERS lists: methods with their arguments, and properties."""
     for name in MEMBERS.get(cls.__name__, "").split():
         value = inspect.getattr_static(cls, name)
         function, doc = getattr(value, "__func__", value), inspect.getdoc(getattr(cls, name)) or ""
@@ -409,7 +416,10 @@ def members(cls: type) -> Iterator[Entry]:
 
 
 def unloaded(module: str, name: str) -> Entry:
-    """The entry of a function of a module that is read and not run, as its package may be missing."""
+    """Return the entry of a function from the source of a module.
+
+    The module is not imported, since its package may not be installed.
+    """
     found = definition(module, name)
     if found is None or not isinstance(found.node, ast.FunctionDef):
         raise SystemExit(f"{module} does not define {name}")
@@ -419,7 +429,7 @@ def unloaded(module: str, name: str) -> Entry:
 
 
 def signature_of(name: str, value: Any) -> str:
-    """The call of a class or function, an argument a line where it is long."""
+    """Return the call of a class or function. If it is long, each argument has a line of its own."""
     inside, returns = arguments(value).removeprefix("("), ""
     inside, _, returns = inside.rpartition(")")
     whole = f"{name}({inside}){returns}"
@@ -431,7 +441,7 @@ def signature_of(name: str, value: Any) -> str:
 
 
 def split(inside: str) -> list[str]:
-    """The arguments of a call, cut at the commas outside of brackets."""
+    """Split the arguments of a call at the commas that are not inside brackets."""
     found, depth = [""], 0
     for character in inside:
         depth += (character in "([{") - (character in ")]}")
@@ -443,9 +453,9 @@ def split(inside: str) -> list[str]:
 
 
 def arguments(value: Any, bound: bool = False) -> str:
-    """The arguments of a function or class, and what a function returns, with types as the source has them.
+    """Return the arguments of a function or class and the result of a function, with types as in the source.
 
-    Evaluated types are written in other ways by each version of Python and NumPy.
+    Evaluated types would be printed differently by each version of Python and NumPy.
     """
     types = types_of(value)
     parameters = [
@@ -458,7 +468,7 @@ def arguments(value: Any, bound: bool = False) -> str:
 
 
 def types_of(value: Any) -> dict[str, "Written"]:
-    """The source text of the type of each argument by its name, and of the result as "return"."""
+    """Return the source text of each argument's type, by the argument's name; the result has the name "return"."""
     if not inspect.isclass(value):
         function = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(value)))).body[0]
         assert isinstance(function, ast.FunctionDef)
@@ -477,13 +487,13 @@ def types_of(value: Any) -> dict[str, "Written"]:
 
 
 def held(annotation: str) -> str:
-    """The type that a field of a method holds, where its annotation also says what it accepts."""
+    """Return the type of a field's values, from an annotation that also says which values are accepted."""
     kind = vars(field_types).get(annotation)
     return annotation if kind is None else getattr(kind, "__name__", str(kind))
 
 
 def types_of_function(function: ast.FunctionDef) -> dict[str, "Written"]:
-    """The same of a function's definition."""
+    """Return the same as `types_of`, from the syntax tree of a function's definition."""
     given = function.args
     every = [*given.posonlyargs, *given.args, *given.kwonlyargs, *filter(None, (given.vararg, given.kwarg))]
     found = {one.arg: Written(ast.unparse(one.annotation)) for one in every if one.annotation}
@@ -491,7 +501,7 @@ def types_of_function(function: ast.FunctionDef) -> dict[str, "Written"]:
 
 
 class Written:
-    """A default value or a type that is written as this text."""
+    """A default value, or a type, whose printed form is this text."""
 
     def __init__(self, text: str) -> None:
         self.text = text.strip("'\"")
@@ -501,14 +511,17 @@ class Written:
 
 
 def plain(default: Any) -> Any:
-    """The default, or three dots where its text is long or says where it is in memory."""
+    """Return a default value; three dots in its place if its text is long or has an address in memory."""
     text = repr(default)
     dots = default is not inspect.Parameter.empty and ("<" in text or len(text) > 60)
     return Written("…") if dots else default
 
 
 def markdown(doc: str, link: Callable[[str], str] = str) -> str:
-    """A docstring as Markdown: sections such as "Args:" become lists, and `link` gets each piece of code."""
+    """Return a docstring as Markdown.
+
+    Sections such as "Args:" become lists, and `link` is applied to each piece of code.
+    """
     text = []
     for block in re.split(r"\n\n+", doc.strip()):
         head, _, body = block.partition("\n")
@@ -526,7 +539,7 @@ def markdown(doc: str, link: Callable[[str], str] = str) -> str:
 
 
 def item(text: str, link: Callable[[str], str]) -> str:
-    """An entry of a section as an item of a list, with its name as code."""
+    """Return an entry of a section as an item of a list, with the entry's name as code."""
     name, colon, rest = " ".join(text.split()).partition(": ")
     if not (colon and re.fullmatch(r"[\w, *.]+", name)):
         return f"- {prose(name + colon + rest, link)}"
@@ -534,13 +547,13 @@ def item(text: str, link: Callable[[str], str]) -> str:
 
 
 def prose(text: str, link: Callable[[str], str]) -> str:
-    """Text without characters that Markdown would read as marks, but for code between backquotes."""
+    """Return text in which Markdown reads no character as a mark, except the backquotes of code."""
     parts = re.split(r"(`[^`]*`)", text)
     return "".join(link(part) if part.startswith("`") else re.sub(r"([*<\[])", r"\\\1", part) for part in parts)
 
 
 def examples(name: str) -> dict[str, str]:
-    """The cells of a file of examples by the names that head them."""
+    """Return the cells of a file of examples, by the name in the line before each cell."""
     file = EXAMPLES / f"api_{name}.py"
     cells = re.split(r"^# %% (\w+)\n", file.read_text("utf-8"), flags=re.MULTILINE) if file.is_file() else [""]
     return {name: text.strip() for name, text in zip(cells[1::2], cells[2::2], strict=True)}

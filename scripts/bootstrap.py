@@ -1,12 +1,13 @@
-"""Make .venv: the locked dependencies and this project, from nothing but Python 3.11, git and make.
+"""Make .venv with the locked dependencies and this project. Only Python 3.11, git and make are needed.
 
-Standard library only, and no pip: Debian's python3 has neither pip nor ensurepip. The uv that uv.lock pins
-is fetched (its checksum is in uv.lock too), and uv builds .venv from uv.lock. Running it again does nothing
-unless pyproject.toml, uv.lock, the Python or the place has changed. Arguments name groups of dependencies that are
-installed, too; `newest` and `oldest` make an environment of their own, with other versions than those of uv.lock.
+This script uses only the standard library, and not pip, since Debian's python3 has neither pip nor ensurepip. It
+downloads the version of uv that uv.lock names (with its checksum), and uv builds .venv from uv.lock. If it is run
+again, it does nothing unless pyproject.toml, uv.lock, the Python or the path of the project has changed. Arguments are
+names of groups of dependencies that are installed in addition. With `newest` or `oldest` it makes another environment,
+whose versions are not those of uv.lock.
 
-A package mirror, certificates and a proxy are taken from pip's usual settings (PIP_INDEX_URL, PIP_CERT,
-REQUESTS_CA_BUNDLE, PIP_PROXY, pip.conf) and from uv's (UV_DEFAULT_INDEX, SSL_CERT_FILE, HTTPS_PROXY).
+The package mirror, certificates and the proxy are those of pip's settings (PIP_INDEX_URL, PIP_CERT, REQUESTS_CA_BUNDLE,
+PIP_PROXY, pip.conf) and of uv's settings (UV_DEFAULT_INDEX, SSL_CERT_FILE, HTTPS_PROXY).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ PYPI = "https://pypi.org/simple"
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / ".bootstrapped"
-STARTED_OFTEN = (  # what runs and the processes of a federation import
+STARTED_OFTEN = (  # packages that runs and the processes of a federation import
     "fedbilevel.experiments.tables",
     "fedbilevel.experiments.names",
     "fedbilevel.experiments.series",
@@ -44,14 +45,14 @@ STARTED_OFTEN = (  # what runs and the processes of a federation import
     "flwr.supernode.cli",
     "flwr.superlink.cli",
 )
-HEAVY = ("torch", "mlflow", "wandb")  # extras that only arguments install: `torch` the first two, `trackers` the others
-RESOLUTIONS = {"newest": "highest", "oldest": "lowest-direct"}  # arguments that make another environment than .venv
+HEAVY = ("torch", "mlflow", "wandb")  # extras installed on request: `torch` needs the first two, `trackers` the others
+RESOLUTIONS = {"newest": "highest", "oldest": "lowest-direct"}  # arguments that make an environment other than .venv
 EXTRAS = ("--all-extras", *(f"--no-extra={name}" for name in HEAVY))
 NO_BYTECODE = ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")
 
 
 class SetupError(Exception):
-    """Something the person at the keyboard has to put right; its text says what."""
+    """A problem that the user has to solve; the text says how."""
 
 
 def say(text: str) -> None:
@@ -62,11 +63,11 @@ def say(text: str) -> None:
 
 
 def require_python() -> None:
-    """Go on under a newer Python on PATH when this one is too old; say so when there is none."""
+    """If this Python is too old, continue with a newer Python on PATH. If there is none, raise SetupError."""
     if sys.version_info[:2] >= OLDEST:
         return
     newer = [shutil.which(f"python3.{minor}") for minor in (13, 12, 11, 14)]
-    for found in filter(None, newer):  # a pyenv shim may exist for a version that is switched off
+    for found in filter(None, newer):  # pyenv may have a command for a version that is not active
         if subprocess.run([found, "-c", ""], stderr=subprocess.DEVNULL, check=False).returncode == 0:
             os.execv(found, [found, *sys.argv])
     raise SetupError(
@@ -76,7 +77,10 @@ def require_python() -> None:
 
 
 def interpreter() -> str:
-    """The Python that .venv is made from: never one inside a virtual environment, which may be .venv."""
+    """Return the Python from which .venv is made.
+
+    It is never the Python of a virtual environment, which may be .venv.
+    """
     return str(getattr(sys, "_base_executable", None) or sys.executable)
 
 
@@ -88,7 +92,7 @@ def fingerprint() -> str:
 
 
 def up_to_date() -> bool:
-    runs = (VENV / "bin" / "python").exists()  # false, too, for a link to a Python that has been removed
+    runs = (VENV / "bin" / "python").exists()  # also false for a link to a Python that was removed
     return runs and STAMP.exists() and STAMP.read_text() == fingerprint()
 
 
@@ -96,7 +100,7 @@ def up_to_date() -> bool:
 
 
 def pip_setting(name: str) -> str | None:
-    """A pip option from PIP_NAME, else from pip.conf, else None."""
+    """Return a setting of pip: from the variable PIP_NAME, else from pip.conf, else None."""
     value = os.environ.get("PIP_" + name.upper().replace("-", "_"))
     if value:
         return value
@@ -118,7 +122,7 @@ def pip_setting(name: str) -> str | None:
 
 
 def uv_environment() -> dict[str, str]:
-    """This process's environment with what uv needs, so that one set of settings serves both."""
+    """Return this process's environment with the variables that uv needs, set from pip's settings."""
     env = dict(os.environ)
     for unwanted in ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "PYTHONHOME", "UV_PYTHON"):
         env.pop(unwanted, None)
@@ -129,7 +133,7 @@ def uv_environment() -> dict[str, str]:
     if proxy:
         env.setdefault("HTTPS_PROXY", proxy)
         env.setdefault("HTTP_PROXY", proxy)
-    env.setdefault("UV_SYSTEM_CERTS", "true")  # as pip and git do; a company's own authority is there
+    env.setdefault("UV_SYSTEM_CERTS", "true")  # as pip and git do: these certificates include a company's own authority
     env.setdefault("UV_HTTP_TIMEOUT", "180")
     env["UV_PYTHON_DOWNLOADS"] = "never"
     env["UV_PROJECT_ENVIRONMENT"] = str(VENV)
@@ -137,13 +141,13 @@ def uv_environment() -> dict[str, str]:
 
 
 def mirror() -> str | None:
-    """The package index to use in place of PyPI, if one is set."""
+    """Return the package index that is set in place of PyPI; None if none is set."""
     index = os.environ.get("UV_DEFAULT_INDEX") or os.environ.get("UV_INDEX_URL") or pip_setting("index-url")
     return None if index is None or index.rstrip("/") == PYPI else index.rstrip("/")
 
 
 def fetch(url: str) -> bytes:
-    """The bytes at a URL, with user:password@ honoured, tried three times."""
+    """Return the bytes at a URL, in at most three attempts. A URL may contain user:password@."""
     parts = urllib.parse.urlsplit(url)
     login, _, host = parts.netloc.rpartition("@")
     request = urllib.request.Request(parts._replace(netloc=host).geturl())
@@ -173,7 +177,7 @@ def fetch(url: str) -> bytes:
 
 
 def platform_pattern() -> str:
-    """A regular expression for the wheels of uv that run here."""
+    """Return a regular expression for names of the wheels of uv that run on this machine."""
     machine = {"arm64": "aarch64", "amd64": "x86_64"}.get(platform.machine().lower(), platform.machine())
     if sys.platform == "darwin":
         return r"macosx_\w+_" + {"aarch64": "arm64"}.get(machine, machine)
@@ -184,8 +188,8 @@ def platform_pattern() -> str:
 
 
 def pinned_uv() -> tuple[str, str, str]:
-    """(version, URL, sha256) of the wheel of uv for this machine, from uv.lock."""
-    import tomllib  # not at the top: an older Python has to get as far as require_python
+    """Return (version, URL, sha256) of the wheel of uv for this machine, from uv.lock."""
+    import tomllib  # not at the top, since an older Python must reach `require_python`
 
     lock = tomllib.loads((ROOT / "uv.lock").read_text())
     package = next(package for package in lock["package"] if package["name"] == "uv")
@@ -196,7 +200,7 @@ def pinned_uv() -> tuple[str, str, str]:
 
 
 def url_on_mirror(index: str, url: str) -> str:
-    """Where the mirror keeps the file that uv.lock knows under `url`."""
+    """Return the URL at which a mirror has the file that uv.lock names by `url`."""
     name = url.rpartition("/")[2]
     page = f"{index}/uv/"
     for link in re.findall(r'href\s*=\s*["\']([^"\']+)', fetch(page).decode()):
@@ -207,7 +211,7 @@ def url_on_mirror(index: str, url: str) -> str:
 
 
 def install_uv() -> Path:
-    """The path of the pinned uv, fetched into .uv/ unless it is there."""
+    """Return the path of the pinned uv. It is downloaded into .uv/ unless it is there."""
     version, url, sha256 = pinned_uv()
     target = ROOT / ".uv" / f"uv-{version}-{sha256[:8]}"
     if target.exists():
@@ -224,7 +228,7 @@ def install_uv() -> Path:
         with zipfile.ZipFile(archive) as opened:
             program = Path(opened.extract(f"uv-{version}.data/scripts/uv", scratch))
         program.chmod(0o755)
-        program.replace(target)  # in one step: an interrupted set-up leaves no half a program
+        program.replace(target)  # in one step: an interrupted set-up leaves no incomplete program
     return target
 
 
@@ -235,12 +239,12 @@ def call(uv: Path, env: dict[str, str], *arguments: str) -> None:
 
 
 def install_project(uv: Path, env: dict[str, str], groups: Sequence[str]) -> None:
-    """Bring .venv to what uv.lock says, with all extras but HEAVY, the tools and the project itself (editable).
+    """Install in .venv what uv.lock lists: all extras except HEAVY, the tools, and the project itself (editable).
 
-    Groups of dependencies that are named come on top of what is there.
+    The groups of dependencies in `groups` are added to what is installed.
     """
 
-    if VENV.exists() and not (VENV / "pyvenv.cfg").exists():  # half made when it was interrupted
+    if VENV.exists() and not (VENV / "pyvenv.cfg").exists():  # left incomplete by an interruption
         shutil.rmtree(VENV)
     python = interpreter()
     index = mirror()
@@ -249,7 +253,8 @@ def install_project(uv: Path, env: dict[str, str], groups: Sequence[str]) -> Non
         kept = ["--inexact"] if groups else []
         call(uv, env, "sync", "--quiet", "--locked", *EXTRAS, "--python", python, *named, *kept)
         return
-    # uv.lock names PyPI's own addresses, so for a mirror the same versions and checksums go by way of a list.
+    # uv.lock contains PyPI's own addresses. For a mirror, the same versions and checksums are passed as a list of
+    # requirements.
     env = {**env, "UV_DEFAULT_INDEX": index, "VIRTUAL_ENV": str(VENV)}
     with tempfile.TemporaryDirectory() as scratch:
         pins = str(Path(scratch, "requirements.txt"))
@@ -264,8 +269,8 @@ def install_project(uv: Path, env: dict[str, str], groups: Sequence[str]) -> Non
 def install_pytorch(uv: Path, env: dict[str, str]) -> None:
     """Add the extra and the dependency group `torch` to .venv, and MLflow, which a tutorial uses with PyTorch.
 
-    From pip's index and its find-links, where builds for CPUs may lie, and not from uv.lock: that names the builds on
-    PyPI, which on Linux bring gigabytes for GPUs.
+    They are installed from pip's index and its find-links, which may have builds for CPUs. uv.lock is not used, since
+    it names the builds on PyPI, which on Linux include gigabytes for GPUs.
     """
     env = {**env, "VIRTUAL_ENV": str(VENV)}
     if index := mirror():
@@ -277,7 +282,7 @@ def install_pytorch(uv: Path, env: dict[str, str]) -> None:
 def install_other(uv: Path, env: dict[str, str], which: str) -> None:
     """Make build/newest or build/oldest, with the newest or the oldest versions that pyproject.toml allows.
 
-    What its dependencies need in turn has the newest version in both.
+    In both cases, the dependencies of dependencies have their newest versions.
     """
     import tomllib
 
@@ -294,9 +299,9 @@ def install_other(uv: Path, env: dict[str, str], which: str) -> None:
 
 
 def keep_bytecode() -> None:
-    """Import once what is started often, and let Python keep the bytecode beside it, which uv leaves out.
+    """Import the packages that are often started, so that Python writes their bytecode, which uv does not write.
 
-    Where PYTHONDONTWRITEBYTECODE is set, as in many containers, each start would else compile all of JAX's sources.
+    If PYTHONDONTWRITEBYTECODE is set, as in many containers, each start would otherwise compile all sources of JAX.
     """
     env = {name: value for name, value in os.environ.items() if name not in NO_BYTECODE}
     program = [str(VENV / "bin" / "python"), "-c", f"import {', '.join(STARTED_OFTEN)}"]
@@ -323,7 +328,7 @@ def main(lock: bool, groups: Sequence[str]) -> None:
     if lock:
         say("solving the dependencies into uv.lock")
         call(uv, env, "lock", "--python", interpreter())
-        uv = install_uv()  # uv itself may have moved
+        uv = install_uv()  # uv itself may have another version now
     say("installing the locked packages into .venv (the first time, some 200 MB)")
     install_project(uv, env, groups)
     keep_bytecode()

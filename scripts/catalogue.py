@@ -1,6 +1,8 @@
-"""Write what is generated from methods, tasks and helpers: `make catalogue` runs this, and a test compares.
+"""Write the texts that are generated from methods, tasks and helpers.
 
-That is the list of classes in algorithms/__init__.py, and what stands between markers in pages of docs/.
+`make catalogue` runs this script, and a test checks that the texts are up to date.
+
+These texts are the list of classes in algorithms/__init__.py, and the parts of pages in docs/ between two markers.
 """
 
 import ast
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import optax
 
-sys.path.insert(0, str(Path(__file__).parent))  # also where a test runs this file
+sys.path.insert(0, str(Path(__file__).parent))  # needed if a test runs this file
 import api
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,15 +32,18 @@ KINDS = {
     "SimpleBilevel": ("a preference H among the many minimisers of one loss F", "SimpleBilevel(H, f, project)"),
     "SingleLevel": ("one loss, one variable", "SingleLevel(f)"),
 }
-"""The kinds of problem; what each is for, and how it is stated."""
+"""The kinds of problem -> (what it is for, how it is stated)."""
 
 
 PARTS_OF_METHODS = ("fedbilevel.core", "fedbilevel.oracles", "fedbilevel.algorithms.parts")
-"""Where the helpers of methods are; what else `authoring` has are types of results."""
+"""The packages with the helpers of methods. All other names of `authoring` are types of results."""
 
 
 def written() -> Iterator[tuple[Path, str]]:
-    """(file, its text) of everything that is generated; the list of classes first, since the rest imports it."""
+    """Yield (file, its text) for everything that is generated.
+
+    The list of classes comes first, since the others import it.
+    """
     yield METHODS / "__init__.py", listed()
     reference = api.Reference()
     kinds, costs, index = tables()
@@ -61,7 +66,10 @@ def written() -> Iterator[tuple[Path, str]]:
 
 
 def listed() -> str:
-    """algorithms/__init__.py: every class of the package that sets `name`. The files are read, not run."""
+    """Return the text of algorithms/__init__.py, which lists every class of the package that sets `name`.
+
+    The files are read, and not imported.
+    """
     found: dict[str, list[str]] = {}
     for file in sorted(METHODS.glob("[!_]*.py")):
         classes = [node for node in ast.parse(file.read_text("utf-8")).body if isinstance(node, ast.ClassDef)]
@@ -85,12 +93,12 @@ def _sets_name(cls: ast.ClassDef) -> bool:
 
 
 def _place(name: str) -> tuple[bool, str]:
-    """Capitals first, as ruff sorts imports."""
+    """Return a key by which names are sorted as ruff sorts imports: capitals first."""
     return not name.isupper(), name
 
 
 def tables() -> tuple[str, str, str]:
-    """Which methods solve which kind of problem; what a round costs; the index of pages."""
+    """Return three tables: which methods solve which kind of problem, what a round costs, and the index of pages."""
     from fedbilevel.algorithms import ALGORITHMS
 
     heads = {page: page.read_text("utf-8").partition("\n")[0] for page in sorted(PAGES.glob("[a-z]*.md"))}
@@ -119,7 +127,7 @@ def _by_page(cls: type) -> tuple[str, str]:
 
 
 def _page(name: str, heads: dict[Path, str]) -> tuple[str, str]:
-    """The page whose heading names a class, and how it writes that name: FedNest-SGD is FedNestSGD."""
+    """Return the page whose heading names a class, and the spelling there, such as FedNest-SGD for FedNestSGD."""
     for page, head in heads.items():
         for word in re.findall(r"[\w-]+", head):
             if word.replace("-", "") == name:
@@ -128,7 +136,7 @@ def _page(name: str, heads: dict[Path, str]) -> tuple[str, str]:
 
 
 def pages() -> dict[Path, list[type]]:
-    """The pages of methods, and the classes that the heading of each names, in that order."""
+    """Return the pages of methods, each with the classes that its heading names, in this order."""
     from fedbilevel.algorithms import ALGORITHMS
 
     ours = {cls.__name__: cls for cls in ALGORITHMS.values() if cls.__module__.startswith("fedbilevel.")}
@@ -140,7 +148,7 @@ def pages() -> dict[Path, list[type]]:
 
 
 def method(classes: list[type], reference: api.Reference) -> str:
-    """What the module of these classes says, without its last paragraph on tests, and a table of their fields."""
+    """Return the docstring of the module of some classes, without its paragraph on tests, and a table of fields."""
 
     def linked(text: str) -> str:
         return re.sub(r"`[^`]*`", lambda code: reference.link(code[0], "../api/"), text)
@@ -165,14 +173,14 @@ def method(classes: list[type], reference: api.Reference) -> str:
 
 
 def _entries(docstring: str) -> dict[str, str]:
-    """The section "Args:" of a docstring: name -> text in one line."""
+    """Return the entries of the section "Args:" of a docstring: name -> text in one line."""
     section = re.search(r"^Args:\n((?:    .*\n?)+)", docstring, re.MULTILINE)
     entries = re.findall(r"^    (\w+): ((?:.|\n        )*)", section[1], re.MULTILINE) if section else []
     return {name: " ".join(text.split()) for name, text in entries}
 
 
 def _default(cls: type, name: str) -> str:
-    """The default of a field as Python has it, but of a part its class alone; nothing where a value has to be given."""
+    """Return the default of a field as a text of Python; "" if there is none. Of a part, only the class is shown."""
     value = getattr(cls, name, dataclasses.MISSING)
     if value is dataclasses.MISSING:
         return ""
@@ -186,24 +194,24 @@ def _default(cls: type, name: str) -> str:
 
 
 def parts() -> str:
-    """The parts that fields may hold, with the first sentence of each docstring."""
+    """Return a list of the parts that fields may have as values, with the first sentence of each docstring."""
     from fedbilevel import parts
 
     return table(("part", "what it is"), [(f"`{name}`", _sentence(getattr(parts, name))) for name in parts.__all__])
 
 
 def _sentence(value: object) -> str:
-    """The first sentence of a docstring."""
+    """Return the first sentence of an object's docstring."""
     return " ".join(re.split(r"(?<=\.)\s", inspect.getdoc(value) or "")[0].split())
 
 
 def helpers() -> str:
-    """What `fedbilevel.authoring` has for a method, with arguments and the first sentence of each docstring."""
+    """Return a list of the helpers in `fedbilevel.authoring`, with arguments and first sentences of docstrings."""
     return listing("authoring", PARTS_OF_METHODS)
 
 
 def listing(module: str, of: str | tuple[str, ...] = "") -> str:
-    """The public names of a module, those that `of` packages define, with arguments and first sentences."""
+    """Return a list of a module's public names that packages `of` define, with arguments and first sentences."""
     public, rows = import_module(f"fedbilevel.{module}"), []
     for name in public.__all__:
         value = getattr(public, name)
@@ -214,7 +222,7 @@ def listing(module: str, of: str | tuple[str, ...] = "") -> str:
 
 
 def _arguments(function: Callable[..., object]) -> Iterator[str]:
-    """The names of a function's parameters, with a star before those that have to be named."""
+    """Yield the names of a function's parameters. A star precedes the parameters that must be passed by name."""
     starred = False
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is parameter.KEYWORD_ONLY and not starred:
@@ -224,7 +232,7 @@ def _arguments(function: Callable[..., object]) -> Iterator[str]:
 
 
 def tasks() -> str:
-    """A section for each task: the docstring of its module."""
+    """Return a section for each task, with the docstring of the task's module."""
     from fedbilevel import tasks
 
     functions = [value for name in tasks.__all__ if inspect.isfunction(value := getattr(tasks, name))]
@@ -232,13 +240,13 @@ def tasks() -> str:
 
 
 def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """A table of Markdown."""
+    """Return a table in Markdown."""
     lines = [heads, ("---",) * len(heads), *(tuple(cell.replace("|", "\\|") for cell in row) for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def between(page: str, name: str, text: str) -> str:
-    """The page with `text` between the markers of that name."""
+    """Return the text of a page with `text` between the markers of this name."""
     begin, end = f"<!-- {name}: `make catalogue` writes this -->\n\n", f"\n\n<!-- end of {name} -->"
     before, found, rest = page.partition(begin)
     _, closed, after = rest.partition(end)

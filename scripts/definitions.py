@@ -11,12 +11,12 @@ SOURCES = Path(__file__).resolve().parent.parent / "src"
 
 
 class Definition(NamedTuple):
-    """Describe a class, function or constant at the top of a module.
+    """The definition of a class, function or constant at the top level of a module.
 
     Args:
         module: the module, such as fedbilevel.core.fed.
-        name: its name there.
-        node: its statement.
+        name: the name in this module.
+        node: the statement that defines it.
         text: the text under a constant; empty for a class or a function.
     """
 
@@ -27,12 +27,12 @@ class Definition(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The module and the name, such as fedbilevel.core.fed.Fed."""
+        """Return the module and the name as one text, such as fedbilevel.core.fed.Fed."""
         return f"{self.module}.{self.name}"
 
 
 def definition(module: str, name: str) -> Definition | None:
-    """Return the definition that a name has in a module, also if the module imports it; None if it is not ours."""
+    """Return the definition of a name in a module, even if the module imports it; None if it is not the library's."""
     tree = tree_of(module)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -57,7 +57,7 @@ def tree_of(module: str) -> ast.Module:
 
 
 def text_of(node: ast.stmt) -> str:
-    """Return the text of a statement that is only a string; else nothing."""
+    """Return the text of a statement that consists of a string; "" for any other statement."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
         return inspect.cleandoc(node.value.value)
     return ""

@@ -1,12 +1,12 @@
-"""Do the tests find mistakes? Put each of those in mistakes.toml into a copy of the project and run its tests there.
+"""Check that tests find mistakes: put each mistake of mistakes.toml into a copy of the project, and test the copy.
 
-Run by hand, as it takes an hour: `.venv/bin/python scripts/mistakes.py`. It prints a line for each mistake and a table
-of how many were found in each room. The project itself is not changed.
+This script takes an hour, and is run by hand: `.venv/bin/python scripts/mistakes.py`. It prints a line for each
+mistake, and a table of how many mistakes were found in each room. The project itself is not changed.
 
-An entry of mistakes.toml names a room, what is wrong, the exact text that is `right` and stands once in src, what
-replaces it (`wrong`), and the `tests` that should see it, or `only` some of them (as pytest's -k). A text that has
-gone, or stands in several places, is reported and never skipped in silence: whoever changes that code brings the entry
-up to date.
+An entry of mistakes.toml has a room; a description of the mistake; `right`, a text that occurs exactly once in src;
+`wrong`, which replaces this text; and the `tests` that should find the mistake, or `only` some of them (as pytest's
+-k). If `right` does not occur, or occurs in several places, this is reported: a person who changes the code must update
+the entry.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ from collections import Counter
 from pathlib import Path
 from typing import NoReturn
 
-os.environ |= {"JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": "1"}  # as conftest.py
+os.environ |= {"JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": "1"}  # see conftest.py
 import jax  # noqa: F401
 import optax  # noqa: F401
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LISTED = ROOT / "scripts" / "mistakes.toml"
-SECONDS = 400  # for the tests of one mistake
+SECONDS = 400  # the time limit for the tests of one mistake
 FOUND, ESCAPED, UNCLEAR = "found", "escaped", "unclear"
 
 
 def copied(to: Path) -> Path:
-    """A copy of the files that git tracks, as they are now; what tests compile is kept with the project."""
+    """Copy the files that git tracks, as they are now, and return the copy.
+
+    Programs that tests compile are cached in the project.
+    """
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
     for name in filter(None, listed.decode().split("\0")):
         if (ROOT / name).exists():
@@ -46,7 +49,7 @@ def copied(to: Path) -> Path:
 
 
 def place_of(right: str, src: Path) -> Path | str:
-    """The file of the one place where a text stands, or why there is none."""
+    """Return the file in which a text occurs exactly once, or a text that says why there is none."""
     found = [path for path in sorted(src.rglob("*.py")) for _ in range(path.read_text("utf-8").count(right))]
     if len(found) == 1:
         return found[0]
@@ -55,7 +58,10 @@ def place_of(right: str, src: Path) -> Path | str:
 
 
 def run(mistake: dict[str, str], copy: Path) -> tuple[str, str]:
-    """FOUND where one of a mistake's tests fails in the copy, ESCAPED where all pass; and the first that fails."""
+    """Run the tests of a mistake in the copy.
+
+    Return FOUND if a test fails, or ESCAPED if all pass; and the first test that fails.
+    """
     arguments = ["-q", "-n", "0", "-x", "--no-header", "--tb=no", "-rfE", "-o", f"cache_dir={ROOT / '.pytest_cache'}"]
     arguments += [*mistake["tests"].split(), *(["-k", mistake["only"]] if "only" in mistake else [])]
     shown = copy / "shown.txt"
@@ -73,20 +79,23 @@ def run(mistake: dict[str, str], copy: Path) -> tuple[str, str]:
 
 
 def test_there(copy: Path, arguments: list[str], shown: Path) -> NoReturn:
-    """In a process of its own, which has what takes long to import, but for the project: run pytest in the copy."""
+    """Run pytest in the copy, in a forked process.
+
+    Slow packages have been imported before the fork, but not the project.
+    """
     with open(shown, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.chdir(copy)
     sys.path.insert(0, str(copy / "src"))
-    os.environ["PYTHONPATH"] = str(copy / "src")  # for processes that tests start
+    os.environ["PYTHONPATH"] = str(copy / "src")  # used by processes that tests start
     code = int(pytest.main(arguments))
     sys.stdout.flush()
     os._exit(code)
 
 
 def play(mistake: dict[str, str], copy: Path) -> tuple[str, str]:
-    """Put a mistake into the copy, run its tests, and take it out again."""
+    """Put a mistake into the copy, run its tests, and restore the copy."""
     place = place_of(mistake["right"], copy / "src")
     if isinstance(place, str):
         return UNCLEAR, place

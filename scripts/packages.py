@@ -1,8 +1,8 @@
-"""Build wheel and sdist into dist/, and check them: their files, and the wheel in an environment without extras.
+"""Build wheel and sdist into dist/. Check their files, and try the wheel in an environment without extras.
 
-`make packages` and the release workflow run it. The files are compared with those that git tracks, so that a stray file
-is found, and one that is missing. Both type checkers read an example with the wheel's types. The recipe for conda is
-rendered, but not built, which would need a channel of conda.
+`make packages` and the release workflow run this script. The files of the packages are compared with the files that git
+tracks, which finds files that are superfluous or missing. Two type checkers check an example against the types in the
+wheel. The recipe for conda is rendered, but not built, since building needs a channel of conda.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pathlib import Path
 from bootstrap import ROOT, install_uv, interpreter, mirror, uv_environment
 
 DIST = ROOT / "dist"
-OF_BUILD = {"PKG-INFO", ".gitignore", "pyproject.toml"}  # what the builder adds to an sdist by itself
+OF_BUILD = {"PKG-INFO", ".gitignore", "pyproject.toml"}  # files that the builder adds to an sdist
 OF_METADATA = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE"}
-CHECKERS = ("mypy", "basedpyright")  # the second is pyright with all that it needs, as a package of Python
+CHECKERS = ("mypy", "basedpyright")  # basedpyright is pyright as a Python package that includes all it needs
 WITHOUT_EXTRAS = """
 import sys
 import fedbilevel as fb
@@ -65,7 +65,10 @@ losses: list[float] = [row["outer_loss"] for row in result.history.rows if "oute
 
 
 def run(*command: str | Path, fails: bool = False, **given: object) -> str:
-    """Return what a command prints. It ends the program if it fails, or, with `fails`, if it does not."""
+    """Run a command, and return what it prints.
+
+    This program ends if the command fails or, with `fails`, if it does not fail.
+    """
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, **given)  # type: ignore[call-overload]
     said = str(done.stdout + done.stderr)
     if bool(done.returncode) is not fails:
@@ -83,7 +86,7 @@ def tracked() -> set[str]:
 
 
 def check_wheel(wheel: Path, version: str) -> None:
-    """The wheel has all of src/fedbilevel, the metadata and the licence, and nothing else."""
+    """Check that the wheel has all of src/fedbilevel, the metadata and the licence, and nothing else."""
     found = {name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")}
     sources = {name.removeprefix("src/") for name in tracked() if name.startswith("src/")}
     expected = sources | {f"fedbilevel-{version}.dist-info/{name}" for name in OF_METADATA}
@@ -93,7 +96,7 @@ def check_wheel(wheel: Path, version: str) -> None:
 
 
 def check_sdist(sdist: Path, version: str) -> None:
-    """The sdist has only files that git tracks, with all sources and tests and the licence."""
+    """Check that the sdist has only files that git tracks, and among them all sources, all tests and the licence."""
     with tarfile.open(sdist) as opened:
         found = {one.name.removeprefix(f"fedbilevel-{version}/") for one in opened.getmembers() if one.isfile()}
     there = tracked()
@@ -104,7 +107,7 @@ def check_sdist(sdist: Path, version: str) -> None:
 
 
 def check_installed(uv: Path, env: dict[str, str], wheel: Path, version: str, place: Path) -> None:
-    """Without extras the library runs, and the command line says in a sentence what it needs."""
+    """Check that the library runs without extras, and that the command line says in a sentence what it needs."""
     python, given = place / "venv/bin/python", {"cwd": place, "env": env}
     run(uv, "venv", "--quiet", "--python", interpreter(), place / "venv", **given)
     run(uv, "pip", "install", "--quiet", "--python", python, wheel, **given)
@@ -122,7 +125,7 @@ def check_installed(uv: Path, env: dict[str, str], wheel: Path, version: str, pl
 
 
 def check_recipe(uv: Path, env: dict[str, str], version: str) -> None:
-    """The recipe for conda can be rendered, which needs no channel."""
+    """Check that the recipe for conda can be rendered, which needs no channel."""
     program = ("tool", "run", "--quiet", "--from", "py-rattler-build", "python", "-c", RENDER)
     found = run(uv, *program, ROOT / "conda/recipe.yaml", env=env).split()
     require(found == ["fedbilevel", version], f"the recipe for conda is that of {found}")

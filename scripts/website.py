@@ -1,11 +1,11 @@
 """Build the website from the pages of this working tree into build/site: `make docs`.
 
-With `--versions` (`make docs-versions`) the website has a folder for each tag such as v0.2.0, and the folder
-`development` for this working tree. Each version is built by its own settings, from a temporary clone. The file
-versions.js beside the folders lists the versions with their pages. Pages read it for the choice of a version, also
-where there is no server. The first page leads to the newest version.
+With `--versions` (`make docs-versions`), the website has a folder for each tag such as v0.2.0, and the folder
+`development` for this working tree. Each version is built with its own settings, from a temporary clone. The file
+versions.js beside the folders lists the versions and their pages. Every page reads this file to offer a choice of
+versions, even if the files are opened without a server. The first page leads to the newest version.
 
-With `--links` (`make links`) nothing is built: each link to another website is opened.
+With `--links` (`make links`), nothing is built. Instead, each link to another website is opened.
 """
 
 import json
@@ -30,13 +30,19 @@ FIRST_PAGE = """<!DOCTYPE html>
 
 
 def build(tree: Path, site: Path, version: str | None = None) -> None:
-    """Build the pages of a tree; with a version, they offer the choice of another version in a folder beside theirs."""
+    """Build the pages of a working tree.
+
+    With a `version`, the pages offer a choice of other versions, which are in folders beside theirs.
+    """
     choice = ["-A", f"version_of_folder={version}"] if version else []
     sphinx(tree, site, *choice)
 
 
 def sphinx(tree: Path, output: Path, *options: str) -> None:
-    """Run Sphinx on the pages of a tree with their settings; exit with its status if it finds a fault."""
+    """Run Sphinx on the pages of a working tree, with the tree's settings.
+
+    If Sphinx finds an error, exit with its status.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         status = subprocess.run([*BUILD, *options, "-c", tree / SETTINGS, "-d", scratch, tree, output], check=False)
     if status.returncode:
@@ -44,7 +50,7 @@ def sphinx(tree: Path, output: Path, *options: str) -> None:
 
 
 def build_versions(root: Path, site: Path) -> None:
-    """Build the pages of every tag that has a website, the newest first, and those of the working tree."""
+    """Build the pages of every tag that has a website, the newest first, and the pages of the working tree."""
     with tempfile.TemporaryDirectory() as scratch:
         for tag in tags(root):
             tree = Path(scratch, tag)
@@ -59,14 +65,14 @@ def build_versions(root: Path, site: Path) -> None:
 
 
 def tags(root: Path) -> list[str]:
-    """The tags of versions, the newest first."""
+    """Return the tags of versions, the newest first."""
     command = ["git", "tag", "--list", "--sort=-version:refname", "v*"]
     listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.split()
     return [tag for tag in listed if re.fullmatch(r"v\d+(\.\d+)+", tag)]
 
 
 def write_choice(site: Path, versions: list[str]) -> None:
-    """Write the list of those versions that were built, with their pages, and the page that leads to the first."""
+    """Write the list of versions that were built, with their pages, and the page that leads to the first version."""
     pages = {
         version: sorted(str(page.relative_to(site / version)) for page in (site / version).rglob("*.html"))
         for version in versions

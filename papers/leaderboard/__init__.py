@@ -1,1 +1,1 @@
-"""All methods on the same tasks under equal budgets: a program of its own, on the loop that plays the figures."""
+"""A ranking of all methods on the same tasks with equal budgets. It uses the loop that runs the figures of papers."""

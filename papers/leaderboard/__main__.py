@@ -1,7 +1,7 @@
 """`python -m papers.leaderboard`: rank methods in every task of board.toml at every budget.
 
-Nobody chooses a step: those of all methods adapt. Every seed is run until all budgets are spent, and the metric is read
-in the last row that costs no more.
+No step sizes are chosen: the steps of all methods adapt. Every seed is run until all budgets are spent. At each budget,
+the metric is read in the last row whose cost is within the budget.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from papers.play import Run, Say, play_all, prepare, word, write
 HERE = Path(__file__).parent
 OUT = Path("runs/papers/leaderboard")
 NO_SPEC = ("metric", "budgets", "log", "methods")
-STEPS = ("lr", "step", "client_lr", "outer_lr")  # fields in which None is a step that adapts
+STEPS = ("lr", "step", "client_lr", "outer_lr")  # fields for which None means a step that adapts
 Ranks = Mapping[str, Mapping[str, Mapping[str, Mapping[str, Any]]]]
-"""By task, cost and method."""
+"""By task, cost and method: the rank, the place and the readings."""
 
 
 def tables(board: Mapping[str, Any], task: str, method: str) -> dict[str, Any]:
-    """The tables of the spec of a method in a task: the preset's, with steps that adapt."""
+    """Return the tables of the spec of a method in a task: the preset, with steps that adapt."""
     whole: dict[str, Any] = reduce(merged, [board["spec"], board["panels"][task], board["methods"][method]], {})
     whole = {name: table for name, table in whole.items() if name not in NO_SPEC}
     preset = experiments.resolve(whole).tables()["algorithm"]
@@ -45,7 +45,7 @@ def tables(board: Mapping[str, Any], task: str, method: str) -> dict[str, Any]:
 
 
 def without_steps(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The steps among the fields of a method and of its parts, as "none"; so are those by x, y and v."""
+    """Return "none" for all step sizes among the fields of a method and its parts, also those by x, y and v."""
     found: dict[str, Any] = {}
     for name, value in fields.items():
         if name in STEPS or (isinstance(value, Mapping) and set(value) == set("xyv")):
@@ -56,7 +56,7 @@ def without_steps(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def play(board: Mapping[str, Any], out: Path, seeds: Sequence[int], say: Say = print) -> dict[str, Any]:
-    """Bring all runs to their end; what came out, as JSON can hold it."""
+    """Bring all runs to their end. Return the outcome in a form that JSON can store."""
     ranks, errors = {}, dict[str, str]()
     for task, panel in board["panels"].items():
         histories: dict[str, list[History | None]] = {}
@@ -71,7 +71,7 @@ def play(board: Mapping[str, Any], out: Path, seeds: Sequence[int], say: Say = p
 
 
 def run_of(board: Mapping[str, Any], task: str, method: str, out: Path, seed: int) -> Run:
-    """A run, which ends when all budgets are spent."""
+    """Return a run that ends when all budgets are spent."""
     folder = out / word(task) / word(method) / f"seed-{seed}"
     budgets = board["panels"][task]["budgets"]
     return Run(f"{task} · {method} · seed {seed}", tables(board, task, method), seed, folder, budgets)
@@ -80,8 +80,10 @@ def run_of(board: Mapping[str, Any], task: str, method: str, out: Path, seed: in
 def ranks_of(
     panel: Mapping[str, Any], metric: str, runs: Mapping[str, Sequence[History | None]]
 ) -> dict[str, dict[str, Any]]:
-    """At each budget, of each method: its rank, its place by its mean alone, and the metric of each seed. A method that
-    fails with some seed has neither rank nor place."""
+    """Return, for each budget and method: the rank, the place by the mean alone, and the metric of each seed.
+
+    A method that fails with some seed has neither rank nor place.
+    """
     whole = {name: [one for one in side if one is not None] for name, side in runs.items() if None not in side}
     larger = next((one.larger_is_better(metric) for side in whole.values() for one in side), True)
     found = {}
@@ -97,15 +99,15 @@ def ranks_of(
 
 
 def read_at(history: History, metric: str, cost: str, amount: float) -> float:
-    """The metric in the last row that cost no more."""
+    """Return the metric in the last row whose cost is at most `amount`."""
     return float([row[metric] for row in history.rows if experiments.costs_of(row)[cost] <= amount][-1])
 
 
 def ranked(values: Mapping[str, Sequence[float]], larger: bool, log: bool) -> dict[str, int]:
-    """The rank of each method: one more than the number of methods that are better than it for sure.
+    """Return the rank of each method: one more than the number of methods that are certainly better.
 
-    That is said by the confidence interval of the difference, paired by seed; with `log` of the logarithms, where all
-    values are above 0.
+    A method is certainly better if the confidence interval of the difference, paired by seed, says so. With `log`,
+    logarithms are compared, if all values are above 0.
     """
     log = log and all(value > 0 for side in values.values() for value in side)
     sign = 1 if larger else -1
@@ -118,10 +120,11 @@ def ranked(values: Mapping[str, Sequence[float]], larger: bool, log: bool) -> di
 
 
 def overview(ranks: Ranks) -> list[list[str]]:
-    """Rows of a table: a method, its mean place, how often it is level with the best, and its ranks in each task.
+    """Return the rows of a table: a method, its mean place, how often it is level with the best, and its ranks by task.
 
-    They are in the order of the mean place, those that play fewer tasks below the others. place is by the mean of the
-    metric: a method that scatters is level with all others, and not well placed. One that fails has the last place.
+    The rows are in the order of the mean place; methods that are run on fewer tasks come last. The place is by the mean
+    of the metric: a method whose seeds scatter is level with all others, but not well placed. A method that fails has
+    the last place.
     """
     at = [one for of in ranks.values() for one in of.values()]
     own = {name: [one[name] for one in at if name in one] for name in dict.fromkeys(name for one in at for name in one)}
@@ -138,7 +141,7 @@ def overview(ranks: Ranks) -> list[list[str]]:
 
 
 def written(board: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """The page: its head by hand, the table below the mark."""
+    """Return the text of the page: its head, which is written by hand, and the table below the mark."""
     head = (HERE / "README.md").read_text("utf-8").partition(page.MARK)[0]
     lines = [f"| method | mean place | level with the best | {' | '.join(found['ranks'])} |"]
     lines += [f"|{'---|' * (3 + len(found['ranks']))}"]
@@ -161,7 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def keep(given: argparse.Namespace) -> None:
-    """Play the board; write what came out and the page."""
+    """Run the board, and write its outcome and the page."""
     board = tomllib.loads((HERE / "board.toml").read_text("utf-8"))
     prepare(1)
     found = play(board, given.out, given.seeds)

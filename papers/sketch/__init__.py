@@ -1,1 +1,1 @@
-"""A figure as a program, to be copied for a paper of one's own."""
+"""A figure of a paper as a program, which you can copy for a paper of your own."""

@@ -2,8 +2,9 @@
 
     python -m papers.sketch.fednest_4
 
-It plays every method on every problem with every seed, draws their means, and says which claims hold. It has no trials
-on a holdout, no second scale, and nothing to go on from: for these, write the figure as a file.
+The program runs every method on every problem with every seed, draws the means, and says which claims hold. It has no
+trials on a holdout and no second scale, and cannot continue after an interruption. If you need these, write the figure
+as a file.
 """
 
 from itertools import product
@@ -17,24 +18,24 @@ from papers.claims import interval, state_of
 
 SEEDS = (0, 1, 2)
 CLIENTS, DIM, ROUNDS = 100, 10, 200
-FULL: Any = {"batch_size": None}  # all samples in every step
+FULL: Any = {"batch_size": None}  # use all samples in every step
 ROUNDS_ON_Y: Any = {"rounds": 10, "local_steps": 50, "lr": 0.01}
 METHODS = {
     "FedNest": fb.FedNest(outer_lr=0.01, outer_steps=20, inner=fb.parts.SVRG(**ROUNDS_ON_Y), **FULL),
     "LFedNest": fb.LFedNest(outer_lr=0.01, outer_steps=20, inner=fb.parts.LocalSGD(**ROUNDS_ON_Y), **FULL),
     "FedAvg-S": fb.FedAvgS(local_steps=50, inner_lr=0.01, outer_lr=0.01, **FULL),
 }
-CLAIMS = [("FedNest", "LFedNest"), ("FedNest", "FedAvg-S"), ("LFedNest", "FedAvg-S")]  # the first ends nearer
+CLAIMS = [("FedNest", "LFedNest"), ("FedNest", "FedAvg-S"), ("LFedNest", "FedAvg-S")]  # the first ends nearer x*
 
 
 def loss(x: Any, y: Any, rows: Any) -> Any:
-    """f, of which x is to find the minimum and y the maximum: a mean over the samples of a client."""
+    """Return f, a mean over the samples of a client, which x minimises and y maximises."""
     inside = 0.5 * rows["C"] @ y**2 - rows["b"] @ y + (rows["A"] @ x) @ y
     return (0.5 * rows["P"] @ x**2 - inside).mean()
 
 
 def draw(seed: int) -> dict[str, dict[str, np.ndarray]]:
-    """The coefficients of two problems, with one sample for each client: shapes (clients, 1, …)."""
+    """Return the coefficients of two problems, with one sample for each client: shapes (clients, 1, …)."""
     rng = np.random.default_rng(seed)
     b, t = rng.normal(size=(CLIENTS, 1, DIM)), rng.uniform(0, 0.1, size=(CLIENTS, 1, 1, 1))
     one, curves = np.ones((CLIENTS, 1, DIM)), rng.uniform(0.5, 1.5, size=(2, CLIENTS, 1, DIM))
@@ -46,13 +47,13 @@ def draw(seed: int) -> dict[str, dict[str, np.ndarray]]:
 
 
 def solution(of: dict[str, np.ndarray]) -> np.ndarray:
-    """The x of the saddle point."""
+    """Return x at the saddle point."""
     P, C, A, b = (of[name].mean(axis=(0, 1)) for name in "PCAb")
     return np.linalg.solve(np.diag(P) + (A.T / C) @ A, (A.T / C) @ b)
 
 
 def main() -> dict[tuple[str, str, str], str]:
-    """Play everything; by problem and claim whether it holds."""
+    """Run everything. Return, by problem and claim, whether the claim holds."""
     ends: dict[tuple[str, str, int], float] = {}
     figure, cells = pyplot.subplots(1, 2, figsize=(8, 3.5), layout="constrained")
     problem, problems = fb.Minimax(loss), {seed: draw(seed) for seed in SEEDS}
@@ -72,7 +73,7 @@ def main() -> dict[tuple[str, str, str], str]:
         axes.set(title=name, xlabel="rounds", ylabel="‖x − x*‖²")
     figure.legend(*cells[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.savefig("fednest_4.png")
-    apart = {  # in powers of ten
+    apart = {  # differences, in powers of ten
         (name, better, than): [ends[name, than, seed] - ends[name, better, seed] for seed in SEEDS]
         for (better, than), name in product(CLAIMS, problems[0])
     }
