@@ -1,1 +1,4 @@
-"""Programs that measure; `python -m benchmarks` lists them. README.md says how they are run."""
+"""Programs that measure speed, memory and quality.
+
+`python -m benchmarks` lists them, and README.md says how to run them.
+"""

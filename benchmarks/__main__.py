@@ -1,7 +1,7 @@
 """Run a benchmark: `python -m benchmarks NAME [options]`; without a name, list all of them.
 
-A benchmark is a module of this folder with a function `main`. The parameters of `main` are the options: their names,
-defaults and types. A tuple of words as the default also lists the words that are allowed; an empty one allows any.
+A benchmark is a module of this folder with a function `main`. The parameters of `main` become options with the same
+names, defaults and types. If the default is a tuple of words, only these words are allowed; an empty tuple allows any.
 QUICK in the module has the values that `--quick` sets.
 """
 
@@ -26,7 +26,7 @@ ROOM = Path(__file__).parent
 
 
 class Copy(io.TextIOBase):
-    """A stream that prints, and remembers what was printed."""
+    """A stream that prints, and stores what was printed."""
 
     def __init__(self) -> None:
         self.stdout = sys.stdout
@@ -51,7 +51,7 @@ def benchmarks() -> dict[str, str]:
 
 
 def parser_of(name: str, module: ModuleType) -> argparse.ArgumentParser:
-    """Make the command line of a benchmark."""
+    """Return the parser of a benchmark's command line."""
     parser = argparse.ArgumentParser(
         f"python -m benchmarks {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

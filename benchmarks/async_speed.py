@@ -1,9 +1,9 @@
-"""What an asynchronous reply costs, compared with the same client's work in a synchronous round.
+"""The cost of an asynchronous reply, compared with the same work of a client in a synchronous round.
 
-SimFBO that waits for the first n of M clients, and SimFBO with cohorts of n out of M: n clients compute the same steps
-per exchange in both. What comes on top is the clock, the tables of replies that are still under way, and the
-differences that clients of an asynchronous run keep. Times are the least of all passes, ratios the medians of pairs.
-Aim: a ratio of at most 1.3, and the same time per reply with 10,000 clients as with 1,000.
+SimFBO that waits for the first n of M clients is compared with SimFBO with cohorts of n of M clients. In both, n
+clients compute the same steps per exchange. The asynchronous run also needs the clock, the tables of replies that are
+under way, and the differences that its clients store. Times are the least of all passes, ratios the medians of pairs.
+Aims: a ratio of at most 1.3, and the same time per reply with 10,000 clients as with 1,000.
 """
 
 import time
@@ -19,14 +19,14 @@ import fedbilevel as fb
 from benchmarks.harness import head, row, turns
 from fedbilevel.engines.engine import first_carry
 
-FIRST = {18: 9, 100: 20, 1000: 100, 10_000: 100}  # by the number of clients, how many replies are waited for
+FIRST = {18: 9, 100: 20, 1000: 100, 10_000: 100}  # number of clients -> number of replies to wait for
 SHAPE = (784, 10)
 SAMPLES = 32
 QUICK = {"most": 18, "passes": 1}
 
 
 def population(clients: int) -> fb.Clients:
-    """Draw bytes as images, and labels."""
+    """Return clients with random bytes as images, and random labels."""
     rng = np.random.default_rng(0)
     rows = rng.integers(0, 255, (clients, SAMPLES, SHAPE[0]), dtype=np.uint8)
     samples = {"row": rows, "label": rng.integers(0, SHAPE[1], (clients, SAMPLES))}
@@ -50,7 +50,7 @@ class Run:
         self.carry = first_carry(algorithm, problem, clients, x, y)
         clock = fb.Clock(compute=0.1, spread=0.5, stragglers=len(clients) // 4)
         self.run = fb.Local(clock=clock).start(algorithm, problem, clients, cohort, jax.random.key(0), self.carry)
-        self.advance(1)  # compiles; an asynchronous run asks all clients here
+        self.advance(1)  # compiles the program; in this round, an asynchronous run asks all clients
         self.advance(20)
 
     def advance(self, rounds: int) -> float:

@@ -1,17 +1,18 @@
-"""Bilevel optimization beside hyperparameter search, every exchange counted, with 1 to 64 hyperparameters.
+"""Bilevel optimization compared with hyperparameter search, with equal exchanges and 1 to 64 hyperparameters.
 
-`benchmarks/search_problems.py` says what x is: penalties of groups of features, weights of clients, or the loss of a
-long tail of classes. All methods begin at the same x and y = 0. An exchange takes all samples of all clients, or of the
-share of clients that --share says. SimFBO and FedNest have their default steps. A search spends the budget on trials of
-40 exchanges, which train y at a fixed x by SimFBO's own local steps on y, whose size adapts to the curvature, from the
-best y so far. Only exchanges that move y are counted, and the validation loss of all clients costs nothing. "No search"
-trains y at the x of the start. Each budget is a run of its own, which ends with its best (x, y) by the validation loss,
-at which it looks after every tenth exchange (after every round if a round makes more); only this (x, y) is measured on
-test samples.
+In the problems of `benchmarks/search_problems.py`, x contains penalties of groups of features, weights of clients, or
+the loss of a long tail of classes. All methods begin at the same x and at y = 0. An exchange uses all samples of all
+clients, or of a share of the clients (--share). SimFBO and FedNest have their default steps. A search spends the budget
+on trials of 40 exchanges. A trial trains y at a fixed x, from the best y so far, by SimFBO's local steps on y, whose
+size adapts to the curvature. For a search, only exchanges that move y are counted; measuring the validation loss of all
+clients costs nothing. "No search" trains y at the starting x. Each budget is a run of its own. Its result is the (x, y)
+with the best validation loss, which is measured after every tenth exchange (or after every round if a round makes
+more). Only this (x, y) is measured on test samples.
 
-Differences are to SimFBO's run with the same d, with 95 % intervals: over splits, by Nadeau and Bengio where splits
-deal the same samples anew, and by Student where they draw samples; and over test samples. --folder keeps what is
-measured, and reads what it has.
+Differences are to SimFBO's run with the same number d of hyperparameters, with 95 % intervals. The intervals over
+splits are Nadeau and Bengio's if splits divide the same samples again, and Student's if splits draw new samples. There
+are also intervals over test samples. With --folder, measurements are stored in a folder, and those that it has are not
+repeated.
 """
 
 import itertools
@@ -30,26 +31,26 @@ from fedbilevel.display.curves import COLOURS, LEVEL, encoded, new_figure, typog
 from fedbilevel.tasks.regularization import logits
 
 BUDGETS = 100, 1000  # exchanges
-TRIAL = 40  # exchanges; on split 100, which is in no result, better than 10 and 20 in three problems of four
-FIXED = fb.SimFBO(server_lr=fb.XYV(x=1e-30, y=None, v=None), batch_size=None)  # x stays
+TRIAL = 40  # exchanges; on split 100, which no result uses, better than 10 and 20 in three of four problems
+FIXED = fb.SimFBO(server_lr=fb.XYV(x=1e-30, y=None, v=None), batch_size=None)  # x does not move
 METHODS = {"SimFBO": fb.SimFBO(batch_size=None), "FedNest": fb.FedNest(batch_size=None), "no search": FIXED}
 ALL = "SimFBO", "TPE", "no search", "FedNest", "random search", "halving"
-MIDDLE = 300  # exchanges after which the larger budget is also looked at
-TICKS = 1, 2, 4, 13, 20, 54  # of d
-EVERY = 10  # exchanges between two looks at the validation loss; a trial has one at its end, too
+MIDDLE = 300  # the larger budget is also evaluated after so many exchanges
+TICKS = 1, 2, 4, 13, 20, 54  # ticks of the axis of d
+EVERY = 10  # exchanges between measurements of the validation loss; a trial has one at its end, too
 QUICK = {"problems": ["hospitals"], "splits": [0, 1], "budgets": [100], "methods": ["SimFBO", "TPE", "no search"]}
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 warnings.simplefilter("ignore", fb.errors.NumericalWarning)  # a trial may end worse than it began
 
 
 class End(NamedTuple):
-    """What a run ends with: its least validation losses after 0, 1, … exchanges, and each test sample's values."""
+    """The result of a run: its least validation losses after 0, 1, … exchanges, and values for each test sample."""
 
     least: np.ndarray
     loss: np.ndarray
     right: np.ndarray
     sample: np.ndarray
-    shared: np.ndarray  # validation and test samples over those that are trained on or choose, if dealt anew; else 0
+    shared: np.ndarray  # the factor of Nadeau and Bengio if splits divide the same samples; else 0
 
 
 def solved(method: Any, at: Setting, x: Any, y: Any, rounds: int, every: int = EVERY) -> Any:
@@ -65,7 +66,7 @@ def by_method(name: str, at: Setting, budget: int) -> tuple[np.ndarray, Any]:
 
 
 def by_search(name: str, at: Setting, budget: int, seed: int) -> tuple[np.ndarray, Any]:
-    """Return the same of a search; a solve's first round only measures curvature, and is not counted."""
+    """Return the same for a search. The first round of each `solve` only measures curvature, and is not counted."""
     _, x0, d, low, high = at.posed
     rungs = (TRIAL // 2, 3 * TRIAL // 2, 9 * TRIAL // 2) if name == "halving" else (TRIAL,)
     sampler = (optuna.samplers.TPESampler if name == "TPE" else optuna.samplers.RandomSampler)(seed=seed)
@@ -108,7 +109,7 @@ def ended(name: str, data: str, d: int, budget: int, split: int, share: float) -
 
 
 def kept(folder: str, *run: Any) -> End:
-    """Run it, or read what it ended with from a folder."""
+    """Return the result of a run, from a folder or by running it."""
     file = Path(folder) / f"{'_'.join(str(part).replace(' ', '-') for part in run)}.npz"
     if folder and file.is_file():
         return End(**np.load(file))
@@ -121,14 +122,14 @@ def kept(folder: str, *run: Any) -> End:
 
 
 def over_samples(change: np.ndarray, sample: np.ndarray) -> float:
-    """Return half the 95 % interval of a mean over test samples; one that is in several splits counts once."""
+    """Return half the 95 % interval of a mean over test samples. A sample that is in several splits counts once."""
     where = np.unique(sample, return_inverse=True)[1].ravel()
     count, total = np.bincount(where), np.bincount(where, change.ravel())
     return 1.96 * float(np.sqrt(np.sum((total - count * change.mean()) ** 2)) / count.sum())
 
 
 class Compared(NamedTuple):
-    """A loss minus SimFBO's: the mean over splits, and half the interval over splits; also over test samples."""
+    """A loss minus SimFBO's: the mean over splits, and half the interval over splits and over test samples."""
 
     validation: tuple[float, float]
     test: tuple[float, float, float]
@@ -144,7 +145,7 @@ def compared(ends: list[End], to: list[End]) -> Compared:
     )
 
 
-Found = dict[tuple[str, int, int, str], list[End]]  # by data, d, budget and method, the runs of all splits
+Found = dict[tuple[str, int, int, str], list[End]]  # (data, d, budget, method) -> the results of all splits
 
 
 def rows(found: Found) -> None:
@@ -158,14 +159,14 @@ def rows(found: Found) -> None:
             validation, test = compared(ends, to)
             cells = [f"{mean:+.4f} ± {half:.4f}" for mean, half in (validation, test[:2])] + [f"± {test[2]:.4f}"]
         right = f"{100 * np.mean([end.right for end in ends]):.1f}" if ends[0].right.size else ""
-        after = np.argmax(np.mean([end.least for end in to], axis=0) <= each[-1])  # 0 where never
+        after = np.argmax(np.mean([end.least for end in to], axis=0) <= each[-1])  # 0 if never
         tested = f"{np.mean([end.loss for end in ends]):.4f}"
         row(data, d, budget, method, middle, f"{each[-1]:.4f}", cells[0], tested, *cells[1:], right, after or "never")
 
 
 def draw(found: Found, rival: str, file: Path) -> None:
-    """Draw the rival's loss minus SimFBO's against d, by kind of loss and budget, with the wider of two intervals."""
-    lines: dict[str, dict[int, dict[int, Compared]]] = {}  # by data set, budget and d
+    """Draw the loss of another method minus SimFBO's against d, by kind of loss and budget, with the wider interval."""
+    lines: dict[str, dict[int, dict[int, Compared]]] = {}  # data set -> budget -> d -> difference
     for (data, d, budget, method), ends in found.items():
         if method == rival:
             lines.setdefault(data, {}).setdefault(budget, {})[d] = compared(ends, found[data, d, budget, "SimFBO"])
@@ -176,7 +177,7 @@ def draw(found: Found, rival: str, file: Path) -> None:
         for axes, (kind, budget) in zip(panels.flat, itertools.product(Compared._fields, budgets), strict=True):
             for place, (data, of) in enumerate(lines.items()):
                 each = [getattr(one, kind) for one in of[budget].values()]
-                x = np.array(list(of[budget])) * 1.03 ** (place - len(lines) / 2)  # beside each other
+                x = np.array(list(of[budget])) * 1.03 ** (place - len(lines) / 2)  # so that lines are beside each other
                 look = {"color": COLOURS[place % len(COLOURS)], "marker": "os"[place // len(COLOURS)]}
                 axes.errorbar(
                     x, *zip(*((one[0], max(one[1:])) for one in each), strict=True), label=data, capsize=2, **look

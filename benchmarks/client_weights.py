@@ -1,4 +1,4 @@
-"""Clients' weights chosen by a run, beside equal weights, weights by size, and bad clients left out by hand.
+"""Clients' weights chosen by a run, compared with equal weights, weights by size, and bad clients left out by hand.
 
 The task `client_weights` has 18 clients with the same number of digits. Half of each client's samples are validation
 samples, which are always right. Nine clients, drawn by the seed, are bad in one of three ways:
@@ -7,12 +7,12 @@ samples, which are always right. Nine clients, drawn by the seed, are bad in one
     small          they have 5 training samples each, and the others about 50
     shifted        their training images are moved by two pixels to the right
 
-The four arms are runs of SimFBO with τ = 1, all samples and steps that adapt. "Chosen" trains x, from equal weights.
-The others keep x where it is: at 0 ("equal"), at the logarithms of the numbers of training samples ("by size"), or so
-that the nine clients have no weight ("left out").
+The four compared runs are runs of SimFBO with τ = 1, all samples and steps that adapt. "Chosen" trains x, from equal
+weights. In the other runs x is fixed: at 0 ("equal"), at the logarithms of the numbers of training samples ("by size"),
+or at values by which the nine clients have no weight ("left out").
 
-Columns: the test accuracy, its difference to "chosen" in points with half of a 95 % Student interval over seeds, and
-the share of the weight that the nine clients have at the end.
+The columns are the test accuracy; its difference to "chosen", in percentage points, with half of a 95 % Student
+interval over seeds; and the share of the weight that the nine clients have at the end.
 """
 
 import warnings
@@ -28,21 +28,21 @@ from fedbilevel.tasks import Task
 from fedbilevel.tasks.client_weights import client_weights, weights
 
 CLIENTS, BAD, FEW, PIXELS = 18, 9, 5, 2
-NOTHING = -50.0  # exp of it is the weight of a client that is left out
+NOTHING = -50.0  # exp(NOTHING) is the weight of a client that is left out
 CHOSEN = fb.SimFBO(batch_size=None, local_steps=1)
-FIXED = fb.SimFBO(batch_size=None, local_steps=1, server_lr=fb.XYV(x=1e-30, y=None, v=None))  # x stays
+FIXED = fb.SimFBO(batch_size=None, local_steps=1, server_lr=fb.XYV(x=1e-30, y=None, v=None))  # x does not move
 ARMS = ("chosen", "equal", "by size", "left out")
 QUICK = {"exchanges": 3, "seeds": 2, "problems": ["small"]}
 
 
 def small(inner: Ragged, bad: np.ndarray) -> Ragged:
-    """Leave the bad clients a few samples."""
+    """Return samples in which bad clients have only a few."""
     sizes = np.where(bad, FEW, inner.size)
     return inner.taken([start + np.arange(size) for start, size in zip(inner.start, sizes, strict=True)])
 
 
 def shifted(inner: Ragged, bad: np.ndarray) -> Ragged:
-    """Move the images of the bad clients to the right."""
+    """Return samples in which the images of bad clients are moved to the right."""
     image = np.asarray(inner.values["image"])
     square = image.reshape(len(image), 8, 8)
     moved = np.zeros_like(square)
@@ -68,7 +68,7 @@ def posed(problem: str, seed: int) -> tuple[Task, fb.Clients, np.ndarray]:
 
 
 def measured(problem: str, seed: int, exchanges: int) -> dict[str, tuple[float, float]]:
-    """Return the test accuracy of each arm, and the share of the bad clients' weight."""
+    """Return the test accuracy of each compared run, and the share of the weight that bad clients have."""
     task, clients, bad = posed(problem, seed)
     starts = {
         "chosen": np.zeros(CLIENTS),
@@ -96,9 +96,9 @@ def main(problems: Sequence[str] = tuple(CHANGES), seeds: int = 5, exchanges: in
     Args:
         problems: the ways in which clients are bad.
         seeds: the number of seeds, at least 2.
-        exchanges: of each run.
+        exchanges: the number of exchanges of each run.
     """
-    warnings.simplefilter("ignore", fb.errors.NumericalWarning)  # runs at fixed weights may end above their start
+    warnings.simplefilter("ignore", fb.errors.NumericalWarning)  # runs with fixed weights may end above their start
     head("problem", "weights", "test accuracy, %", "minus chosen, points", "weight of the bad clients, %")
     for problem in problems:
         each = [measured(problem, seed, exchanges) for seed in range(seeds)]

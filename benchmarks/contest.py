@@ -1,11 +1,12 @@
-"""FedAvg, and what one would write by hand in JAX: milliseconds a round, the first call, memory.
+"""FedAvg by the library and written by hand in JAX: milliseconds per round, the first call, memory.
 
-100 clients of 600 samples like MNIST's, 30 local steps of batches of 20, float32. By hand: clients side by side (vmap),
-in turn (scan), and on as many devices as there are cores (shard_map, in turn on each). Every measurement is a process
-of its own. The loss is that after --rounds rounds, on 1,000 samples; batches are drawn by other keys, so that it agrees
-roughly. --chunks also runs the library with other chunks, on one device and on all: the best of them is what a rule
-could reach. On a GPU clients are side by side only, CLIENTS=1000 SAMPLES=32 in the environment are more and smaller
-ones, and memory is the device's.
+There are 100 clients with 600 samples of MNIST's size each, which make 30 local steps with batches of 20, in float32.
+The programs by hand compute clients side by side (vmap), in turn (scan), or on as many devices as there are cores
+(shard_map, in turn on each device). Every measurement is a process of its own. The loss is measured after --rounds
+rounds, on 1,000 samples; batches are drawn by other keys, so the losses agree only roughly. --chunks also runs the
+library with other chunks, on one device and on all; the best of them is what a rule for chunks could reach. On a GPU,
+clients are computed side by side only, and memory is the device's; CLIENTS=1000 SAMPLES=32 in the environment give more
+and smaller clients.
 """
 
 import os
@@ -27,13 +28,13 @@ from benchmarks.peers.work import BATCH, CLIENTS, LR, STEPS
 from fedbilevel.tasks import networks
 
 MODELS = {"2nn": (networks.mlp, (784,), (200, 200)), "cnn": (networks.cnn, (28, 28, 1), (8, 16, 64))}
-STRETCHES = 5  # timed, of --rounds rounds each
+STRETCHES = 5  # the number of timed stretches of --rounds rounds each
 QUICK = {"models": ["2nn"], "passes": 1, "rounds": 1}
 Loss = Callable[[Any, Any], Any]
 
 
 def model_of(name: str) -> tuple[Any, Loss]:
-    """Return the start, and the loss (parameters, batch)."""
+    """Return the starting parameters, and the loss, a function (parameters, batch)."""
     make, shape, hidden = MODELS[name]
     network = make(shape, hidden, 10)
 
@@ -49,7 +50,7 @@ def samples(arrays: tuple[np.ndarray, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def library(model: str, cohort: int, rounds: int, devices: int, chunk: int) -> dict[str, float]:
-    """Measure the library in this process; `devices` and `chunk` 0: its own choice."""
+    """Measure the library in this process. With 0 for `devices` or `chunk`, the library chooses."""
     fb.tune_cpu(devices or None)
     data = samples(work.data())
     began = time.perf_counter()
@@ -86,7 +87,7 @@ def by_hand(model: str, cohort: int, rounds: int, how: str) -> dict[str, float]:
 
 
 def contenders(model: str, cohort: int, rounds: int, chunks: tuple[int, ...]) -> dict[str, Callable[[], Any]]:
-    """Return what measures each contender, by its name."""
+    """Return the functions that measure each contender, by the contender's name."""
     of = model, cohort, rounds
     cores = os.cpu_count() or 1
     found = {"library": partial(in_process, library, *of, 0, 0), "vmap": partial(in_process, by_hand, *of, "vmap")}

@@ -1,9 +1,10 @@
-"""How near clients that differ come to x* with 1, 5 and 20 local steps: CorrectedFBO, FedMSA and SimFBO.
+"""The distance from x* with 1, 5 and 20 local steps of clients that differ: CorrectedFBO, FedMSA and SimFBO.
 
-On the quadratic task with equal numbers of samples, all clients and full batches. CorrectedFBO and SimFBO need one
-exchange in a round, and FedMSA, which is written by hand (peers/fedmsa.py), needs two; all get as many exchanges. All
-three take the mean of the clients' points after a round, so that each has the same two step sizes: one on y and v, and
-one on x. Each tries the same grid of step sizes, and the row has the one with the least error at the end.
+The task is the quadratic one, with equal numbers of samples, all clients and full batches. CorrectedFBO and SimFBO need
+one exchange in a round, and FedMSA, which is written by hand (peers/fedmsa.py), needs two. All methods get the same
+number of exchanges. All three take the mean of the clients' points after a round, so each has two step sizes: one for y
+and v, and one for x. Each method tries the same grid of step sizes, and the row has the result with the least error at
+the end.
 """
 
 import itertools
@@ -24,19 +25,19 @@ from fedbilevel.tasks.quadratic import quadratic, solution
 warnings.simplefilter("ignore")
 Y_STEPS, X_SHARES = (1.0, 0.3, 0.1, 0.03), (0.3, 0.1)
 METHODS = "CorrectedFBO", "FedMSA", "SimFBO"
-PART, FAR = 20, 1e3  # rounds between two looks whether x is so far away that the run diverges
+PART, FAR = 20, 1e3  # rounds between two checks; the run diverges if x is farther away than FAR
 QUICK = {"exchanges": 20, "local_steps": (1,)}
 
 
 def contender(name: str, task: fb.tasks.Task, local_steps: int, exchanges: int) -> Callable[[fb.XYV], np.ndarray]:
-    """Return a function of the step sizes, which runs a method and returns x at the end; NaN if the run diverges."""
+    """Return a function of the step sizes that runs a method and returns x at the end; NaN if the run diverges."""
     if name == "FedMSA":
         run = fedmsa.program(task.problem, local_steps=local_steps)
         stacked = {part: stack(getattr(task.clients, part)) for part in ("outer", "inner")}
         start, weights = (task.x0, task.y0, jnp.zeros_like(task.y0)), jnp.asarray(task.clients.weights)
         return lambda steps: np.asarray(run(start, stacked, weights, tuple(steps), exchanges // 2)[0])
 
-    task = task.with_own(local_steps=local_steps)  # an argument of the program, which serves all numbers of steps
+    task = task.with_own(local_steps=local_steps)  # one program serves all numbers of steps
 
     def method(steps: fb.XYV) -> Any:
         return getattr(fb, name)(batch_size=None, client_lr=steps, server_lr=steps)
@@ -46,8 +47,8 @@ def contender(name: str, task: fb.tasks.Task, local_steps: int, exchanges: int) 
     run = fb.Local().start(method(first), task.problem, task.clients, len(task.clients), jax.random.key(0), start)
 
     def end(steps: fb.XYV) -> np.ndarray:
-        carry, run.algorithm = jax.tree.map(jnp.copy, start), method(steps)  # which is an argument of the program, too
-        for _ in range(0, exchanges, PART):  # with an exchange in each round
+        carry, run.algorithm = jax.tree.map(jnp.copy, start), method(steps)  # also an argument
+        for _ in range(0, exchanges, PART):  # one exchange in each round
             carry = run.advance(carry, PART).carry
             if jnp.linalg.norm(carry.state.x) > FAR:
                 return np.full(len(task.x0), np.nan)

@@ -1,4 +1,4 @@
-"""SimFBO and ShroFBO against closed forms: the errors that the paper's theorems promise to be zero, or to fall."""
+"""SimFBO and ShroFBO compared with closed forms: errors that are zero, or fall, by the paper's theorems."""
 
 from itertools import pairwise
 

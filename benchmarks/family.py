@@ -1,13 +1,14 @@
-"""A random family of bilevel problems: methods without steps on each, beside the best of 12 pairs of fixed steps.
+"""A random family of bilevel problems: methods whose steps adapt, compared with the best of 12 pairs of fixed steps.
 
-A member is drawn by the seeds (family, group, number); GROUPS has what the members of a group have in common. In ridge,
-logistic and Cox regression ("mix") and in softmax regression, x are the exponents of penalties b^x_j y_j², one for each
-feature. In "raw", x are the penalties themselves, which turn negative where a step is too long. In "clean", x are the
-weights σ(x_i) of samples, of which a third have the wrong label. In "representation", x is a linear map.
+A member is drawn by the seeds (family, group, number). GROUPS has the properties that members of a group have in
+common. In ridge, logistic and Cox regression ("mix") and in softmax regression, x contains the exponents of penalties
+b^x_j y_j², one for each feature. In "raw", x contains the penalties themselves, which become negative if a step is too
+long. In "clean", σ(x_i) are the weights of samples, a third of which have the wrong label. In "representation", x is a
+linear map.
 
-Of each member are drawn: the base b, of e, 10 and 100; x0 in [-5, 2], one value for all entries or one for each; the
-scales of features, all 1 or from 0.1 to 30; how many features are zero everywhere; how far clients differ in their
-truth and in the scale of their samples; and the weights of clients.
+For each member these are drawn: the base b, from e, 10 and 100; x0 in [-5, 2], one value for all entries or a value for
+each; the scales of features, all 1 or from 0.1 to 30; how many features are always zero; how much clients differ in
+their true models and in the scale of their samples; and the weights of clients.
 
 `python -m benchmarks no_steps --family 7` prints the table.
 """
@@ -33,25 +34,28 @@ from fedbilevel.algorithms.parts.adaptive_steps import with_steps
 from fedbilevel.algorithms.parts.curvature import unit
 from fedbilevel.core.hyperparameters import OpenStep
 
-FAMILY = 7  # the seed of the members whose best of 12 is kept
-KEPT = Path(__file__).with_suffix(".json")  # by method and group, the best of 12 of each member
+FAMILY = 7  # the seed of the members for which the best of 12 is stored
+KEPT = Path(__file__).with_suffix(".json")  # by method and group: the best of 12 for each member
 ROUNDS = {"SimFBO": 300, "ShroFBO": 300, "FedBiO": 300, "AFBO": 150, "RABO": 150, "AggITD": 100, "FedNest": 60}
-ROUNDS["FedMBO"] = 60  # 300 exchanges or more, of each
+ROUNDS["FedMBO"] = 60  # each method makes 300 exchanges or more
 FIXED = [(x, y) for x in (0.03, 0.3, 3.0) for y in (0.1, 0.3, 1.0, 3.0)]
-"""12 pairs of steps: on x; and on y and v, in units of one over the largest inner curvature at the start."""
-SHORT = 0.05  # where steps only decide how far clients drift, they are this part of the others
+"""The 12 pairs of fixed steps: (the step on x, the step on y and v).
+
+The second step is in units of one over the largest inner curvature at the start.
+"""
+SHORT = 0.05  # steps that only determine the clients' drift are this share of the other steps
 
 
 class Group(NamedTuple):
-    """What the members of a group have in common."""
+    """The properties that all members of a group have in common."""
 
     kind: str
     dim: int
     clients: int
-    samples: int  # of each client, for each loss
+    samples: int  # the number of samples of each client, for each loss
     local_steps: int
     batch_size: int | None
-    asked: int  # how many clients, in each round
+    asked: int  # the number of clients that are asked in each round
     members: int
     precision: int = 64
 
@@ -74,7 +78,7 @@ GROUPS = [
 
 @dataclass(frozen=True)
 class Member:
-    """A problem, its samples and weights, and where runs start."""
+    """A problem, with its samples, its weights, and the starting point of runs."""
 
     problem: fb.Bilevel
     outer: dict[str, np.ndarray]
@@ -89,11 +93,11 @@ class Member:
         return fb.Clients(self.outer, self.inner, weights=self.weights)
 
     def outer_loss(self, x: Any, y: Any) -> float:
-        """Compute the outer loss of all clients."""
+        """Return the outer loss of all clients."""
         return float(jnp.sum(self.weights * jax.vmap(lambda batch: self.problem.outer(x, y, batch))(self.outer)))
 
     def largest_curvature(self) -> float:
-        """Compute the largest eigenvalue of the inner Hessian at the start, by 50 steps of the power method."""
+        """Return the largest eigenvalue of the inner Hessian at the start, by 50 steps of the power method."""
 
         def inner(y: Any) -> Any:
             return jnp.sum(self.weights * jax.vmap(lambda batch: self.problem.inner(self.x0, y, batch))(self.inner))
@@ -109,18 +113,18 @@ class Member:
 
 
 def logistic(s: Any, batch: dict[str, Any]) -> Any:
-    """The logistic loss of each sample, for labels 0 and 1."""
+    """Return the logistic loss of each sample, for labels 0 and 1."""
     return jax.nn.softplus(s) - batch["t"] * s
 
 
 def cox(s: Any, batch: dict[str, Any]) -> Any:
-    """Cox's partial likelihood, as the loss of a batch; "time" is the rank of a sample's time."""
+    """Return the loss of a batch by Cox's partial likelihood; "time" is the rank of a sample's time."""
     at_risk = batch["time"][None, :] >= batch["time"][:, None]
     return jnp.mean(batch["t"] * (jax.nn.logsumexp(jnp.where(at_risk, s[None, :], -1e9), axis=1) - s))
 
 
 def loss(kind: str, y: Any, batch: dict[str, Any]) -> Any:
-    """The mean loss of a batch, without penalties."""
+    """Return the mean loss of a batch, without penalties."""
     s = batch["u"] @ y
     if kind == "softmax":
         return jnp.mean(jax.nn.logsumexp(s, 1) - jnp.sum(s * batch["t"], 1))
@@ -135,7 +139,7 @@ def loss(kind: str, y: Any, batch: dict[str, Any]) -> Any:
 
 @cache
 def problem_of(kind: str) -> fb.Bilevel:
-    """The two losses of a kind."""
+    """Return the problem of a kind, with its two losses."""
 
     def outer(x: Any, y: Any, batch: dict[str, Any]) -> Any:
         return loss(kind, x @ y if kind == "representation" else y, batch)
@@ -204,7 +208,7 @@ def member(group: int, number: int, family: int = FAMILY) -> Member:
 
 
 def method(name: str, group: int) -> Any:
-    """A method with the batches and local steps of a group, without steps."""
+    """Return a method with the batches and the numbers of local steps of a group, and with steps that adapt."""
     made, shared = getattr(fb, name)(batch_size=GROUPS[group].batch_size), GROUPS[group]
     if hasattr(made, "local_steps"):
         return replace(made, local_steps=shared.local_steps)
@@ -212,7 +216,10 @@ def method(name: str, group: int) -> Any:
 
 
 def fixed(name: str, group: int, x: float, y: float) -> Any:
-    """A method with a pair of steps, of a round: several local steps divide it among them."""
+    """Return a method with a pair of fixed steps.
+
+    The steps are for a round: several local steps divide them among themselves.
+    """
     bare = method(name, group)
     several = getattr(bare, "local_steps", 1)
 
@@ -224,7 +231,7 @@ def fixed(name: str, group: int, x: float, y: float) -> Any:
 
 
 def run(algorithm: Any, drawn: Member, name: str, group: int) -> fb.Result:
-    """Play a method on a member for as many rounds as make 300 exchanges."""
+    """Run a method on a member, for as many rounds as make 300 exchanges."""
     asked = GROUPS[group].asked
     cohort = None if asked == GROUPS[group].clients else asked
     start = drawn.x0, drawn.y0
@@ -233,16 +240,16 @@ def run(algorithm: Any, drawn: Member, name: str, group: int) -> fb.Result:
 
 
 class End(NamedTuple):
-    """Where a run without steps ended."""
+    """The end of a run whose steps adapt."""
 
     start: float  # the outer loss of all clients at the start
-    loss: float  # and at the end, infinite where it is not finite
-    best: float  # and in the best row
-    said: tuple[str, ...]  # what the result remarks, and why the run stopped
+    loss: float  # the same at the end; infinity if it is not finite
+    best: float  # the same in the best row
+    said: tuple[str, ...]  # the remarks of the result, and why the run stopped
 
 
 def played(name: str, group: int, number: int, family: int = FAMILY) -> End:
-    """Play a method without steps on a member."""
+    """Run a method with steps that adapt on a member."""
     drawn = member(group, number, family)
     with precision(GROUPS[group].precision), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -257,7 +264,7 @@ def played(name: str, group: int, number: int, family: int = FAMILY) -> End:
 
 
 def best_of_12(name: str, group: int, number: int, family: int = FAMILY) -> float:
-    """Play a method with each pair of fixed steps on a member; return the least outer loss at the end."""
+    """Run a method with each pair of fixed steps on a member. Return the least outer loss at the end."""
     drawn, ends = member(group, number, family), [np.inf]
     with precision(GROUPS[group].precision), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -273,13 +280,13 @@ def best_of_12(name: str, group: int, number: int, family: int = FAMILY) -> floa
 
 @contextmanager
 def precision(bits: int) -> Iterator[None]:
-    """Compute in float32 or float64."""
+    """Compute in float32 or float64 within the block."""
     with jax.enable_x64(bits == 64):
         yield
 
 
 def kept(name: str, group: int) -> list[float]:
-    """Read the best of 12 of each member of a group from the file, infinite where all of them diverged.
+    """Read the least loss of the 12 pairs from the file, for each member of a group; infinity if all pairs diverged.
 
     These runs were made without `solve`, which refuses a Neumann step or a step of AggITD that is above 2/L.
     """
@@ -287,7 +294,10 @@ def kept(name: str, group: int) -> list[float]:
 
 
 def table(names: list[str], family: int, groups: Sequence[int]) -> None:
-    """Print where methods end, for each of these groups and for all of them: see the head that is printed."""
+    """Print a table of where methods end, for each of these groups and for all of them.
+
+    Its head explains the columns.
+    """
     print(
         "not finite: runs without steps that ended so; worse: that ended above 1.001 times the outer loss of the start;"
         "\nunsaid: those of them whose result says nothing of it; median, 90 %: of the loss at the end over the"

@@ -1,8 +1,9 @@
-"""Memory and time of a round of F2SA and of SimFBO, with a whole network as y.
+"""The memory and the time of a round of F2SA and of SimFBO, with a whole network as y.
 
-x has a weight of the loss for each class. Samples are drawn at random, since only costs are measured. The last network
-is a transformer whose attention has no second derivatives (transformer.py), so that SimFBO refuses it. Each measurement
-is a process of its own, the methods in turn. By network and method, the table has medians over the passes:
+x contains a weight of the loss for each class. Samples are random, since only costs are measured. The last network is a
+transformer whose attention has no second derivatives (transformer.py), so SimFBO refuses it. Each measurement is a
+process of its own, and methods are measured in turn. For each network and method, the table has medians over the
+passes:
 
 temporary  what XLA plans for temporary arrays of one compiled round, MB; it is the same in every pass
 peak       the peak memory of the process, MB, everything that it imports included; on a GPU, of the device
@@ -10,8 +11,8 @@ first      processor seconds of the first round: tracing, compilation and the ro
 round      seconds of a later round by the clock
 processor  processor seconds of a later round
 
-The last column has the ratio of F2SA's seconds to SimFBO's within a turn, by the clock: the median, the least and the
-largest.
+The last column has the ratio of F2SA's seconds to SimFBO's in the same turn, by the clock: the median, the least and
+the largest.
 """
 
 from functools import partial
@@ -75,7 +76,7 @@ def measure(name: str, method: str, rounds: int) -> dict[str, float]:
     run = fb.Local(devices=1).start(algorithm, posed, clients, CLIENTS, jax.random.key(1), carry)
     carry, *_ = run.advance(carry, 1)
     first = processor_seconds() - began
-    carry, *_ = run.advance(carry, 1)  # warms up
+    carry, *_ = run.advance(carry, 1)  # the first round is not timed
     began = processor_seconds()
     each = seconds(lambda: jax.block_until_ready(run.advance(carry, rounds)[0].state)) / rounds
     processor = (processor_seconds() - began) / rounds

@@ -1,13 +1,13 @@
-"""Table I of the FISM paper: seconds until the stopping rule holds, on the location problem; and a loop in C.
+"""Table I of the FISM paper: seconds until the stopping rule holds, on the location problem; compared with C.
 
-n in {10, 50, 100}, m in {500, 1000, 5000, 10000} balls, IR-IG and FISM with S in {1, 2, 4, 8} clients, ten runs each
-(balls, anchor and start drawn anew), γ_k = 1/k^0.8, λ_k = 1/k^0.1 (here divided by m), tolerance 1e-5, float32.
-Seconds are of processor time in the engine's compiled rounds, compilation apart: every process keeps to one core, where
-that is the running time unless others use the core, too. All methods of an (n, m) run in the same process, in turns.
-Figures in parentheses are the paper's.
+The dimension n is in {10, 50, 100}, and there are m in {500, 1000, 5000, 10000} balls. IR-IG, and FISM with S in {1, 2,
+4, 8} clients, have ten runs each, with new balls, anchor and start. γ_k = 1/k^0.8, λ_k = 1/k^0.1 (here divided by m),
+the tolerance is 1e-5, and the precision float32. Seconds are processor time in the engine's compiled rounds, without
+compilation. Every process uses one core, so this is also the running time unless other programs use the core. All
+methods for one (n, m) run in the same process, in turn. Numbers in parentheses are the paper's.
 
-The loop: whole rounds without the stopping rule beside fism_loop.c, compiled with `cc -O3 -march=native`, best ms per
-round.
+The second table compares whole rounds, without the stopping rule, with the loop fism_loop.c, compiled by `cc -O3
+-march=native`. It has the best milliseconds per round.
 """
 
 import copy
@@ -30,10 +30,10 @@ from fedbilevel.engines.engine import first_carry
 from fedbilevel.tasks import location
 
 QUICK = {"runs": 1, "largest": 1000}
-# XLA compiles a loop as one piece where a pass through its body reads and writes less than this, 1024 bytes by default;
-# else every operation of every pass is dispatched by itself
+# XLA compiles a loop as one piece if a pass through its body reads and writes fewer bytes than this number (1024 by
+# default); otherwise every operation of every pass is dispatched separately.
 SMALL_LOOPS = "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=1000000"
-METHODS = {"IR-IG": 1, "S = 1": 1, "S = 2": 2, "S = 4": 4, "S = 8": 8}  # clients
+METHODS = {"IR-IG": 1, "S = 1": 1, "S = 2": 2, "S = 4": 4, "S = 8": 8}  # numbers of clients
 DIMS, TARGETS, ROUNDS = (10, 50, 100), (500, 1000, 5000, 10000), 20_000
 PAPER = {  # seconds, in the order of METHODS
     (10, 500): (16.92, 15.96, 5.95, 2.34, 1.39),
@@ -57,7 +57,7 @@ def method(name: str, m: int, tolerance: float | None) -> Any:
 
 
 def prepared(name: str, n: int, m: int, tolerance: float | None, seed: int) -> tuple[Any, Any, Any, Any]:
-    """Keep to one core; return a run of the engine before its first round, its carry, the anchor, and the task."""
+    """Use one core. Return a run of the engine before its first round, its carry, the anchor, and the task."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     task = location(dim=n, targets=m, clients=METHODS[name], layout="scattered", seed=seed)
     anchor = -jax.grad(task.problem.outer)(np.zeros_like(task.x0), None, None)  # H = ½‖x − a‖²
@@ -68,7 +68,7 @@ def prepared(name: str, n: int, m: int, tolerance: float | None, seed: int) -> t
 
 
 def play(run: Any, carry: Any, rounds: int) -> tuple[Any, float]:
-    """Run up to so many rounds, fewer if the algorithm has finished; return the carry and the seconds."""
+    """Run at most `rounds` rounds, fewer if the algorithm has finished. Return the carry and the seconds."""
     began = time.process_time()
     while int(carry.round) < rounds and not run.algorithm.finished(carry.state):
         carry = run.advance(carry, rounds - int(carry.round)).carry
@@ -77,7 +77,7 @@ def play(run: Any, carry: Any, rounds: int) -> tuple[Any, float]:
 
 
 def cells(n: int, m: int, runs: int) -> dict[str, list[tuple[float, int]]]:
-    """Return seconds and rounds of every method and run at one (n, m)."""
+    """Return the seconds and the rounds of every run of every method, for one (n, m)."""
     found: dict[str, list[tuple[float, int]]] = {name: [] for name in METHODS}
     for seed, name in itertools.product(range(runs), METHODS):
         run, carry, _, _ = prepared(name, n, m, 1e-5, seed)
@@ -88,7 +88,7 @@ def cells(n: int, m: int, runs: int) -> dict[str, list[tuple[float, int]]]:
 
 
 def hand_compiled(folder: str) -> Callable[..., np.ndarray]:
-    """Return (name, n, m, rounds, task, anchor) -> x, by fism_loop.c."""
+    """Return the function (name, n, m, rounds, task, anchor) -> x that fism_loop.c computes."""
     library = Path(folder, "loop.so")
     source = str(Path(__file__).with_name("fism_loop.c"))
     command = ["cc", "-O3", "-march=native", "-shared", "-fPIC", "-o", str(library), source, "-lm"]
@@ -108,7 +108,7 @@ def hand_compiled(folder: str) -> Callable[..., np.ndarray]:
 
 
 def beside_loop(name: str, n: int, m: int, passes: int = 15) -> tuple[list[float], float]:
-    """Return the best ms per round of the engine and of the loop, in turns; the largest difference of their x."""
+    """Return the best milliseconds per round of the engine and the loop, in turn, and the largest difference of x."""
     rounds = max(10, 100_000 // m)
     with tempfile.TemporaryDirectory() as folder:
         loop = hand_compiled(folder)
@@ -116,7 +116,8 @@ def beside_loop(name: str, n: int, m: int, passes: int = 15) -> tuple[list[float
     ours, _ = play(run, copy.deepcopy(start), rounds)  # compiles
     theirs = loop(name, n, m, rounds, task, anchor)
     gap = float(np.max(np.abs(np.asarray(ours.state.x) - theirs)))
-    # steps are all but nonexpansive, and each rounds entries of at most 10: roundings add up like a random walk at most
+    # Steps are almost nonexpansive, and each step rounds entries of at most 10. So rounding errors add up at most like
+    # a random walk.
     assert gap <= np.sqrt(rounds * m) * 10 * np.finfo(np.float32).eps, gap
 
     def of_loop() -> float:

@@ -1,9 +1,9 @@
-"""The library and hand-written JAX programs of the same mathematics: first call, second call, rounds, memory.
+"""The library compared with hand-written JAX programs of the same mathematics: first and second call, rounds, memory.
 
-The programs are in benchmarks/peers, at most 60 lines each: the same batch sizes, local steps and numbers of gradients
-and products, the same data type, XLA's own settings for both; with --cores the library's own for it, as its commands
-have them (`fb.tune_cpu()`). Each measurement is a process of its own, the library's and the peer's in turn; XLA's cache
-on disk is off. Printed are medians over the passes (library, peer, ratio):
+The programs are in benchmarks/peers, with at most 60 lines each. They have the same batch sizes, local steps, numbers
+of gradients and products, and data type. XLA has its default settings for both; with --cores, the library has the
+settings of its commands (`fb.tune_cpu()`). Each measurement is a process of its own, for the library and the peer in
+turn. XLA's cache on disk is off. The table has medians over the passes (library, peer, ratio):
 
 first    processor seconds of the first call: tracing, compilation and the rounds
 second   the same of a second call, with other step sizes and another seed
@@ -11,7 +11,7 @@ traces   how often the user's loss is traced in a third call
 round    milliseconds of a round once everything is compiled, by the clock
 memory   peak of the process in MB, everything that it imports included; on a GPU, of the device
 
---check measures nothing, and compares iterates after 12 rounds of full batches, in float64.
+With --check, nothing is measured. Instead, iterates are compared after 12 rounds of full batches, in float64.
 """
 
 import sys
@@ -32,16 +32,16 @@ from benchmarks.peers import afbo, fednest, fism, lfednest, problems, rabo, simf
 QUICK = {"rows": ["simfbo-quadratic-6"], "passes": 1}
 CAPACITIES = (1.0, 0.5, 0.25, 0.125, 0.0625)
 Play = Callable[[float, int, int], Any]
-"""(factor on all step sizes, seed, rounds) -> (x, y)."""
+"""A function (factor of all step sizes, seed, rounds) -> (x, y)."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A row: the numbers that library and peer have in common."""
+    """The setting of a row of the table, which library and peer have in common."""
 
     kind: str
-    rounds: int  # of the first and second call
-    timed: int  # of each of five further calls, or rows of the history
+    rounds: int  # the number of rounds of the first and the second call
+    timed: int  # the number of rounds of each of five further calls, or between rows of the history
     data: dict[str, Any]
     steps: tuple[float, ...]
     local_steps: int = 5
@@ -66,9 +66,9 @@ SMALL: dict[str, dict[str, Any]] = {
     "quadratic": {"samples": (8, 8)},
     "location": {"targets": 43},
 }
-CHECKED = 12  # rounds of --check
-FIRST = 3  # answers that AFBO waits for
-CLOCK = [1.0 + 0.37 * i for i in range(18)]  # seconds that the clients take to answer
+CHECKED = 12  # the number of rounds with --check
+FIRST = 3  # the number of answers for which AFBO waits
+CLOCK = [1.0 + 0.37 * i for i in range(18)]  # the seconds that clients need for an answer
 ROWS = {
     "simfbo-quadratic-6": Setting("simfbo", steps=(0.01, 0.1, 0.1, 0.01, 0.1, 0.1), **TINY),
     "simfbo-quadratic-10000": Setting(
@@ -106,9 +106,9 @@ def problem_of(s: Setting, dtype: Any) -> Any:
 
 
 def hand_written(s: Setting, p: Any) -> Play:
-    """Return the peer of a row."""
+    """Return the hand-written program for a row."""
     shared = {"local_steps": s.local_steps, "batch_size": s.batch}
-    alone = s.one_by_one and jax.default_backend() == "cpu"  # where one client's products fill the processor
+    alone = s.one_by_one and jax.default_backend() == "cpu"  # one client's products use the whole processor
     asking = {"cohort": s.cohort, "one_by_one": alone}
     nested = {**shared, "terms": s.terms}
     if s.kind == "fism":
@@ -144,7 +144,7 @@ def hand_written(s: Setting, p: Any) -> Play:
 
 
 def of_library(s: Setting, p: Any) -> tuple[Callable[..., Any], Play]:
-    """Return what solves a row, with options of `fb.solve`, and the same as a `Play`."""
+    """Return a function that solves a row with options of `fb.solve`, and the same as a `Play`."""
     engine, capacity = None, None
     if s.kind == "fism":
         rows = jax.tree.map(np.asarray, p.data)
@@ -175,7 +175,7 @@ def of_library(s: Setting, p: Any) -> tuple[Callable[..., Any], Play]:
 
 
 def algorithm(s: Setting, scale: float) -> Any:
-    """Return the library's method of a row."""
+    """Return the library's method for a row."""
     t = [scale * step for step in s.steps]
     walk: Any = {"local_steps": s.local_steps}
     if s.kind == "simfbo":
@@ -197,7 +197,7 @@ def algorithm(s: Setting, scale: float) -> Any:
 
 
 def fb_rows(rows: Any, sizes: np.ndarray) -> list[Any]:
-    """Return an entry for each client, of its own length."""
+    """Return the rows of each client, without padding."""
     return [{name: a[i, :n] for name, a in rows.items()} for i, n in enumerate(sizes)]
 
 
@@ -226,7 +226,10 @@ def measure(name: str, who: str, cores: bool) -> dict[str, float]:
 
 
 def traces(loss: Callable[..., Any], call: Callable[[], Any]) -> int:
-    """Count how often a call runs a loss in Python, from outside: a loss that counts would be another each time."""
+    """Count how often a call runs a loss in Python.
+
+    The count is made from outside, since a loss that counts would be a new function each time.
+    """
     count = 0
 
     def watch(frame: Any, event: str, _: Any) -> None:
@@ -242,9 +245,9 @@ def traces(loss: Callable[..., Any], call: Callable[[], Any]) -> int:
 
 
 def compared(name: str) -> tuple[float, float]:
-    """Return how far apart library and peer are after rounds of full batches of all clients, and how far they went.
+    """Return the distance between library and peer after rounds of full batches, and the distance from the start.
 
-    It needs jax_enable_x64. Sizes are small, so that it takes seconds.
+    This needs jax_enable_x64. Sizes are small, so that it takes seconds.
     """
     s = ROWS[name]
     small = dict(SMALL[s.data["task"]])

@@ -1,8 +1,8 @@
-"""What an exchange costs beside a bare Flower message of the same bytes.
+"""The cost of an exchange, compared with a bare Flower message of the same number of bytes.
 
-Both go there and back to all clients, in turn, on the same engine: in process, in Flower's simulation (Ray), over a
-SuperLink and SuperNodes with TLS and keys. The phase returns its message, so that nothing but the exchange is timed.
-The first of each kind (imports, compilation) is left out.
+Both go to all clients and back, in turn, in the same way: within one process, in Flower's simulation (Ray), or over a
+SuperLink and SuperNodes with TLS and keys. The phase returns its message, so that only the exchange is timed. The first
+exchange and the first message, with imports and compilation, are left out.
 """
 
 import json
@@ -129,7 +129,7 @@ app = server_app(main)
 
 
 def write_app(directory: Path) -> Path:
-    """Write the Flower app that measures."""
+    """Write the Flower app that makes the measurements."""
     (directory / "cost").mkdir(parents=True)
     (directory / "pyproject.toml").write_text(PROJECT)
     for name, content in {"__init__": "", "echo": ECHO, "client": CLIENT, "server": SERVER}.items():
@@ -138,7 +138,7 @@ def write_app(directory: Path) -> Path:
 
 
 def in_process(app: Path, config: dict[str, int], place: Path) -> list[str]:
-    """Return the lines that the server prints, all parties in one process."""
+    """Run server and clients in one process. Return the lines that the server prints."""
     program = "import sys, fedbilevel.flower as f; from cost.client import app; from cost.server import main; "
     program += f"c = {config}; main(f.InProcess(app, c['clients'], run_config=c), c)"
     done = subprocess.run([sys.executable, "-c", program], cwd=app, capture_output=True, text=True, check=True)
@@ -146,7 +146,7 @@ def in_process(app: Path, config: dict[str, int], place: Path) -> list[str]:
 
 
 def simulated(app: Path, config: dict[str, int], place: Path) -> list[str]:
-    """Return the same in Flower's simulation."""
+    """Run server and clients in Flower's simulation. Return the lines that the server prints."""
     (port,) = free_ports(1)
     place.mkdir(parents=True)
     (place / "config.toml").write_text(f'[superlink.simulation]\naddress = "127.0.0.1:{port}"\ninsecure = true\n')
@@ -168,7 +168,7 @@ def simulated(app: Path, config: dict[str, int], place: Path) -> list[str]:
 
 
 def deployed(app: Path, config: dict[str, int], place: Path) -> list[str]:
-    """Return the same of a federation of processes."""
+    """Run a federation of processes. Return the lines that the server prints."""
     with Federation(place, config["clients"], deadline=240) as federation:
         return list(federation.run(app, as_text(config), timeout=1800))
 
@@ -181,7 +181,7 @@ ENGINES = {"in-process": in_process, "simulation": simulated, "deployment": depl
 
 
 def measure(app: Path, engine: str, config: dict[str, int], place: Path) -> dict[str, list[float]]:
-    """Return the seconds of bare messages and of exchanges, without the first of each."""
+    """Return the seconds of bare messages and of exchanges, without the first of each kind."""
     lines = ENGINES[engine](app, config, place)
     found = [line for line in lines if "COST" in line]
     if not found:

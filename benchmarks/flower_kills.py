@@ -1,14 +1,15 @@
-"""kill -9 for one process of a federation at random moments, under load; it is started again, and the run continues.
+"""Kill a process of a federation with -9 at random moments, under load: it is restarted, and the run continues.
 
 Four clients form a federation on this machine, with TLS and keys, while another process keeps all cores busy. Each run
 has six kills, and its result must equal that of the undisturbed run. The quorum is all clients, so that a killed client
-is asked again. After its kill a server is submitted again with the same folder. A SuperLink is started again with its
-database, and the run is submitted to it. Flower takes this for another run and forgets the state of the clients, so
-that each of them has a folder for its state. SuperNodes and workers are started again by their supervisor.
+is asked again. If the server is killed, the run is submitted again with the same folder. If the SuperLink is killed, it
+is restarted with its database, and the run is submitted to it again. Flower regards this as another run and forgets the
+state of the clients, so each client has a folder for its state. SuperNodes and workers are restarted by their
+supervisor.
 
-Printed are the process that was killed, in which exchange and how many seconds after its start; the seconds to the end
-of the first exchange that began afterwards; and the largest difference of x and y, at the end of the run, from those
-of the undisturbed run.
+The table has the process that was killed, in which exchange, and how many seconds after its start; the seconds to the
+end of the first exchange that began after the kill; and the largest difference of x and y from the undisturbed run, at
+the end of the run.
 """
 
 import os
@@ -37,8 +38,8 @@ QUICK = {"times": 2}
 BUSY = "import os\nfor _ in range(os.cpu_count() - 1):\n    if os.fork() == 0:\n        break\nwhile True:\n    pass"
 VICTIMS = ("server", "SuperLink", "SuperNode", "worker")
 ROUNDS = 12
-EACH = 6  # kills in one run
-ALGORITHM = "two-phase"  # its clients keep something
+EACH = 6  # the number of kills in one run
+ALGORITHM = "two-phase"  # a method whose clients keep a state
 CONFIG = {"settings": f"run.rounds={ROUNDS}", "quorum": 1.0, "attempts": 50, "deadline": 30.0, "join": 120.0}
 COMMANDS = {
     "server": "flwr-serverapp",
@@ -49,21 +50,24 @@ COMMANDS = {
 
 
 class Moment(NamedTuple):
-    """Which process is killed, after how many exchanges, and how many seconds later."""
+    """A moment at which a process is killed: which process, after how many exchanges, and how many seconds later."""
 
     victim: str
-    client: int  # whose SuperNode or worker
-    exchange: int  # 0, 1, … of the run
+    client: int  # the client whose SuperNode or worker is killed
+    exchange: int  # the number of the exchange in the run: 0, 1, …
     after: float
 
     def cells(self):
-        """Return its part of a row."""
+        """Return the cells of a row that describe this moment."""
         whose = f" of client {self.client}" if self.victim in ("SuperNode", "worker") else ""
         return f"{self.victim}{whose}", *divmod(self.exchange, EXCHANGES), f"{self.after:.2f}"
 
 
 def plan(times, seed, longest):
-    """Return the moments of each run: each victim equally often in all, within an exchange up to `longest` seconds."""
+    """Return the moments of each run.
+
+    Over all runs, each kind of process is killed equally often, at most `longest` seconds after an exchange begins.
+    """
     rng = random.Random(seed)
     victims = [VICTIMS[k % len(VICTIMS)] for k in range(times)]
     rng.shuffle(victims)
@@ -78,7 +82,7 @@ def plan(times, seed, longest):
 
 
 def undisturbed(trial):
-    """Return the result's x and y, and the median seconds of an exchange."""
+    """Make a run without kills. Return its x and y, and the median seconds of an exchange."""
     run = trial.play(ALGORITHM, [], **CONFIG)
     seconds = [line["seconds"] for line in exchanges_of(run.out / "exchanges.jsonl")]
     return arrays(run), float(np.median(seconds))
@@ -90,7 +94,7 @@ def arrays(run):
 
 
 def complete(log):
-    """Return the numbers of the exchanges in the run that all clients answered, in the order of time."""
+    """Return the numbers of the exchanges that all clients answered, in the order of time."""
     found, answered = [], set()
     for line in exchanges_of(log) if log.exists() else []:
         answered = set(line["answered"]) | (answered if line["attempt"] else set())
@@ -103,8 +107,8 @@ def play(trial, moments, expected):
     """Make a run with all these kills.
 
     Returns:
-        for each kill the seconds to the end of the first exchange begun afterwards, answered by all clients; how far x
-        and y are from `expected`, at most.
+        for each kill, the seconds to the end of the first exchange that began after it and that all clients answered;
+        and the largest difference of x and y from `expected`.
     """
     out, seconds = trial.out(), []
     run = trial.submit(ALGORITHM, [], out, **CONFIG)
@@ -132,12 +136,12 @@ def play(trial, moments, expected):
 
 
 def is_begun(out, exchange):
-    """Return whether the run has a checkpoint, and so many of its exchanges are over."""
+    """Return whether the run has a checkpoint, and `exchange` of its exchanges have ended."""
     return (out / "checkpoint.npz").exists() and (exchange == 0 or exchange - 1 in complete(out / "exchanges.jsonl"))
 
 
 def process(trial, moment):
-    """Return the process that is killed."""
+    """Return the process to kill."""
     if moment.victim == "SuperLink":
         return trial.federation.superlink.pid
     among = children.family(trial.federation.nodes[moment.client].pid) if moment.victim != "server" else trial.pids()
@@ -146,13 +150,16 @@ def process(trial, moment):
 
 
 def running(pids, command):
-    """Return the processes, among these, that run a command."""
+    """Return those of the processes `pids` that run a command."""
     words = {pid: command_of(pid) for pid in pids}
     return [pid for pid in pids if command in words[pid] and "fedbilevel.flower.launch.children" not in words[pid]]
 
 
 def gone(trial, command, seconds=120):
-    """Wait until no process of the trial runs a command: a server notices after a while that its SuperLink died."""
+    """Wait until no process of the trial runs a command.
+
+    This is needed since a server takes a while to notice that its SuperLink has ended.
+    """
     until = time.monotonic() + seconds
     while running(trial.pids(), command):
         if time.monotonic() > until:
@@ -161,10 +168,10 @@ def gone(trial, command, seconds=120):
 
 
 def outcomes(trial, moments, expected):
-    """Return how many of a run's kills it continued after to the expected result, and a row for each."""
+    """Return after how many of its kills a run continued to the expected result, and a row for each kill."""
     try:
         seconds, difference = play(trial, moments, expected)
-    except Exception as error:  # noqa: BLE001  reported; the next run is made all the same
+    except Exception as error:  # noqa: BLE001  the error is reported, and the next run is made
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         trial.renew()
         return 0, [(*moment.cells(), type(error).__name__, "", load()) for moment in moments]

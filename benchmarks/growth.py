@@ -1,6 +1,7 @@
-"""How costs grow: SimFBO with more clients, with more unknowns, with more local steps.
+"""The growth of SimFBO's costs with more clients, more unknowns, and more local steps.
 
-x and y are vectors, the losses sums of squares, all samples in each step, float32; every size in a process of its own:
+x and y are vectors, and the losses are sums of squares. All samples are used in each step, in float32. Every size is
+measured in a process of its own:
 
 clients     10 to 10⁶, 10 unknowns, 4 samples for each loss, 5 local steps, all clients in each round
 cohorts     the same, a cohort of 10 drawn in each round
@@ -33,7 +34,7 @@ QUICK = {"axes": ["cohorts"], "most": 1000}
 
 
 def setting(axis: str, size: int) -> dict[str, Any]:
-    """Return the numbers of one size."""
+    """Return the numbers of clients, unknowns, samples and steps for one size."""
     if axis == "unknowns":
         return {"clients": 4, "dim": size, "samples": 1, "local_steps": 5, "cohort": None}
     if axis == "local steps":
@@ -61,19 +62,19 @@ def measure(axis: str, size: int) -> dict[str, float]:
     probe = fb.solve(method, *given, rounds=4, cohort=cohort, eval_every=2).history["seconds"]
     stretch = int(np.clip(0.2 / max(float(probe[-1] - probe[-2]) / 2, 1e-6), 1, 300))
     seconds = fb.solve(method, *given, rounds=5 * stretch, cohort=cohort, eval_every=stretch).history["seconds"]
-    each = np.diff(np.asarray(seconds, float))[1:] / stretch  # the first stretch warms up
+    each = np.diff(np.asarray(seconds, float))[1:] / stretch  # the first stretch is not counted
     return {"first": first, "round": 1e3 * median(each), "memory": peak_mb()}
 
 
 def fitted(points: dict[int, dict[str, float]], measure: str) -> tuple[list[int], float, list[float]]:
-    """Return the three largest sizes, the power of the size with which a measure grows there, and the fitted values."""
+    """Return the three largest sizes, the power of the size with which a measure grows there, and fitted values."""
     last = sorted(points)[-3:]
     power, offset = np.polyfit(np.log(last), np.log([points[size][measure] for size in last]), 1)
     return last, float(power), [float(np.exp(offset + power * np.log(size))) for size in last]
 
 
 def draw(found: dict[str, dict[int, dict[str, float]]], file: str) -> None:
-    """Draw a panel for each axis and measure, both logarithmic, with the fitted slope."""
+    """Draw a panel for each axis and measure, with the fitted slope. Both axes of a panel are logarithmic."""
     figure = Figure(figsize=(3.2 * len(found), 8), layout="tight")
     panels = figure.subplots(len(MEASURES), len(found), sharex="col", sharey="row", squeeze=False)
     for column, (axis, points) in enumerate(found.items()):

@@ -1,6 +1,6 @@
-"""What all benchmarks share: turns, processes of their own, medians and the form of a table.
+"""Functions that all benchmarks share: calls in turn, processes of their own, medians, and tables.
 
-What a benchmark prints is what `--keep` writes to its file of results.
+With `--keep`, the text that a benchmark prints is also written to its file of results.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Measured = TypeVar("Measured")
 
 
 def turns(contenders: Mapping[str, Callable[[], Measured]], passes: int) -> dict[str, list[Measured]]:
-    """Call the contenders in turn, A B A B …, so that other work of the machine meets all of them alike.
+    """Call the contenders in turn, A B A B …, so that other work of the machine affects all of them equally.
 
     Returns:
-        By contender, what each of its calls returned.
+        The results of each contender's calls, by contender.
     """
     measured: dict[str, list[Measured]] = {name: [] for name in contenders}
     for _ in range(passes):
@@ -46,9 +46,9 @@ def in_process(
     """Call a benchmark's function in a process of its own, without XLA's cache of programs on disk.
 
     Args:
-        function: one of the top level of a module, whose arguments and result can be written as JSON.
-        environment: variables to set.
-        limit: seconds after which the process is killed.
+        function: a function at the top level of a module, whose arguments and result can be written as JSON.
+        environment: environment variables to set.
+        limit: the number of seconds after which the process is killed.
 
     Raises:
         subprocess.TimeoutExpired: the limit was reached.
@@ -73,7 +73,7 @@ def medians(measured: list[dict[str, float]]) -> dict[str, float]:
 
 
 def spread(values: Iterable[float], form: str) -> str:
-    """Write the median, the least and the largest of some values."""
+    """Return a text with the median, the least and the largest of some values."""
     values = list(values)
     return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 

@@ -1,12 +1,12 @@
-"""Heart disease in four hospitals: every method on the same splits, its steps chosen on held-out training patients.
+"""Heart disease in four hospitals: all methods on the same splits, with steps chosen on held-out training patients.
 
-The accuracies of five splits are in hospitals.json, from which the tables are printed: each method's accuracy in each
-hospital, FLamby's, and paired differences to FedAvg with 95 % intervals.
+The accuracies of five splits are in hospitals.json. From this file the tables are printed: the accuracy of each method
+in each hospital, FLamby's accuracies, and paired differences to FedAvg with 95 % intervals.
 
-With --folder the runs are made there, and those that are finished are not made again: for each split and method the
-sweep of nine trials that is in METHODS (`fedbilevel sweep` with task.holdout=0.25, by validation_loss), and the chosen
-spec's run on all training patients (`fedbilevel run`). Nothing is chosen with patients that are test patients of the
-same split. --json-file writes the accuracies to a file. The patients' files are read from $FEDBILEVEL_DATA.
+With --folder, the runs are made in this folder, and finished runs are not made again. For each split and method, these
+are the sweep of nine trials in METHODS (`fedbilevel sweep` with task.holdout=0.25, by validation_loss), and a run of
+the chosen spec on all training patients (`fedbilevel run`). No choice uses test patients of the same split. --json-file
+writes the accuracies to a file. The patients' files are read from $FEDBILEVEL_DATA.
 """
 
 import json
@@ -41,7 +41,7 @@ METHODS: dict[str, list[str]] = {
         *("--grid", "server_lr.x=1,3,10", *RIDGES),
     ],
 }
-FLAMBY = {  # published means of five training seeds on one split
+FLAMBY = {  # published means over five training seeds, on one split
     "pooled": (0.783, 0.764, 0.750, 0.644),
     "alone": (0.746, 0.746, 0.725, 0.702),
     "FedAvg": (0.731, 0.719, 0.650, 0.640),
@@ -50,7 +50,7 @@ FLAMBY = {  # published means of five training seeds on one split
 }
 KEPT = Path(__file__).with_suffix(".json")
 Accuracies = dict[str, np.ndarray]
-"""(splits, hospitals) of each method."""
+"""By method: (splits, hospitals), the test accuracies."""
 
 
 def command(*arguments: str) -> None:
@@ -59,7 +59,7 @@ def command(*arguments: str) -> None:
 
 
 def run_of(name: str, split: int, folder: Path) -> dict[str, float]:
-    """Return the last row of a method's run, which is made if it is not in the folder."""
+    """Return the last row of a method's run. If the run is not in the folder, it is made."""
     place = folder / f"split-{split}" / name.replace(", ", "-").replace(" ", "-")
     run, sweep = place / "run", place / "sweep"
     if not (run / "summary.json").is_file():
@@ -72,7 +72,7 @@ def run_of(name: str, split: int, folder: Path) -> dict[str, float]:
 
 
 def accuracies(folder: Path, splits: Sequence[int]) -> Accuracies:
-    """Return the test accuracies; the four methods of a hospital alone are one."""
+    """Return the test accuracies. The four methods that each train in one hospital alone become one."""
     found: dict[str, list[list[float]]] = {}
     for split in splits:
         last = {name: run_of(name, split, folder) for name in METHODS}
@@ -84,7 +84,7 @@ def accuracies(folder: Path, splits: Sequence[int]) -> Accuracies:
 
 
 def majority(hospital: str, split: int) -> float:
-    """Return the test accuracy of the label that most of that hospital's training patients have."""
+    """Return the test accuracy of a constant prediction: the label that most training patients of the hospital have."""
     labels = load_heart(hospital).labels
     training, test = stratified(labels, TRAINING, FLAMBY_SEED + split)
     return float(np.mean(labels[test] == (np.mean(labels[training]) > 0.5)))
@@ -93,21 +93,22 @@ def majority(hospital: str, split: int) -> float:
 def interval(values: np.ndarray, shared: float = 0.0) -> np.ndarray:
     """Return half the 95 % Student interval of the mean over splits, (hospitals,).
 
-    shared: the test patients over the training patients. Splits of the same patients are not independent: with it the
-    variance of the mean is s²(1/J + shared), Nadeau and Bengio's (Machine Learning 52, 2003), in place of s²/J.
+    `shared` is the number of test patients divided by the number of training patients. Splits of the same patients are
+    not independent. Therefore the variance of the mean over J splits is s²(1/J + shared), by Nadeau and Bengio (Machine
+    Learning 52, 2003), in place of s²/J.
     """
     count = len(values)
     return student.ppf(0.975, count - 1) * values.std(0, ddof=1) * np.sqrt(1 / count + shared)
 
 
 def difference(values: np.ndarray, to: np.ndarray, shared: float = 0.0) -> str:
-    """Write the mean paired difference over splits, and half its 95 % interval."""
+    """Return a text with the mean paired difference over splits, and half its 95 % interval."""
     change = values - to
     return f"{change.mean():+.4f} ± {interval(change, shared):.4f}"
 
 
 def write(file: Path, splits: Sequence[int], found: Accuracies) -> None:
-    """Write, by method, a row of accuracies for each split, in the order of the hospitals."""
+    """Write the accuracies to a file: for each method a row for each split, in the order of the hospitals."""
     rows = {name: [[round(value, 6) for value in row] for row in of.tolist()] for name, of in found.items()}
     lines = ",\n".join(f'    "{name}": {json.dumps(row)}' for name, row in rows.items())
     start = f'{{\n  "hospitals": {json.dumps(HOSPITALS)},\n  "splits": {list(splits)},\n'

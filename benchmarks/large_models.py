@@ -1,7 +1,8 @@
-"""Memory and time of a network whose blocks compute in bfloat16, or are computed again in the derivatives.
+"""The memory and the time of a network whose blocks compute in bfloat16, or are recomputed for derivatives.
 
-The network has residual blocks, which are x, and a head, which is y. What is measured is what a client of SimFBO
-computes in a local step: ∇y G, and both derivatives of ⟨∇y G, v⟩. The memory is what XLA plans for temporary arrays.
+The network has residual blocks, which are x, and a head, which is y. The benchmark measures what a client of SimFBO
+computes in a local step: ∇y G, and both derivatives of ⟨∇y G, v⟩. Memory is the size that XLA plans for temporary
+arrays.
 """
 
 import time
@@ -24,9 +25,9 @@ QUICK = {"samples": 64, "width": 64, "blocks": 2}
 
 
 def derivatives(dtype, again):
-    """Make the function (x, y, v, batch) -> (derivatives of ⟨∇y G, v⟩ in x and y, ∇y G).
+    """Return the function (x, y, v, batch) -> (derivatives of ⟨∇y G, v⟩ in x and y, ∇y G).
 
-    With `again`, the derivatives compute the blocks again.
+    If `again` is True, the blocks are computed again for the derivatives.
     """
 
     def block(h, weights):

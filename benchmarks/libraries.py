@@ -1,10 +1,10 @@
-"""FedAvg by other libraries, by hand and here: a round, the cold start, memory, lines of code.
+"""FedAvg by other libraries, by hand and by this library: a round, the cold start, memory, lines of code.
 
-The 2NN of `contest` with a cohort of 10, by the programs peers/with_*.py, each library in an environment of its own,
-`.venv-peers/NAME`, which is made the first time (3 GB in all, more with PyTorch for GPUs). 30 steps are one pass
-through a client's samples; the other libraries make it without replacement, which changes the loss. Cold start: from
-the process's beginning to the end of the first round, imports and compilation included, no cache. Memory: the process's
-peak.
+The model is the 2NN of `contest`, with a cohort of 10. The programs are peers/with_*.py. Each library has an
+environment of its own, `.venv-peers/NAME`, which is made the first time (3 GB in total, more with PyTorch for GPUs). 30
+steps are one pass through a client's samples. The other libraries draw samples without replacement, which changes the
+loss. The cold start is the time from the beginning of the process to the end of the first round, with imports and
+compilation, and without a cache. Memory is the peak of the process.
 """
 
 import json
@@ -29,7 +29,7 @@ PINS = {
     "pfl": ["pfl==0.6.0", *TORCH],
     "fedjax": ["fedjax==0.0.17", "dm-haiku==0.0.11", "jax==0.4.25", "jaxlib==0.4.25", "numpy==1.26.4", "scipy==1.12.0"],
 }
-"""What pip installs. FedJAX needs a JAX that still has `jax.tree_map`."""
+"""The packages that pip installs, by library. FedJAX needs a JAX that still has `jax.tree_map`."""
 
 SHOWN = ("torch", "pfl", "fedjax", "jax")
 HERE = {
@@ -45,12 +45,12 @@ NAMES = {
     "pfl": "pfl",
     "fedjax": "FedJAX",
 }
-LIMIT = 600  # seconds of one program
+LIMIT = 600  # the time limit for one program, in seconds
 QUICK = {"names": ["fedbilevel", "vmap"], "passes": 1, "stretch": 2}
 
 
 def python_with(name: str) -> str:
-    """Return the Python of a library's environment, which is made unless there is one with these pins."""
+    """Return the Python of a library's environment. The environment is made unless one with these versions exists."""
     room, pins = ROOT / ".venv-peers" / name, "\n".join(PINS[name])
     done, python = room / "pins.txt", str(room / "bin" / "python")
     if not done.exists() or done.read_text() != pins:
@@ -61,7 +61,7 @@ def python_with(name: str) -> str:
 
 
 def measure(name: str, stretch: int) -> dict[str, float]:
-    """Run one program."""
+    """Run one program in its environment, and return its measurements."""
     program, *arguments = HERE.get(name) or [f"with_{name}.py"]
     python = sys.executable if name in HERE else python_with(name)
     settings = {"STRETCH": str(stretch), "STARTED": str(time.time())}
@@ -73,13 +73,13 @@ def measure(name: str, stretch: int) -> dict[str, float]:
 
 
 def products() -> dict[str, float]:
-    """Return the milliseconds that the matrix products of a round take alone."""
+    """Return the milliseconds of the matrix products of a round alone."""
     command = [sys.executable, str(PEERS / "products.py")]
     return {"ms": float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)}
 
 
 def versions(name: str) -> str:
-    """Name what the round is computed with."""
+    """Return a text with the versions of the packages that compute the round."""
     if name in HERE:
         return f"jax {version('jax')}"
     return ", ".join(pin.replace("==", " ") for pin in PINS[name] if pin.partition("==")[0] in SHOWN)
@@ -95,7 +95,7 @@ def lines_of(name: str) -> int:
 
 
 def draw(measured: dict[str, list[dict[str, float]]], file: str) -> None:
-    """Draw a round and the cold start: bars to the medians, dots for passes, a line over their range."""
+    """Draw the times of a round and of the cold start: bars for medians, dots for passes, a line for their range."""
     shown = {name: measured[name] for name in reversed(NAMES) if name in measured}
     figure = Figure(figsize=(8, 0.45 * len(shown) + 1.1), dpi=120, layout="tight")
     axes = figure.subplots(1, 2, sharey=True)

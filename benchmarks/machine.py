@@ -1,4 +1,4 @@
-"""What the numbers were measured on, and the yardstick of speed: the machine's own matrix-product rate."""
+"""Describe the machine on which numbers are measured, and measure its rate of matrix products, as a unit of speed."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from importlib.metadata import version
 
 import numpy as np
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # contenders are processes, which share a GPU
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the contenders are processes that share a GPU
 
 
 def describe() -> str:
-    """Name the processor, its cores and the versions of Python and JAX, without starting JAX."""
+    """Return a text with the processor, its cores, and the versions of Python and JAX. JAX is not started."""
     with open("/proc/cpuinfo") as file:
         model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), "unknown CPU")
     return f"{model}, {os.cpu_count()} cores; Python {platform.python_version()}, jax {version('jax')}"
 
 
 def device() -> str:
-    """Name JAX's first device."""
+    """Return the name of JAX's first device."""
     import jax
 
     first = jax.devices()[0]
@@ -34,7 +34,7 @@ def load() -> str:
 
 
 def peak_mb() -> float:
-    """Return the most memory so far: of JAX's device where it is reported, as by GPUs, else of this process."""
+    """Return the peak memory so far, in MB: of JAX's device if it reports this, as GPUs do, else of this process."""
     import jax
 
     stats = jax.devices()[0].memory_stats() or {}
@@ -44,7 +44,7 @@ def peak_mb() -> float:
 
 
 def processor_seconds() -> float:
-    """Return the user and system time of this process so far."""
+    """Return the user and system time of this process so far, in seconds."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
@@ -52,7 +52,8 @@ def processor_seconds() -> float:
 def gemm_rate(size: int = 1024, repeats: int = 10) -> float:
     """Return the best GFLOP/s of the float32 product of two size×size matrices.
 
-    On a CPU it is NumPy's, on all cores; on a GPU JAX's, in its default precision, of matrices eight times as wide.
+    On a CPU the product is NumPy's, on all cores. On a GPU it is JAX's, in its default precision, with matrices that
+    are eight times as wide.
     """
     import jax
 

@@ -1,7 +1,7 @@
-"""Whether a process that solves one problem after another keeps its size.
+"""The memory of a process that solves one problem after another: does it stay the same?
 
-Each solve is a problem of its own: other losses (which close over arrays), samples, start and metrics. The first
-solves load code and fill caches of a fixed size.
+Each `solve` has a problem of its own, with new losses (which close over arrays), samples, start and metrics. The first
+calls load code and fill caches of a fixed size.
 """
 
 import gc
@@ -18,12 +18,12 @@ QUICK = {"solves": 4, "every": 2}
 
 
 def megabytes() -> float:
-    """Return the memory of this process (Linux)."""
+    """Return the memory of this process, in MB (Linux)."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
 
 
 def solve(number: int) -> None:
-    """Solve the problem of a number."""
+    """Solve the problem with this number."""
     rng = np.random.default_rng(number)
     scale, samples = jnp.asarray(rng.normal(size=DIMENSION)), rng.normal(size=(CLIENTS, 8, DIMENSION))
     problem = fb.Bilevel(

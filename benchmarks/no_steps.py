@@ -1,14 +1,16 @@
-"""Methods without steps beside tuned ones: where they end, and what finding the steps cost.
+"""Methods whose steps adapt, compared with tuned steps: where they end, and the cost of tuning.
 
-For each task three runs with the preset's batches and local steps, as many exchanges each: with steps chosen among 16
-by the outer loss at the end of as many runs of that length; with README's 0.1, SimFBO alone; and without steps. "Holds"
-says that the last is within one point of accuracy, or of error, of the first, or where the first ends after twice the
-exchanges. Then 8 seeds, and starts of x two units off where x are no weights of a network, without steps: which are
-finite, and the range in which they end. --tuned takes the steps given by hand from an earlier table, and its rows.
+For each task there are three runs with the preset's batches and local steps, and with the same number of exchanges. The
+first run has steps that were chosen from 16 pairs, by the outer loss at the end of 16 runs of this length. The second
+run, only of SimFBO, has the steps 0.1. In the third run, steps adapt. The column "holds" says whether the third run
+ends within one percentage point of accuracy, or of error, of the first run, or does so after twice the exchanges. Then
+there are runs with 8 seeds and steps that adapt; if x is not the weights of a network, their x starts two units away.
+The table says how many of them end with finite numbers, and in which range. --tuned takes the tuned steps from an
+earlier table.
 
---family 7: on the random problems of family.py in place of these tasks, for eight methods; --group 4: on the group
-with this number alone. --reach, --rise, --shared, --warm-up: with another REACH, RISE, SHARED or WARM_UP of
-the steps on x (algorithms/parts/adagrad.py, curvature.py). Data sets are read from $FEDBILEVEL_DATA.
+--family 7 uses the random problems of family.py in place of these tasks, for eight methods, and --group 4 only the
+group with this number. --reach, --rise, --shared and --warm-up change REACH, RISE, SHARED and WARM_UP of the steps on x
+(algorithms/parts/adagrad.py, curvature.py). Data sets are read from $FEDBILEVEL_DATA.
 """
 
 from __future__ import annotations
@@ -47,13 +49,13 @@ TASKS: dict[str, dict[str, Any]] = {
     "representation, Fashion-MNIST": {"name": "hyper_representation", "data": "fashion-mnist"},
 }
 GRID = list(itertools.product((0.01, 0.1, 1.0, 10.0), (0.03, 0.1, 0.3, 1.0)))
-"""Steps on x, and on y and v."""
+"""The pairs of steps: the step on x, and the step on y and v."""
 QUICK = {"tasks": ["quadratic, κ = 10"], "seeds": 1}
 
 
 def given(method: Any, x: float | None, y: float | None) -> Any:
-    """The method with these steps, or with none."""
-    if isinstance(method, Layered):  # AFBO's presets are asynchronous, where steps cannot adapt
+    """Return the method with these steps; with None, its steps adapt."""
+    if isinstance(method, Layered):  # AFBO's presets are asynchronous, for which steps cannot adapt
         return given(method.algorithm, x, y)
     names = {field.name for field in fields(method)}
     steps = fb.XYV(x=x, y=y, v=y)
@@ -71,7 +73,7 @@ def given(method: Any, x: float | None, y: float | None) -> Any:
 
 
 def played(made: Experiment, plan: Any, method: Any, rounds: int, seed: int = 0, off: float = 0.0) -> fb.Result | None:
-    """Run it; None where it diverged or was refused."""
+    """Run an experiment, and return the result; None if the run diverged or was refused."""
     x0 = jax.tree.map(lambda leaf: leaf + off, made.task.x0)
     try:
         return made._replace(algorithm=method, task=replace(made.task, x0=x0)).solve(
@@ -82,19 +84,19 @@ def played(made: Experiment, plan: Any, method: Any, rounds: int, seed: int = 0,
 
 
 def asked_for(label: str, name: str) -> tuple[Experiment, Any, str]:
-    """The experiment of a task and a method, its plan, and the metric that is compared."""
+    """Return the experiment of a task and a method, its plan, and the metric that is compared."""
     spec = resolve({"task": TASKS[label], "algorithm": name})
     made = build(spec)
     return made, spec.run, next((one for one in made.task.metrics if "accuracy" in one), first_metric(made.task))
 
 
 def end(run: fb.Result | None, metric: str) -> float:
-    """Where a run ends; NaN if it did not live."""
+    """Return the metric at the end of a run; NaN if the run diverged."""
     return float("nan") if run is None else float(run.history[metric][-1])
 
 
 def by_hand(made: Experiment, plan: Any, name: str, metric: str) -> tuple[float, int, float]:
-    """Where the best of 16 pairs of steps ends, the exchanges of these runs, and where README's 0.1 ends."""
+    """Return where the best of 16 pairs of steps ends, the exchanges of these 16 runs, and where the steps 0.1 end."""
     tried = [played(made, plan, given(made.algorithm, *steps), plan.rounds) for steps in GRID]
     alive = [run for run in tried if run is not None and np.isfinite(run.history["outer_loss"][-1])]
     best = min(alive, key=lambda run: run.history["outer_loss"][-1])
@@ -103,7 +105,7 @@ def by_hand(made: Experiment, plan: Any, name: str, metric: str) -> tuple[float,
 
 
 def tuned_before(table: Path) -> dict[tuple[str, str], tuple[float, int, float]]:
-    """What `by_hand` said for each (method, task) of an earlier table."""
+    """Return the results of `by_hand` for each (method, task) of an earlier table."""
     found, name = {}, ""
     for line in table.read_text().splitlines():
         name = line if re.fullmatch("[a-z]+", line) else name
@@ -114,7 +116,7 @@ def tuned_before(table: Path) -> dict[tuple[str, str], tuple[float, int, float]]
 
 
 def row(label: str, name: str, seeds: int, before: tuple[float, int, float] | None) -> bool:
-    """Print a task's row; say whether what is without steps holds."""
+    """Print the row of a task. Return whether steps that adapt hold: see the docstring of the module."""
     made, plan, metric = asked_for(label, name)
     better, rounds, bare = 1 if "accuracy" in metric else -1, plan.rounds, given(made.algorithm, None, None)
     tuned, cost, readme = before or by_hand(made, plan, name, metric)

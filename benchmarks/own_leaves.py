@@ -1,10 +1,10 @@
-"""Whether a run takes more memory or time if there are more clients, each with its own leaves of y: 10⁴, 10⁵, 10⁶.
+"""The memory and the time of runs with 10⁴, 10⁵ and 10⁶ clients that each have leaves of y of their own.
 
-A client has four samples with 16 features, and a linear classifier of its own with ten classes. With the state of the
-adjoint it keeps 1.4 kB. A round asks 100 clients. "On disk" keeps these states in scratch files (`stream=True`); "in
-memory" has all samples and states on the device. Each measurement is a process of its own. Peak memory is the largest
-resident set, which also counts pages of files. At each of the four rows of the history a run copies the own leaves, if
-it is the best row so far.
+A client has four samples with 16 features, and a linear classifier of its own with ten classes. Together with the state
+of the adjoint, this takes 1.4 kB. A round asks 100 clients. "On disk" means that these states are in temporary files
+(`stream=True`), and "in memory" that all samples and states are on the device. Each measurement is a process of its
+own. Peak memory is the largest resident set, which also counts pages of files. At each of the four rows of the history
+a run copies the own leaves, if it is the best row so far.
 """
 
 import tempfile
@@ -25,7 +25,7 @@ QUICK = {"largest": 10_000}
 
 
 def write_samples(folder: Path, clients: int) -> None:
-    """Write the samples of all clients, labelled by a random linear map for each client."""
+    """Write the samples of all clients. The labels of each client follow a random linear map."""
     rng, shape = np.random.default_rng(0), (clients, 2 * SAMPLES)
     images = np.lib.format.open_memmap(folder / "image.npy", "w+", np.float32, (*shape, FEATURES))
     labels = np.lib.format.open_memmap(folder / "label.npy", "w+", np.int32, shape)

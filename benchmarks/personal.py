@@ -1,29 +1,29 @@
-"""A model for each client, pulled to a shared one whose pull is learned, beside what else serves clients that differ.
+"""A model for each client that is pulled to a shared model by a learned pull, compared with other personal models.
 
-Each model is a softmax regression. The rows of each client are dealt into training, validation and test samples, a
-third each for images. 20 clients have two shards of images each, so that a client has two or three of ten classes.
-Images of 28×28 pixels are averaged down to 14×14. In Omniglot the clients are the 20 writers of an alphabet, and y
-predicts its characters. A writer drew each character once, so that the characters of its test samples are not among its
-other samples. Each split has 45 characters of another alphabet, of the five with the most. The tables are heart disease
-(four hospitals) and azpro (17 hospitals, the procedure is predicted). Three arms are one run of SimFBO each, with steps
-that adapt and 1,000 exchanges, whose x is chosen by the validation loss:
+Each model is a softmax regression. The rows of each client are divided into training, validation and test samples; for
+images, each part is a third. 20 clients have two shards of images each, so that a client has two or three of ten
+classes. Images of 28×28 pixels are averaged down to 14×14. In Omniglot the clients are the 20 writers of an alphabet,
+and y predicts its characters. A writer drew each character once, so the characters of a writer's test samples are not
+among the writer's other samples. Each split has 45 characters of one of the five largest alphabets. The tables are
+heart disease (four hospitals) and azpro (17 hospitals; the procedure is predicted). Three of the compared methods are
+one run of SimFBO each, with steps that adapt and 1,000 exchanges, in which x is chosen by the validation loss:
 
     one model           y is shared, x its penalty
     own models          y is each client's own, x a penalty for all of them
     pulled              y is a shared model and each client's own, both trained, and x the pull of the own models to the
                         shared one, and the shared one's penalty
 
-The others have six trials each, and the best by the mean validation loss is kept. Their losses are minimised to the
-end, where SGD of any step size would lead, so that no step is chosen:
+The other methods have six trials each, of which the best by the mean validation loss is used. Their losses are
+minimised completely, so that no step size has to be chosen:
 
     FedAvg              one model, of the mean training loss with a penalty of 1e-5 to 1
     FedAvg, fine-tuned  FedAvg's, after 0, 1, 3, 10, 30 or 100 steps of each client along its own gradient, of 1/L
     Ditto               own models, pulled to FedAvg's by 1e-4 to 10
     alone               own models, with a penalty of 1e-5 to 1 that each client chooses by its own validation samples
 
-Columns: the mean over clients of the accuracy on a client's test samples, that of the worst client, and the mean of the
-loss; differences are to "pulled", ± half of a 95 % Student interval over splits. After each split a line has the three
-numbers of each arm. Data are read from $FEDBILEVEL_DATA.
+The columns are the mean over clients of the accuracy on a client's test samples, the accuracy of the worst client, and
+the mean of the loss. Differences are to "pulled", ± half of a 95 % Student interval over splits. After each split, a
+line has the three numbers of each method. Data are read from $FEDBILEVEL_DATA.
 """
 
 import warnings
@@ -44,21 +44,21 @@ from fedbilevel.data.characters import load_characters
 from fedbilevel.tasks.images import load_rows
 from fedbilevel.tasks.regularization import with_one
 
-CLIENTS, IMAGES = 20, 120  # of each client
-CHARACTERS = 45  # of an alphabet
+CLIENTS, IMAGES = 20, 120  # the numbers of clients, and of images of each client
+CHARACTERS = 45  # the number of characters of an alphabet
 EXCHANGES = 1000
 PENALTIES = 10.0 ** np.arange(-5, 1)
 PULLS = 10.0 ** np.arange(-4, 2)
 STEPS = (0, 1, 3, 10, 30, 100)
-BOX = (-6.0, 1.0)  # of x, exponents of ten
+BOX = (-6.0, 1.0)  # the bounds of x, exponents of ten
 START = -3.0
 QUICK = {"sets": ["digits"], "splits": [0, 1]}
 Models = np.ndarray
-"""(clients, features, classes)."""
+"""The models of all clients, (clients, features, classes)."""
 
 
 class Part(NamedTuple):
-    """Training, validation or test samples of all clients, filled up with rows of weight 0."""
+    """The training, validation or test samples of all clients, padded with rows of weight 0."""
 
     rows: np.ndarray  # (clients, samples, features)
     labels: np.ndarray  # (clients, samples)
@@ -66,7 +66,7 @@ class Part(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The samples of all clients."""
+    """The samples of all clients, in three parts."""
 
     train: Part
     valid: Part
@@ -89,7 +89,10 @@ def filled(clients: Sequence[tuple[np.ndarray, np.ndarray]]) -> Part:
 
 
 def pixels(images: np.ndarray) -> np.ndarray:
-    """Return rows with a mean square norm of 1 and a last entry of 1; 28×28 pixels are averaged down to 14×14."""
+    """Return images as rows with a mean square norm of 1 and a last entry of 1.
+
+    Images of 28×28 pixels are averaged down to 14×14.
+    """
     whole = images.astype(float).reshape(len(images), *images.shape[1:3])
     if whole.shape[1] == 28:
         whole = whole.reshape(len(whole), 14, 2, 14, 2).mean((2, 4))
@@ -98,7 +101,7 @@ def pixels(images: np.ndarray) -> np.ndarray:
 
 
 def thirds(rows: np.ndarray, labels: np.ndarray, whose: Sequence[np.ndarray], classes: int) -> Split:
-    """Deal the samples of each client, whose indices are in random order, into three parts."""
+    """Divide the samples of each client into three parts. The indices in `whose` are in random order."""
     dealt = [np.array_split(mine, 3) for mine in whose]
     parts = [filled([(rows[own[k]], labels[own[k]]) for own in dealt]) for k in range(3)]
     return Split(*parts, classes)
@@ -112,7 +115,10 @@ def images(name: str, split: int) -> Split:
 
 
 def by_writer(split: int) -> Split:
-    """Return the drawings of an alphabet by writer. The n-th drawing of each character is by the n-th writer."""
+    """Return the drawings of an alphabet, divided by writer.
+
+    The n-th drawing of each character is by the n-th writer.
+    """
     whole, rng = load_characters("omniglot").train, np.random.default_rng(split)
     largest = np.argsort(-np.bincount(whole.alphabet), kind="stable")[split]
     drawings = rng.permutation(whole.images[whole.alphabet == largest])[:CHARACTERS]  # (characters, writers, 28, 28)
@@ -164,7 +170,7 @@ def size(model: Any) -> Any:
 
 
 def bilevel(own: bool, pulled: bool, at: Split) -> Models:
-    """Return each client's model of a run of SimFBO."""
+    """Return the model of each client from a run of SimFBO."""
 
     def of(y: Any) -> Any:
         return y["own"] if pulled else y
@@ -202,7 +208,7 @@ def bilevel(own: bool, pulled: bool, at: Split) -> Models:
 
 
 def minimised(objective: Callable[[Any, Any], Any], factors: Sequence[float], start: np.ndarray) -> list[np.ndarray]:
-    """Return where an objective of models and a factor is least, for each factor."""
+    """Return the models that minimise an objective of models and a factor, for each factor."""
     options = {"maxiter": 2000, "maxfun": 4000, "ftol": 1e-9, "gtol": 1e-6}
     with jax.enable_x64(True):
         both = jax.jit(jax.value_and_grad(lambda flat, factor: objective(flat.reshape(start.shape), factor)))
@@ -216,7 +222,8 @@ def minimised(objective: Callable[[Any, Any], Any], factors: Sequence[float], st
 def best(trials: Sequence[Models], at: Split, each: bool = False) -> Models:
     """Return the trial with the least mean validation loss.
 
-    With `each`, every client gets its model of the trial with the least loss on its own validation samples.
+    With `each`, every client gets the model of the trial that has the least loss on the client's own validation
+    samples.
     """
     found = np.array([losses(models, *at.valid) for models in trials])
     if each:
@@ -267,7 +274,7 @@ def arms(at: Split) -> dict[str, Models]:
 
 def main(sets: tuple[str, ...] = tuple(SETS), splits: tuple[int, ...] = (0, 1, 2, 3, 4)) -> None:
     warnings.simplefilter("ignore", fb.errors.NumericalWarning)
-    fb.Local.keep_on_disk()  # the programs of all splits are the same
+    fb.Local.keep_on_disk()  # all splits use the same programs
     print(f"splits {', '.join(map(str, splits))}")
     head("data", "clients", "arm", "accuracy, %", "difference", "worst client, %", "difference", "loss", "difference")
     for name in sets:

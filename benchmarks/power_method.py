@@ -1,10 +1,11 @@
-"""How far below the largest curvature the power method of `AdaptiveSteps` gets, while a direction becomes stiff.
+"""How much the power method of `AdaptiveSteps` underestimates the largest curvature while a direction becomes stiff.
 
-A diagonal Hessian: one entry is 1, the others lie between 1 and 10^-SPREAD. When the vector has settled, another entry
-grows from 0.01 by a factor in each round, up to 10⁶. A cell is the largest curvature divided by the measured one, in
-the worst round of the worst of 25 draws. In rows "at rest" nothing grows for 100 rounds. A step of 1/L is stable up
-to 2. MIX is the length of the random vector that is added to the kept one, AGAIN the number of products
-(algorithms/parts/curvature.py); 1.26 is what a penalty 10^x grows by in a round at most, 1.58 twice that in x.
+The Hessian is diagonal: one entry is 1, and the others are between 1 and 10^-SPREAD. When the vector of the power
+method has converged, another entry grows from 0.01 by a factor in each round, up to 10⁶. A cell has the largest
+curvature divided by the measured one, in the worst round of the worst of 25 draws. In rows "at rest", no entry grows
+for 100 rounds. A step of 1/L is stable if the ratio is at most 2. MIX is the length of the random vector that is added
+to the stored one, and AGAIN the number of products (algorithms/parts/curvature.py). A penalty 10^x grows at most by the
+factor 1.26 in a round; 1.58 is the factor for twice this change of x.
 """
 
 import numpy as np
@@ -18,7 +19,7 @@ QUICK = {"draws": 1}
 
 
 def measured(vector, largest, diagonal, rng, mix, products):
-    """Continue the power method: the next vector, and the curvature that a client reports."""
+    """Continue the power method. Return the next vector, and the curvature that a client reports."""
     random = rng.normal(size=len(diagonal))
     vector = vector / np.linalg.norm(vector) + mix * random / np.linalg.norm(random)
     for _ in range(products):
@@ -28,7 +29,7 @@ def measured(vector, largest, diagonal, rng, mix, products):
 
 
 def lowest(size, spread, growth, mix, products, seed):
-    """Play 60 rounds in which an entry grows, or 100 in which none does; return the worst ratio."""
+    """Simulate 60 rounds in which an entry grows, or 100 rounds in which no entry grows. Return the worst ratio."""
     rng = np.random.default_rng(seed)
     diagonal = 10 ** rng.uniform(-spread, 0, size)
     diagonal[0], diagonal[-1] = 1, 0.01

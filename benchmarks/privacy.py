@@ -1,8 +1,9 @@
-"""What local differential privacy costs: test accuracy after ten rounds at several ε, by the rule of the page on it.
+"""The cost of local differential privacy: test accuracy after ten rounds at several ε (docs/explanation/privacy.md).
 
-ε is at δ = 1e-5; z follows from ε and the replies. The clip lies below the norms of replies, or in "long" above their
-median; steps are as long as the clip is short. Runs differ in the noise alone; ± is twice the standard error. The
-metric is the first of each task. The patients' files are read from $FEDBILEVEL_DATA.
+ε is at δ = 1e-5. The noise multiplier z follows from ε and the number of replies. The clip is below the norms of
+replies or, in rows "long", above their median. Steps are inversely proportional to the clip. Runs differ only in their
+noise; ± is twice the standard error. The metric is the first metric of each task. The patients' files are read from
+$FEDBILEVEL_DATA.
 """
 
 from typing import Any
@@ -17,7 +18,7 @@ from fedbilevel.experiments.runner import task_of
 from fedbilevel.tasks import Task
 
 ROUNDS, DELTA = 10, 1e-5
-MULTIPLIERS = {1: 8.091, 3: 2.986, 8: 1.275}  # z/√n for that ε
+MULTIPLIERS = {1: 8.091, 3: 2.986, 8: 1.275}  # z/√n for each ε, where n is the number of replies
 QUICK = {"runs": 2}
 
 
@@ -26,7 +27,7 @@ def made(name: str, settings: list[str]) -> Task:
 
 
 def patients(task: Task) -> fb.Clients:
-    """Make a client of every patient."""
+    """Return clients with one patient each."""
     rows = []
     for i in range(len(task.clients)):
         own = task.clients.outer.row(i)
@@ -35,7 +36,7 @@ def patients(task: Task) -> fb.Clients:
 
 
 def compare(name: str, task: Task, clients: Any, algorithm: Any, clip: float, runs: int) -> None:
-    """Print a row: the metric without privacy and for each ε."""
+    """Print a row of the table: the metric without privacy, and for each ε."""
     metric = next(iter(task.metrics))
     cells = []
     for epsilon in (None, *MULTIPLIERS):

@@ -1,19 +1,19 @@
-"""One bilevel run beside a search whose trials share its privacy: local differential privacy, ε for each client in all.
+"""A bilevel run compared with a search with the same ε for all trials, under local differential privacy.
 
-Clients have 5 training and 5 validation samples of Covertype each: ten features, and whether the tree is a spruce. They
-come from 8 sources, three of which have the two labels of their training samples swapped. The outer variable x gives
-each source a weight: g_i = w(x) CE + 0.001 ‖y‖² with w = 8 softmax(x), and f is the CE of validation samples, whose
-labels are right.
+Clients have 5 training and 5 validation samples of Covertype each, with ten features; the label says whether the trees
+are spruces. The clients come from 8 sources. In three sources, the two labels of training samples are swapped. The
+outer variable x gives each source a weight: g_i = w(x) CE + 0.001 ‖y‖² with w = 8 softmax(x). f is the CE of validation
+samples, whose labels are right.
 
-Every method has 40 exchanges, so that the noise for an ε is the same for all. SimFBO makes one run of 40 rounds. A
-search with k trials makes k runs of FedAvg with 40/k rounds each, from y = 0, the first one with equal weights; TPE
-chooses the others, with entries of x between -3 and 3. "Equal weights" is the first trial alone. A trial's validation
-loss is computed without noise and costs no ε, which favours the search.
+Every method has 40 exchanges, so all methods have the same noise for an ε. SimFBO makes one run of 40 rounds. A search
+with k trials makes k runs of FedAvg with 40/k rounds each, from y = 0. The first trial has equal weights; TPE chooses
+the other trials, with entries of x between -3 and 3. "Equal weights" is the first trial alone. The validation loss of a
+trial is computed without noise and costs no ε, which favours the search.
 
-Steps cannot adapt under privacy. Each method has the best of 12 settings by the validation loss on samples that are in
-no result; this costs no ε, either. A setting has a clip C, in units of a direction, which is the sum of the gradients
-in a reply: the norms of most directions are between 0.3 and 1. Differences are to SimFBO, paired by split, with 95 %
-intervals (Student's). Splits of 12,000 clients share about half of their samples, and noise is drawn anew for each.
+Steps cannot adapt under privacy. Each method has the best of 12 settings, by the validation loss on samples that no
+result uses; this costs no ε either. A setting has a clip C for directions; a direction is the sum of the gradients in a
+reply, and most directions have norms between 0.3 and 1. Differences are to SimFBO, paired by split, with 95 % intervals
+(Student's). Splits of 12,000 clients have about half of their samples in common, and each split has new noise.
 Covertype is read from $FEDBILEVEL_DATA.
 """
 
@@ -42,7 +42,7 @@ EXCHANGES, BOUND = 40, 3.0
 TUNING = -1  # the split on which settings are chosen
 CLIPS = (0.5, 1.0)
 SETTINGS = list(itertools.product((1.0, 3.0, 10.0), (0.3, 1.0), CLIPS))  # SimFBO's steps on x, on y and v, and its clip
-STEPS = list(itertools.product((0.1, 0.3, 1.0, 3.0, 10.0, 30.0), CLIPS))  # FedAvg's
+STEPS = list(itertools.product((0.1, 0.3, 1.0, 3.0, 10.0, 30.0), CLIPS))  # FedAvg's step and its clip
 TRIALS = {"equal weights": 1, "TPE, 4 trials": 4, "TPE, 8 trials": 8}
 QUICK = {"clients": (4000,), "splits": (0, 1), "epsilons": (8,)}
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -65,7 +65,7 @@ def inner(x: Any, y: Any, batch: Any) -> Any:
 
 
 class Split(NamedTuple):
-    """Samples of each client, arrays (clients, samples, …), and test samples."""
+    """The samples of each client, arrays (clients, samples, …), and the test samples."""
 
     train: dict[str, np.ndarray]
     valid: dict[str, np.ndarray]
@@ -73,7 +73,7 @@ class Split(NamedTuple):
 
 
 class End(NamedTuple):
-    """What a method ends with."""
+    """The result of a method."""
 
     validation: float
     test: float
@@ -87,7 +87,7 @@ def split_of(number: int, clients: int) -> Split:
     def samples(rows: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
         return {"row": np.insert(rows[..., :FEATURES], 0, 1, axis=-1), "label": (labels == 0).astype(int)}
 
-    aside = 120_000  # rows for tuning
+    aside = 120_000  # the number of rows for tuning
     first, last = np.split(np.random.default_rng(0).permutation(len(found.train_labels)), [aside])
     rows = rng.permutation(first if number == TUNING else last)
     drawn = rows[: 2 * clients * SAMPLES].reshape(2, clients, SAMPLES)
@@ -129,7 +129,7 @@ def by_simfbo(split: Split, number: int, epsilon: float | None, setting: tuple[f
 
 
 def by_search(trials: int, split: Split, number: int, epsilon: float | None, setting: tuple[float, ...]) -> End:
-    """The end of the trial with the least validation loss. A reply of FedAvg is a direction times lr."""
+    """Return the result of the trial with the least validation loss. A reply of FedAvg is a direction times lr."""
     lr, clip = setting
     method, rounds = fb.FedAvg(lr=lr, local_steps=1, batch_size=None), EXCHANGES // trials
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=number + 1))
@@ -148,7 +148,7 @@ def by_search(trials: int, split: Split, number: int, epsilon: float | None, set
 
 
 def ends_of(method: Callable[..., End], values: Sequence[Any], epsilon: float | None, splits: dict[int, Split]) -> Any:
-    """Return the chosen setting, and an array (splits, 4) of ends with it."""
+    """Return the chosen setting, and the results with it, an array (splits, 4)."""
     chosen = min(values, key=lambda setting: method(splits[TUNING], TUNING, epsilon, setting).validation)
     return chosen, np.array([method(at, number, epsilon, chosen) for number, at in splits.items() if number != TUNING])
 

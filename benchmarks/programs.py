@@ -1,7 +1,8 @@
-"""What XLA makes of the library's rounds and of hand-written ones: instructions, kernels, loops, products, bytes.
+"""The programs that XLA makes of the library's rounds and of hand-written rounds: instructions, kernels, loops, bytes.
 
-The problems and the numbers of rounds are those of floor.py. Each contender runs in a process of its own, in which XLA
-and JAX write every compiled program to files. The largest program contains the rounds, and the table describes it:
+The problems and the numbers of rounds are the same as in floor.py. Each contender runs in a process of its own, in
+which XLA and JAX write every compiled program to files. The largest program contains the rounds, and the table
+describes it:
 
 instructions   of the optimized HLO, those inside fusions and loops included
 kernels        functions that XLA compiles to machine code; on a CPU only

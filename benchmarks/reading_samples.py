@@ -1,8 +1,8 @@
-"""What a curious server reads off one client's answers: its samples, by three kinds of requests.
+"""The samples that a curious server can read from one client's answers, by three kinds of requests.
 
-One client with 181 handwritten digits trains a linear classifier by FedAvg, one local step a round, so that an answer
-is a gradient. The server asks for what it likes: it sends classifiers of its own making, and as many requests as the
-client answers. A sample counts as read when every pixel is right to 1e-3 (they lie in 0..1).
+One client with 181 handwritten digits trains a linear classifier by FedAvg, with one local step per round, so an answer
+is a gradient. The server is malicious: it sends classifiers of its choice, and as many requests as the client answers.
+A sample counts as read if every pixel, from 0 to 1, is right to 1e-3.
 
 - batches of one sample: the gradient in the weights is that sample, times a number that the gradient in the biases is;
 - batches of 8: at the classifier 0, a class that one sample of the batch belongs to gives that sample away;
@@ -40,7 +40,7 @@ def loss(x, batch):
 
 
 class Server:
-    """Asks one client, and keeps the samples that it has read."""
+    """A server that sends requests to one client, and stores the samples that it has read."""
 
     def __init__(self, batch_size: int | None, limits: Limits, privacy: fb.Privacy | None, most: int) -> None:
         digits = data.load("digits")
@@ -57,7 +57,10 @@ class Server:
         self.read: set[int] = set()
 
     def request(self, x: dict[str, np.ndarray]) -> dict[str, np.ndarray] | None:
-        """Return the client's mean gradient at x, on samples that it draws; None once it refuses, or after `most`."""
+        """Return the client's mean gradient at x, on samples that the client draws.
+
+        None if the client refuses, or after `most` requests.
+        """
         if self.asked == self.most:
             return None
         key = np.asarray(jax.random.key_data(jax.random.key(self.asked))).tobytes()
@@ -73,7 +76,7 @@ class Server:
         return {name: -np.asarray(leaf) for name, leaf in from_bytes(answer.payload, self.call.update).items()}
 
     def note(self, sample: np.ndarray) -> None:
-        """Keep a sample if it is one of the client's."""
+        """Store a sample if it is a sample of the client."""
         near = np.max(np.abs(self.truth - sample), axis=1) < 1e-3
         self.read.update(np.flatnonzero(near).tolist())
 
@@ -86,8 +89,8 @@ class Server:
     def small(self) -> None:
         """Request batches of 8 samples.
 
-        At 0 all classes are as likely, so that g_c = (mean − sum of class c)/8, up to known factors, and a class that
-        is absent from the batch gives the mean away.
+        At the classifier 0, all classes are equally likely. So the gradient for class c is (mean − sum of class c)/8,
+        up to known factors, and the gradient of a class that is absent from the batch reveals the mean.
         """
         while (g := self.request(self.x0)) is not None:
             counts = np.round(8 * (0.1 - g["bias"]))
@@ -96,7 +99,7 @@ class Server:
                     self.note(8 * (g["weight"][:, absent[0]] - g["weight"][:, single]))
 
     def whole(self) -> None:
-        """Request all samples at once: halve the thresholds until one sample lies between two of them."""
+        """Request all samples at once. Bisect thresholds until exactly one sample is between two of them."""
         direction = np.random.default_rng(0).normal(size=64)
 
         def above(threshold: float) -> dict[str, np.ndarray] | None:

@@ -1,9 +1,10 @@
-"""How wrong a client's reply is in float32, by how its local steps are summed.
+"""The error of a client's reply in float32, for three ways of adding up local steps.
 
-τ steps of gradient descent on a 2NN (784-200-200-10), batches of 20 of 200 samples. Against the same in float64: the
-sum of the steps, taken at start + sum; the iterate, from which the start is subtracted at the end; and the iterate with
-Kahan's compensation. Per step the sum costs one pass over the model more than the iterate, and Kahan's three. Errors
-are relative to the norm of the reply.
+A client makes τ steps of gradient descent on a 2NN (784-200-200-10), with batches of 20 of 200 samples. Three ways are
+compared with the same steps in float64: the sum of the steps, with gradients at start + sum; the iterate, from which
+the start is subtracted at the end; and the iterate with Kahan's compensation. Compared with the iterate, the sum costs
+one more pass over the model per step, and Kahan's compensation three more. Errors are relative to the norm of the
+reply.
 """
 
 import itertools
@@ -27,7 +28,7 @@ def loss(weights, rows, labels):
 
 
 def reply(how, dtype, tau, lr):
-    """Return the change by τ local steps of size lr."""
+    """Return the change of the model by τ local steps of size lr."""
     rng = np.random.default_rng(0)
     start = [jnp.asarray(rng.normal(size=(a, b)) / a**0.5, dtype) for a, b in itertools.pairwise(SIZES)]
     rows, labels = jnp.asarray(rng.random((200, SIZES[0])), dtype), jnp.asarray(rng.integers(0, 10, 200))

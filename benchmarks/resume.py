@@ -1,7 +1,8 @@
 """Kill a run with -9 at random moments, resume it, and compare it with the undisturbed run, bit by bit.
 
-Each trial starts `fedbilevel run` on the embedded digits, kills the process after a random share of the time that the
-undisturbed run took, resumes, kills once more with probability one half, and resumes to the end.
+Each trial starts `fedbilevel run` on scikit-learn's digits, kills the process after a random share of the time of the
+undisturbed run, and resumes the run. With probability one half, it is killed once more and resumed. Then it runs to the
+end.
 """
 
 import json
@@ -31,7 +32,7 @@ def finish(arguments: list[str]) -> None:
 
 
 def outcome(folder: Path) -> tuple[dict[str, bytes], list[dict]]:
-    """Return the result's arrays as bytes, and the history without its clock."""
+    """Return the arrays of the result as bytes, and the history without columns of time."""
     with np.load(folder / "result.npz") as stored:
         arrays = {name: stored[name].tobytes() for name in stored.files if not name.startswith("__")}
     rows = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
@@ -39,7 +40,7 @@ def outcome(folder: Path) -> tuple[dict[str, bytes], list[dict]]:
 
 
 def trial(folder: Path, whole_time: float, chance: random.Random) -> tuple[list[str], Path]:
-    """Kill a run once or twice, and finish it; return its states at these moments, and its folder."""
+    """Kill a run once or twice, and finish it. Return its states when it was killed, and its folder."""
     moments = []
     resume = ["run", "--resume", str(folder), "--quiet"]
     for attempt in range(1 + chance.randint(0, 1)):

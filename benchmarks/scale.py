@@ -1,7 +1,7 @@
-"""Whether a round costs more when the population grows: a cohort of 100 out of 1,000 and out of 1,000,000 clients.
+"""The cost of a round if the population grows: a cohort of 100 from 1,000 and from 1,000,000 clients.
 
-Both populations are memory-mapped (2.7 GB in a temporary folder); each measurement is a process of its own, the two in
-turns. Aims: a ratio of at most 1.5, and at most 4 GiB.
+Both populations are memory-mapped (2.7 GB in a temporary folder). Each measurement is a process of its own, and the two
+populations are measured in turn. Aims: a ratio of at most 1.5, and at most 4 GiB.
 """
 
 import tempfile
@@ -35,7 +35,7 @@ def population(clients: int) -> Iterator[dict[str, np.ndarray]]:
 
 
 def measure(path: str) -> dict[str, float]:
-    """Return milliseconds per round after the first ones, and this process's peak memory."""
+    """Return the milliseconds per round after the first rounds, and the peak memory of this process."""
     packed = open_clients(Path(path))
     first, rest = np.asarray(packed.start), np.full(len(packed.start), SAMPLES)
     clients = fb.Clients(

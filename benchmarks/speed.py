@@ -1,15 +1,16 @@
-"""SimFBO, FedNest and LFedNest beside serial PyTorch loops, and beside the machine's matrix-product rate.
+"""SimFBO, FedNest and LFedNest compared with serial PyTorch loops, and with the machine's rate of matrix products.
 
-The rows simfbo-mnist, fednest-mnist and lfednest-mnist of floor.py: model 784-200-10 (x: hidden layer, y: head), 100
-clients with 300 + 300 samples, cohort 10, batch 64, float32; SimFBO with τ = 10, the others with the setting of
-FedNest's published scripts, one inner round of τ = 25 steps, N = 5, one outer step. Every contender is a process of its
-own, in turns; so is NumPy's matrix product. All get the same cohorts, batches and lengths N' of the product, and must
-end at the same numbers. PyTorch is installed in `.venv-peers/torch` the first time.
+The settings are the rows simfbo-mnist, fednest-mnist and lfednest-mnist of floor.py: a model 784-200-10 (x is the
+hidden layer, y the head), 100 clients with 300 + 300 samples, cohorts of 10, batches of 64, float32. SimFBO has τ = 10;
+the others have the setting of FedNest's published scripts, with one inner round of τ = 25 steps, N = 5, and one outer
+step. Every contender, and NumPy's matrix product, is a process of its own, measured in turn. All contenders get the
+same cohorts, batches and lengths N' of the product, and must end at the same numbers. PyTorch is installed in
+`.venv-peers/torch` the first time.
 
-Work counted: of SimFBO the products that no formulation can leave out, forward and backward through the first layer for
-each of the two losses, 4 · 2·64·784·200 FLOP, and as many through the head. Of the others the least that the products
-with the first layer can be: forward once for each training sample of the cohort and once for each validation batch,
-backward for the two batches that the hypergradient is made of, 2·784·200 FLOP a sample.
+The counted work of SimFBO is the matrix products that every formulation needs: forward and backward through the first
+layer for each of the two losses, 4 · 2·64·784·200 FLOP, and as many through the head. The counted work of the others is
+the least possible number of products with the first layer: forward once for each training sample of the cohort and once
+for each validation batch, and backward for the two batches of the hypergradient, with 2·784·200 FLOP per sample.
 """
 
 import subprocess
@@ -32,9 +33,9 @@ from fedbilevel.engines.engine import draw_cohort, round_keys
 from fedbilevel.machinery.threefry import uniform_below
 
 ENGINES = {"XLA's defaults": (1, False), "tune_cpu(1)": (1, True), "tune_cpu(2)": (2, True)}  # name: (devices, tuned)
-THREADS = {"simfbo": ("",), "fednest": ("1", "2"), "lfednest": ("1", "2")}  # of PyTorch; "": its own choice
-CHECKED = 3  # rounds after which all must be at the same numbers
-APART = 1e-4  # at the most, in float32, where a round moves entries by 1e-2
+THREADS = {"simfbo": ("",), "fednest": ("1", "2"), "lfednest": ("1", "2")}  # PyTorch's threads; "": its own choice
+CHECKED = 3  # the number of rounds after which all must have the same numbers
+APART = 1e-4  # the largest allowed difference in float32; a round moves entries by 1e-2
 SAMPLES, CLIENTS, PIXELS, HIDDEN, CLASSES = 300, 100, 784, 200, 10
 QUICK = {"methods": ["simfbo"], "passes": 1, "timed": 2}
 
@@ -44,7 +45,10 @@ def setting(method: str) -> floor.Setting:
 
 
 def library(method: str, engine: str, timed: int, result: str) -> float:
-    """Measure the library in this process: milliseconds per round; write where it is after a few rounds."""
+    """Measure the library in this process, in milliseconds per round.
+
+    Write its numbers after a few rounds to a file.
+    """
     devices, tuned = ENGINES[engine]
     if tuned:
         fb.tune_cpu(devices)
@@ -62,21 +66,24 @@ def batch(key: Any) -> Any:
 
 
 def folded(key: Any, numbers: Any) -> Any:
-    """Return the indices of a draw for each number folded into the key."""
+    """Return the indices of a draw for each of some numbers, which are folded into the key."""
     return jax.vmap(lambda n: batch(fold_in(key, n)))(np.asarray(numbers))
 
 
 def simfbo_draws(s: floor.Setting, client: Any, key: Any) -> dict[str, Any]:
-    """Draw a client's share of a round of SimFBO."""
+    """Return the random draws of a client in a round of SimFBO."""
     pairs = jax.vmap(lambda k: split(fold_in(fold_in(key, client), k)))(np.arange(s.local_steps))
     batches = jax.vmap(jax.vmap(batch))(pairs)
     return {"outer_batches": batches[:, 0], "inner_batches": batches[:, 1]}
 
 
 def fednest_draws(s: floor.Setting, client: Any, key: Any) -> dict[str, Any]:
-    """Draw a client's share of a round of FedNest: the keys of its exchanges, with the client's number folded in."""
+    """Return the random draws of a client in a round of FedNest.
+
+    The client's number is folded into the keys of the exchanges.
+    """
     inner, outer = split(key)
-    anchor, descent = split(fold_in(inner, 0))  # of the only inner round
+    anchor, descent = split(fold_in(inner, 0))  # the keys of the only inner round
     start, system, last = split(split(outer)[0], 3)
     length, products = split(system)
     hyper_outer, hyper_inner = split(fold_in(last, client))
@@ -92,7 +99,10 @@ def fednest_draws(s: floor.Setting, client: Any, key: Any) -> dict[str, Any]:
 
 
 def lfednest_draws(s: floor.Setting, client: Any, key: Any) -> dict[str, Any]:
-    """Draw a client's share of a round of LFedNest: two exchanges, in the second everything for x."""
+    """Return the random draws of a client in a round of LFedNest.
+
+    A round has two exchanges; the second has all draws for x.
+    """
     inner, outer = split(key)
     hyper_outer, system, hyper_inner = split(fold_in(fold_in(outer, client), 0), 3)
     length, products = split(system)
@@ -109,7 +119,7 @@ DRAWS = {"simfbo": simfbo_draws, "fednest": fednest_draws, "lfednest": lfednest_
 
 
 def write_problem(method: str, timed: int, file: str) -> None:
-    """Write the same start, data and draws as the library's, as the arrays of torch_loops.py."""
+    """Write the start, the data and the draws of the library in the form that torch_loops.py reads."""
     s = setting(method)
     p = floor.problem_of(s, np.float32)
 
@@ -125,21 +135,21 @@ def write_problem(method: str, timed: int, file: str) -> None:
 
 
 def peer(python: str, problem: str, threads: str, result: str) -> float:
-    """Measure PyTorch: milliseconds per round."""
+    """Measure PyTorch, in milliseconds per round."""
     command = [python, str(Path(__file__).with_name("torch_loops.py")), problem, result, *filter(None, [threads])]
     subprocess.run(command, check=True)
     return float(np.load(result)["ms"])
 
 
 def flop(s: floor.Setting) -> float:
-    """Return the operations of a round that are counted."""
+    """Return the counted floating-point operations of a round: see the docstring of the module."""
     if s.kind == "simfbo":
         return s.cohort * s.local_steps * 4 * 2 * s.batch * HIDDEN * (PIXELS + CLASSES)
     return s.cohort * (SAMPLES + s.batch * (4 if s.kind == "fednest" else 3)) * 2 * PIXELS * HIDDEN
 
 
 def compare(method: str, passes: int, timed: int, folder: Path) -> None:
-    """Print the table of one method."""
+    """Measure all contenders for one method, and print the table."""
     problem, ends = str(folder / "problem.npz"), {}
     in_process(write_problem, method, timed, problem)
     contenders: dict[str, Any] = {"NumPy": gemm_rate}

@@ -1,6 +1,6 @@
-"""What submodels save and cost: RABO and RAFBO on clients of limited capacity, beside whole models and FedMBO.
+"""The savings and costs of submodels: RABO and RAFBO with limited capacities, compared with whole models and FedMBO.
 
-Ten clients, two of each capacity 1, 1/2, 1/4, 1/8, 1/16, unless another is named.
+There are ten clients, two of each capacity 1, 1/2, 1/4, 1/8 and 1/16, unless another capacity is named.
 
 cost       operations and bytes of a round, as the ledger has them; an MLP 64-512-512-10 on digits. Aim: at most 27 % of
            FedMBO's on whole models, of both
@@ -35,7 +35,7 @@ QUICK = {"parts": ["cost", "time"], "passes": 1, "rounds": 3}
 
 @dataclass(frozen=True)
 class Setting:
-    """What all methods have in common."""
+    """The setting that all methods have in common."""
 
     inner: fb.parts.LocalSGD
     solver: fb.parts.Neumann
@@ -46,7 +46,7 @@ class Setting:
         return kind(inner=self.inner, hypergradient=hypergradient, outer_lr=self.outer_lr, batch_size=self.batch_size)
 
     def fedmbo(self) -> fb.FedMBO:
-        """Return the method that others are compared with, by products of random length."""
+        """Return FedMBO, with products of random length, with which the other methods are compared."""
         return self.make(fb.FedMBO, fb.parts.Implicit(solver=replace(self.solver, sampling="random_per_client")))
 
 
@@ -83,14 +83,14 @@ def strokes(
 
 
 def play(task: Task, algorithm: Any, rounds: int, *, measured: bool = False, key: int = 0) -> fb.Result:
-    """Run with all clients in each round, and a row of the history for every round."""
+    """Run a method with all clients in each round, and with a row of the history for every round."""
     given = task.problem, task.clients, task.x0, task.y0
     metrics = task.metrics if measured else None
     return fb.solve(algorithm, *given, rounds=rounds, key=key, eval_every=1, metrics=metrics, count_flops=not measured)
 
 
 def cost() -> None:
-    """Print a round of each method on whole models and on submodels, beside FedMBO's on whole models."""
+    """Print the costs of a round on whole models and on submodels, compared with FedMBO's on whole models."""
     whole, cut = digits((), hidden=(512, 512)), digits(SPREAD, hidden=(512, 512))
     shares = "of FedMBO, %", "of itself, %"
     each = "per exchange: GFLOP of FedMBO, %", "MB of FedMBO, %"
@@ -104,7 +104,10 @@ def cost() -> None:
 
 
 def beside_fedmbo(measure: Any, whole: Task, cut: Task, setting: Setting, methods: Methods) -> Iterator[Any]:
-    """Yield (method, models, its costs, those on whole models, FedMBO's on these), FedMBO first."""
+    """Yield (method, models, its costs, its costs on whole models, FedMBO's costs on whole models).
+
+    FedMBO comes first.
+    """
     first = itself = measure(whole, setting.fedmbo())
     yield "FedMBO", "whole", first, first, first
     for name, algorithm in methods.items():
@@ -121,7 +124,7 @@ def spent(task: Task, algorithm: Any) -> tuple[int, float, float]:
 
 
 def resnet12() -> None:
-    """Print the operations of a round of each method on a network that would take long to run here."""
+    """Print the operations of a round of each method on a network that is too large to run here."""
     head("method", "models", "GFLOP", "of FedMBO, %", "of itself, %")
     whole, cut = (strokes(capacities, "resnet12", (64, 160, 320, 640)) for capacities in ((), SPREAD))
     for name, models, now, itself, first in beside_fedmbo(counted, whole, cut, TASKS, PAIRED):
@@ -129,7 +132,10 @@ def resnet12() -> None:
 
 
 def counted(task: Task, algorithm: Any) -> float:
-    """Return the GFLOP of a round: all reply once to each phase, and to TERMS − 1 products where they are exchanges."""
+    """Return the GFLOP of a round.
+
+    All clients reply once to each phase, and to TERMS − 1 products if products are exchanges.
+    """
     given = task.problem, task.clients, task.x0, task.y0
     classes = submodels.classes(algorithm, *given)
     costs = known_flops(algorithm, *given, classes)
@@ -145,7 +151,7 @@ def counted(task: Task, algorithm: Any) -> float:
 
 
 def time(make: Callable[..., Task], setting: Setting, methods: Methods, passes: int, rounds: int) -> None:
-    """Print the median time of a round, beside FedMBO's on whole models and beside the operations."""
+    """Print the median time of a round, compared with FedMBO's on whole models and with the operations."""
     tasks = {"whole": make(()), "cut": make(SPREAD)}
     runs = {"FedMBO, whole": (tasks["whole"], setting.fedmbo())}
     for name, algorithm in methods.items():
@@ -164,7 +170,7 @@ def time(make: Callable[..., Task], setting: Setting, methods: Methods, passes: 
 
 
 def coverage(seeds: range) -> None:
-    """Print RABO's mean rounds to shares of what whole models reach, by how many clients hold each unit at least."""
+    """Print RABO's mean rounds to shares of the accuracy of whole models, by the least number of holders of a unit."""
 
     def ends(capacities: tuple[float, ...], **choice: Any) -> list[np.ndarray]:
         algorithm = fb.Submodels(METHODS["RABO, local"](DIGITS), **choice)
@@ -188,7 +194,7 @@ def coverage(seeds: range) -> None:
 
 
 def reached(ends: list[np.ndarray], level: float) -> np.ndarray:
-    """Return the first rounds with at least 90 % and 95 % of the level, seed by seed: (2, seeds)."""
+    """Return the first rounds with at least 90 % and 95 % of the level, for each seed: (2, seeds)."""
     there = np.array([[end >= share * level for end in ends] for share in (0.9, 0.95)])
     assert there.any(axis=-1).all(), "a run that never gets there has no such round"
     return there.argmax(axis=-1)
@@ -218,7 +224,7 @@ def main(
         "time-few-shot": lambda: time(partial(strokes, shot=5), FEW_SHOT, PAIRED, **timed),
         "coverage": lambda: coverage(range(seeds)),
     }
-    with tempfile.TemporaryDirectory() as compiled:  # runs that differ in their seeds alone are one program
+    with tempfile.TemporaryDirectory() as compiled:  # runs that differ only in their seeds use one program
         jax.config.update("jax_compilation_cache_dir", compiled)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
         fb.tune_cpu(1)

@@ -1,8 +1,9 @@
-"""Draw who works on what and when, by the engines' own clock: docs/images/timeline.png.
+"""Draw when each client works on which message, by the clock of the engines: docs/images/timeline.png.
 
-Five clients, one of them slow, ten gradients and products for an answer. Above every exchange waits for all, below for
-the first three answers. A bar is work on one message, from when it was sent to when its answer is there; its number and
-colour say in which exchange it was sent.
+There are five clients, one of which is slow. An answer takes ten gradients and products. In the upper panel every
+exchange waits for all clients, and in the lower panel for the first three answers. A bar is the work on one message,
+from the time when it was sent to the time when the answer arrives. The number and the colour of a bar say in which
+exchange the message was sent.
 """
 
 from itertools import pairwise
@@ -19,7 +20,7 @@ from fedbilevel.engines.virtual_time import TICK, ClockState
 
 CLIENTS, SECONDS = 5, 24.0
 CLOCK = fb.Clock(compute=0.1, network=1.0, spread=0.3, stragglers=1, slowdown=4.0, seed=4)
-UNITS = 10  # batch gradients and products of an answer
+UNITS = 10  # the number of batch gradients and products of an answer
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 
 
@@ -27,20 +28,23 @@ class Work(NamedTuple):
     """A client's work on one message."""
 
     client: int
-    asked: int  # the exchange in which it was sent, from 1
+    asked: int  # the exchange in which the message was sent, from 1
     begins: float
     ends: float
 
 
 def play(n: int) -> tuple[list[Work], list[float], dict[Work, int]]:
-    """Return all work, the ends of exchanges, and in which exchange a reply counted, if each waits for n replies."""
+    """Simulate exchanges that wait for n replies.
+
+    Return all work, the ends of exchanges, and the exchange in which each reply counted.
+    """
     pace, now = CLOCK.pace(CLIENTS), ClockState.start()
     zero = jnp.zeros((), jnp.int32)
     nothing = Sums(None, zero, {}, zero, zero, zero)
     since, left = jnp.zeros((2, CLIENTS), jnp.int32)
     lane = in_flight.PhaseQueue(zero, since, nothing, nothing, zero)
     queues = in_flight.InFlight(jnp.full(CLIENTS, in_flight.IDLE, jnp.int32), left, {"work": lane})
-    works: dict[int, Work] = {}  # by client: the last one
+    works: dict[int, Work] = {}  # by client: the last work
     done: list[Work] = []
     ends: list[float] = []
     counted: dict[Work, int] = {}
@@ -63,7 +67,7 @@ def play(n: int) -> tuple[list[Work], list[float], dict[Work, int]]:
 
 
 def draw(panel: Any, n: int) -> None:
-    """Draw one way of waiting: a row per client, a line per exchange."""
+    """Draw a panel for one number of awaited replies: a row for each client, and a line for each exchange."""
     works, ends, counted = play(n)
     slow = max(works, key=lambda work: work.ends - work.begins).client
     rows = [client for client in range(CLIENTS) if client != slow] + [slow]

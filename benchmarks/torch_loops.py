@@ -1,7 +1,7 @@
-"""SimFBO, FedNest and LFedNest as serial PyTorch loops, one client after the other: what `speed` compares with.
+"""SimFBO, FedNest and LFedNest as serial PyTorch loops, one client after the other, with which `speed` compares.
 
-It stands alone (torch and numpy only), so that `speed` can run it under another interpreter, on the same start, data
-and batch indices as the library, and compare numbers and time:
+This program needs only torch and numpy, so that `speed` can run it by another interpreter. It gets the same start, data
+and batch indices as the library, so that numbers and times can be compared:
 
     python torch_loops.py problem.npz result.npz [THREADS]
 
@@ -17,9 +17,9 @@ samples + ridge * |y|^2; outer loss f = cross-entropy on validation samples; equ
     LFedNest    each client makes tau steps y_i <- y_i - beta/tau * dg/dy(y_i); y <- mean y_i;
                 each client finds p and h as above by itself, f on one batch for both; x <- x - alpha * mean h
 
-FedNest's first corrected step goes along q, its correction being 0. Nothing needless is computed: a batch's hidden
-units are made once, for both gradients of a pair, and only h runs back into x. The nested methods use autograd, which
-takes 0.6 of the time of torch.func here.
+The first corrected step of FedNest is along q, since its correction is 0. Nothing is computed unnecessarily: the hidden
+units of a batch are computed once for both gradients of a pair, and only h needs derivatives in x. The nested methods
+use autograd, which takes 0.6 of the time of torch.func here.
 
 For M clients, S samples each of D numbers, R rounds, P clients a round and batches of B, the arrays of `problem.npz`
 are
@@ -36,8 +36,8 @@ are
     steps (6,) or (3,)                                                    local and server steps; beta, eta, alpha
     terms, ridge, checked ()                                              N; see below
 
-The first `checked` rounds run once, for where they end; the remaining ones go on from there, timed. `result.npz` holds
-x_w, y_w and SimFBO's v_w after the checked rounds, and the milliseconds of a timed round.
+The first `checked` rounds are run once, and their result is stored. The remaining rounds continue from there, and are
+timed. `result.npz` has x_w, y_w and SimFBO's v_w after the checked rounds, and the milliseconds of a timed round.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ from torch.func import grad, vjp
 Layer = tuple[Tensor, ...]  # (w, b)
 Batch = tuple[Tensor, Tensor]  # images, labels
 Draws = dict[str, Tensor]
-State = tuple[Layer, ...]  # (x, y), and v of SimFBO
+State = tuple[Layer, ...]  # (x, y), and v for SimFBO
 
 
 class Peer:
-    """The data and the step sizes; methods compute one client's part or one round."""
+    """The data and the step sizes. The methods of this class compute one client's part, or one round."""
 
     def __init__(self, arrays: dict[str, np.ndarray]) -> None:
         self.data: dict[str, Batch] = {
@@ -74,7 +74,7 @@ class Peer:
         return images[client][index], labels[client][index]
 
     def hidden(self, x: Layer, name: str, client: int, index: Tensor) -> Batch:
-        """Return hidden units and labels of a batch, for derivatives in y alone."""
+        """Return the hidden units and the labels of a batch, for derivatives in y only."""
         images, labels = self.batch(name, client, index)
         with torch.no_grad():
             return units(x, images), labels
@@ -98,7 +98,7 @@ class Peer:
         return stepped(state, self.steps[3:], means)
 
     def directions(self, x: Layer, y: Layer, v: Layer, inner_batch: Batch, outer_batch: Batch) -> State:
-        """Return the directions of x, y and v: two reverse passes, one of them through the gradient of g."""
+        """Return the directions of x, y and v. They take two reverse passes, one of them through the gradient of g."""
         d_y, pull = vjp(lambda x, y: grad(self.inner, argnums=1)(x, y, inner_batch), x, y)
         cross_v, hessian_v = pull(v)
         f_x, f_y = grad(outer, argnums=(0, 1))(x, y, outer_batch)
@@ -117,7 +117,7 @@ class Peer:
         return torch.autograd.grad(loss - pairing, x)
 
     def plain_steps(self, y: Layer, batches: list[Batch]) -> Layer:
-        """Make one step for each batch."""
+        """Return y after one step for each batch."""
         step = self.steps[0] / len(batches)
         for hidden, labels in batches:
             y = leaves(y)
@@ -125,7 +125,7 @@ class Peer:
         return y
 
     def corrected_steps(self, y: Layer, q: Layer, batches: list[Batch]) -> Layer:
-        """Make the step along q and one for each batch."""
+        """Return y after the step along q and a corrected step for each batch."""
         step, start = self.steps[0] / (len(batches) + 1), leaves(y)
         y = added(y, q, -step)
         for hidden, labels in batches:
@@ -194,7 +194,7 @@ def outer(x: Layer, y: Layer, batch: Batch) -> Tensor:
 
 
 def gradient(y: Layer, hidden: Tensor, labels: Tensor, twice: bool = False) -> Layer:
-    """Return the gradient of the cross-entropy in y; `twice`: it will be differentiated again."""
+    """Return the gradient of the cross-entropy in y. With `twice`, it can be differentiated again."""
     return torch.autograd.grad(head_loss(y, hidden, labels), y, create_graph=twice)
 
 
@@ -215,19 +215,19 @@ def mean(layers: list[Layer]) -> Layer:
 
 
 def stepped(state: State, steps: list[float], directions: State) -> State:
-    """Return the state after one step of all its parts."""
+    """Return the state after one step along the directions of all its parts."""
     return tuple(added(part, d, -step) for part, d, step in zip(state, directions, steps, strict=True))
 
 
 def rounds(one: Callable[[State, Draws], State], state: State, draws: Draws) -> State:
-    """Return the state after as many rounds as there are draws for."""
+    """Return the state after all rounds for which there are draws."""
     for r in range(len(draws["cohorts"])):
         state = one(state, {name: index[r] for name, index in draws.items()})
     return state
 
 
 def measure(problem: str, result: str, threads: str = "") -> None:
-    """Run a problem; write where it ends and the milliseconds per round."""
+    """Run a problem. Write its numbers after the checked rounds, and the milliseconds per round."""
     if threads:
         torch.set_num_threads(int(threads))
     with np.load(problem) as stored:
@@ -240,7 +240,7 @@ def measure(problem: str, result: str, threads: str = "") -> None:
     else:
         one = peer.fednest if "anchor_batches" in draws else peer.lfednest
     checked = int(arrays["checked"])
-    end = rounds(one, state, {k: a[:checked] for k, a in draws.items()})  # what is done once is not the loop's
+    end = rounds(one, state, {k: a[:checked] for k, a in draws.items()})  # work that is done once is not timed
     timed = {k: a[checked:] for k, a in draws.items()}
     began = time.perf_counter()
     rounds(one, end, timed)

@@ -1,10 +1,10 @@
 """A small transformer that classifies images, with plain attention or with attention in blocks.
 
-Attention in blocks never has the whole matrix of weights, (tokens, tokens), in memory, as in Tri Dao et al.,
-"FlashAttention", NeurIPS 2022, arXiv:2205.14135. A query attends to tokens before it and to itself, and blocks after it
-are skipped. Forward and backward pass are loops whose numbers of steps depend on the block, and the backward pass is
-written out (`jax.custom_vjp`). JAX cannot differentiate such a loop in reverse, so there are no second derivatives.
-Compiled kernels for attention have the same property.
+With attention in blocks, the whole matrix of weights, (tokens, tokens), is never in memory, as in Tri Dao et al.,
+"FlashAttention", NeurIPS 2022, arXiv:2205.14135. A query attends to earlier tokens and to itself; later blocks are
+skipped. The forward and the backward pass are loops whose numbers of steps depend on the block, and the backward pass
+is programmed explicitly (`jax.custom_vjp`). JAX cannot differentiate such loops in reverse, so there are no second
+derivatives. Compiled kernels for attention have the same property.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-PATCH, BLOCK = 2, 28  # pixels of a side; tokens
+PATCH, BLOCK = 2, 28  # pixels along a side of a patch; tokens of a block
 Attention = Callable[[Array, Array, Array], Array]
-"""(queries, keys, values), each (tokens, width), -> (tokens, width)."""
+"""A function (queries, keys, values), each (tokens, width), -> (tokens, width)."""
 
 
 def plain(q: Array, k: Array, v: Array) -> Array:
@@ -44,7 +44,7 @@ def scores(q: Array, k: Array, i: Array, j: Array) -> Array:
 
 
 def forward(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-    """Return the attention, and what the backward pass needs."""
+    """Return the attention, and the arrays that the backward pass needs."""
 
     def of_block(i: Array) -> tuple[Array, Array]:
         def step(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -64,7 +64,7 @@ def forward(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
 
 
 def backward(kept: Any, slope: Array) -> tuple[Array, Array, Array]:
-    """Return the derivatives in q, k and v; weights are computed again from the norms, block by block."""
+    """Return the derivatives in q, k and v. The weights are computed again from the norms, block by block."""
     q, k, v, out, norms = kept
     along = jnp.sum(out * slope, axis=1)
 

@@ -1,16 +1,17 @@
-"""A whole network as y: MEHA beside methods that need an inner loss which is strongly convex in y.
+"""A whole network as y: MEHA compared with methods that need an inner loss that is strongly convex in y.
 
-There are two problems, with a hidden layer, so that the inner loss is not convex in y. In hyper-cleaning of digits, x
-has a weight for each training sample. In loss tuning of long-tailed digits, whose last class has a tenth of the first
-one's training images, x has a factor and a shift for the logits of each class, and accuracies are means over classes.
-Steps adapt. Each method tries four settings on seed 100, and keeps the one with the best accuracy on held-out
-samples: MEHA tries penalties and proximities, the others the largest change of an entry of x in a round. Then each runs
-on other seeds, and the accuracy is that on test samples. All runs have as many exchanges. MEHA trains y on both losses.
-The accuracy "anew" is therefore of a network that is trained from y0 on the inner loss alone, on all training samples
-in one place, with the x at the end of the run. For comparison, the row "x0" has the network with the x at the start.
+There are two problems. Their networks have a hidden layer, so the inner loss is not convex in y. In hyper-cleaning of
+digits, x contains a weight for each training sample. In loss tuning of long-tailed digits, the last class has a tenth
+of the training images of the first class; x contains a factor and a shift for the logits of each class, and accuracies
+are means over classes. Steps adapt. Each method tries four settings on seed 100, and uses the setting with the best
+accuracy on held-out samples. The settings of MEHA differ in penalty and proximity, those of other methods in the
+largest change of an entry of x in a round. Then each method runs on other seeds, and the accuracy is measured on test
+samples. All runs have the same number of exchanges. MEHA trains y on both losses. Therefore the accuracy "anew" is of a
+new network that is trained from y0 on the inner loss alone, on all training samples in one place, with the x at the end
+of the run. For comparison, the row "x0" has this network with the x at the start.
 
-A run is stable if it ended without an error, never had to go back to an earlier row with smaller steps, and if the
-outer loss of all clients ended below its start. CPU seconds are the median over seeds, of programs that are compiled.
+A run is stable if it ended without an error, was never set back to an earlier row with smaller steps, and if the outer
+loss of all clients ended below its start. CPU seconds are the median over seeds, without compilation.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from fedbilevel.tasks import Task, hyper_cleaning, loss_tuning
 
 warnings.simplefilter("ignore")
 QUICK = {"problems": ["hyper_cleaning"], "seeds": 1, "exchanges": 40}
-ADAM, AT_ONCE = 1_000, 1_500  # steps that train a network anew, and the most samples of each
+ADAM, AT_ONCE = 1_000, 1_500  # the steps that train a new network, and the largest number of samples in a step
 X_LR = (0.1, 0.3, 1.0, 3.0)
 PENALTY, PROXIMITY = (1.0, 10.0), (1.0, 10.0)
 
@@ -43,7 +44,7 @@ def settings(name: str) -> list[tuple[str, Any]]:
 
 
 def made(problem: str, seed: int, hidden: int, holdout: float) -> Task:
-    """Return the task; hyper-cleaning has 40 % of the training labels drawn at random."""
+    """Return the task. In hyper-cleaning, 40 % of the training labels are drawn at random."""
     shared: Any = {"network": "mlp", "hidden": (hidden,), "clients": 6, "holdout": holdout, "seed": seed}
     if problem == "hyper_cleaning":
         return hyper_cleaning(corruption=0.4, **shared)
@@ -51,7 +52,7 @@ def made(problem: str, seed: int, hidden: int, holdout: float) -> Task:
 
 
 def run(method: Any, task: Task, rounds: int, seed: int) -> tuple[fb.Result | None, float]:
-    """Return the result, or None if the run ended with an error, and its CPU seconds."""
+    """Run a method. Return the result, or None if the run ended with an error, and the CPU seconds."""
     began = time.process_time()
     try:
         result = fb.solve(
@@ -65,7 +66,7 @@ def run(method: Any, task: Task, rounds: int, seed: int) -> tuple[fb.Result | No
 
 
 def anew(task: Task, x: Any) -> float:
-    """Return the accuracy of a network that is trained from y0 on the inner loss at this x, by Adam."""
+    """Return the accuracy of a new network that is trained from y0 on the inner loss at this x, by Adam."""
     adam, samples = optax.adam(1e-2), task.clients.inner.values
     count = len(jax.tree.leaves(samples)[0])
 
@@ -84,12 +85,12 @@ def anew(task: Task, x: Any) -> float:
 
 
 def accuracy_of(task: Task) -> str:
-    """Return the name of the metric that is an accuracy."""
+    """Return the name of the task's metric that is an accuracy."""
     return next(name for name in task.metrics if "accuracy" in name)
 
 
 def row_of(result: fb.Result | None, task: Task) -> tuple[float, float, bool]:
-    """Return the accuracy and the AUC of the weights (NaN if x has none) at the end, and whether the run was stable."""
+    """Return the accuracy and the weights' AUC (NaN if x has no weights) at the end, and whether the run was stable."""
     if result is None:
         return float("nan"), float("nan"), False
     row = result.history.rows[-1]
@@ -99,7 +100,10 @@ def row_of(result: fb.Result | None, task: Task) -> tuple[float, float, bool]:
 
 
 def interval(numbers: np.ndarray) -> str:
-    """Return the mean and the least, and for five numbers half of the mean's 95 % interval by Student's t."""
+    """Return a text with the mean and the least of some numbers.
+
+    For five numbers it has half of the mean's 95 % interval, by Student's t.
+    """
     half = f" ± {2.776 * np.std(numbers, ddof=1) / np.sqrt(5):.4f}" if len(numbers) == 5 else ""
     return f"{np.mean(numbers):.4f}{half} (least {np.min(numbers):.4f})"
 
@@ -119,7 +123,7 @@ def main(
 
 
 def compare(name: str, tuning: Task, tasks: list[Task], exchanges: int) -> None:
-    """Print a line for each setting of a method, and one for the best of them on all tasks."""
+    """Print a line for each setting of a method on the tuning task, and a line for the best setting on all tasks."""
     tried = settings(name)
     first, _ = run(tried[0][1], tuning, 1, 0)
     assert first is not None

@@ -1,1 +1,1 @@
-"""Programs of other hands: the same mathematics, without this library."""
+"""Programs for comparison: the same mathematics without this library."""

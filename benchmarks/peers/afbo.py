@@ -1,4 +1,4 @@
-"""AFBO by hand: a loop over inner and outer exchanges, each of which goes on with everyone's last answers."""
+"""AFBO by hand: a loop over inner and outer exchanges, each of which uses the last answers of all clients."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ def program(problem, *, wait_for, local_steps, batch_size, terms):
         def once(r, carry):
             x, y, *under_way = carry
             first, second = jax.random.split(jax.random.fold_in(key, r))
-            walk = client_lr * local_steps  # the mean gradient is how far the local steps go, over η
+            walk = client_lr * local_steps  # the mean gradient is the sum of the local steps, divided by η
 
             def gradients(own, i):
                 change = descent(problem, x, y, own, jax.random.fold_in(first, i), local_steps, batch_size, walk)

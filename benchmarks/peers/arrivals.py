@@ -1,4 +1,4 @@
-"""An exchange that ends with the first answers to arrive, by hand; answers of others stay under way."""
+"""An exchange by hand that ends with the first answers. The answers of other clients remain under way."""
 
 from typing import Any, NamedTuple
 
@@ -9,14 +9,14 @@ IDLE = -1
 
 
 class Lane(NamedTuple):
-    """What is known of one of the two phases, by client."""
+    """The records of one of the two phases, by client."""
 
-    last: Any  # the answers that count
-    has: Any  # whether there is one
-    answers: Any  # computed last, maybe under way
-    since: Any  # the exchange of the message
+    last: Any  # the last answers that count
+    has: Any  # whether a client has such an answer
+    answers: Any  # the answers that were computed last, and may be under way
+    since: Any  # the exchange in which the message was sent
     early: Any  # answers that came during exchanges of the other phase
-    number: Any  # exchanges so far
+    number: Any  # the number of exchanges so far
 
     def with_those(self, who):
         keep = lambda a, b: jnp.where(who.reshape(-1, *[1] * (a.ndim - 1)), b, a)  # noqa: E731
@@ -24,7 +24,10 @@ class Lane(NamedTuple):
 
 
 def exchange(phase, ask, lanes, kind, left, lasts, wait_for, data, weights):
-    """Make an exchange; return the mean of all clients' last answers, and the answers that are still under way."""
+    """Make an exchange.
+
+    Return the mean of all clients' last answers, and the records with answers that are under way.
+    """
     lane, other, clients = lanes[phase], lanes[1 - phase], len(weights)
     here, needed = kind == phase, wait_for - lane.early
     arrival = jnp.where(here, left, left + lasts)
@@ -34,7 +37,7 @@ def exchange(phase, ask, lanes, kind, left, lasts, wait_for, data, weights):
     sent, done = ~here & (left <= ticks), ~here & (kind != IDLE) & (left <= ticks)
     ids = jnp.append(jnp.nonzero(sent, size=clients, fill_value=clients)[0], jnp.full(wait_for, clients))
 
-    def block(carry):  # as many of those who were sent the message as are waited for
+    def block(carry):  # the clients that were sent the message, as many as are waited for
         at, table = carry
         mine = jax.lax.dynamic_slice_in_dim(ids, at, wait_for)
         new = jax.vmap(ask)(jax.tree.map(lambda a: a.at[mine].get(mode="clip"), data), mine)

@@ -1,4 +1,4 @@
-"""What all hand-written programs share: trees, batches, cohorts and means over clients."""
+"""Functions that all hand-written programs share: trees, batches, cohorts, and means over clients."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def zeros(tree):
 
 
 def batch(samples, size, key, count):
-    """Draw `count` of a client's first `size` samples, with replacement; None: all that are stored."""
+    """Draw `count` of a client's first `size` samples, with replacement. With None, return all stored samples."""
     if count is None:
         return samples
     chosen = (jax.random.uniform(key, (count,)) * size).astype(jnp.int32)
@@ -28,15 +28,18 @@ def batch(samples, size, key, count):
 
 
 def asked(key, data, weights, cohort):
-    """Draw the data, weights and keys of a cohort, without replacement; None: of all clients."""
+    """Draw a cohort without replacement, and return its data, weights and keys. With None, these are of all clients."""
     if cohort is not None:
-        ids = jax.lax.top_k(jax.random.uniform(key, (len(weights),)), cohort)[1]  # a twentieth of random.choice
+        ids = jax.lax.top_k(jax.random.uniform(key, (len(weights),)), cohort)[1]  # 20 times as fast as random.choice
         data, weights = jax.tree.map(lambda a: a[ids], (data, weights))
     return data, weights, jax.random.split(key, len(weights))
 
 
 def mean(phase, data, weights, keys, one_by_one=False):
-    """Return Σ w_i phase(data_i, key_i), for trees; clients side by side or, where one fills the processor, in turn."""
+    """Return Σ w_i phase(data_i, key_i), for trees.
+
+    Clients are computed side by side, or one by one if a single client uses the whole processor.
+    """
     if not one_by_one:
         return jax.tree.map(lambda a: jnp.tensordot(weights, a, 1), jax.vmap(phase)(data, keys))
 

@@ -1,7 +1,8 @@
-"""FedMSA by hand, with full batches: an exchange for the mean direction, one for local steps that it corrects.
+"""FedMSA by hand, with full batches: an exchange for the mean direction, and one for corrected local steps.
 
-After Algorithm 1 of Tarzanagh, Li, Sharma, Oymak (2023), arXiv:2306.01648, and its code, github.com/ucr-optml/FedMSA.
-With full batches its momentum drops out, and the differences of its local estimates add up to the form used here.
+It follows Algorithm 1 of Tarzanagh, Li, Sharma, Oymak (2023), arXiv:2306.01648, and the paper's code,
+github.com/ucr-optml/FedMSA. With full batches the momentum of the method cancels, and the differences of its local
+estimates add up to the form used here.
 """
 
 import jax

@@ -7,7 +7,7 @@ from benchmarks.peers.common import asked, batch, mean, move, zeros
 
 
 def program(problem, *, local_steps, batch_size, terms, random=False, cohort=None, one_by_one=False):
-    """Return run((x, y), data, weights, (β, Neumann step, α), key, rounds) -> (x, y); `random`: of a random length."""
+    """Return run((x, y), data, weights, (β, Neumann step, α), key, rounds) -> (x, y); `random`: of random length."""
 
     @jax.jit
     def run(start, data, weights, steps, key, rounds):
@@ -24,7 +24,7 @@ def program(problem, *, local_steps, batch_size, terms, random=False, cohort=Non
 
             drawn = lambda own, key, kind="inner": batch(own[kind], own[f"{kind}_size"], key, batch_size)  # noqa: E731
 
-            def drift(own, key):  # beyond −lr·q; the first step is along q itself
+            def drift(own, key):  # the change in addition to −lr·q; the first step is along q
                 features, slope = problem.features(x, own["inner"]), jax.grad(problem.head, 1)
 
                 def step(k, change):

@@ -1,11 +1,11 @@
-"""FISM by hand: every client walks once through its own samples, the server takes the mean of where they end."""
+"""FISM by hand: every client makes a step for each of its samples, and the server takes the mean of the results."""
 
 import jax
 import jax.numpy as jnp
 
 
 def program(problem):
-    """Return run((x, average), data, mask, (γ₁, a, λ₁, b), None, rounds) -> (x, average); mask (M, n) of samples."""
+    """Return run((x, average), data, mask, (γ₁, a, λ₁, b), None, rounds) -> (x, average); mask is (M, n)."""
 
     @jax.jit
     def run(start, data, mask, steps, _, rounds):

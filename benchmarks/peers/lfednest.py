@@ -6,7 +6,7 @@ from benchmarks.peers.common import asked, batch, mean, move, zeros
 
 
 def descent(problem, x, y, own, key, local_steps, batch_size, lr):
-    """Return the change of y by a client's steps of size lr/local_steps; what depends on x alone is computed once."""
+    """Return the change of y by a client's steps of size lr/local_steps; features of x are computed once."""
     features = problem.features(x, own["inner"])
 
     def step(change, key):
@@ -17,7 +17,7 @@ def descent(problem, x, y, own, key, local_steps, batch_size, lr):
 
 
 def hypergradient(problem, x, y, own, key, batch_size, terms, shrink, random):
-    """Return ∇x f_i − ∇²xy g_i v, v by a Neumann series of the client's own Hessians, each on a draw of its own."""
+    """Return ∇x f_i − ∇²xy g_i v, with v by a Neumann series of the client's Hessians, each on a new batch."""
     outer_key, inner_key, length_key, key = jax.random.split(key, 4)
     outer_batch = batch(own["outer"], own["outer_size"], outer_key, batch_size)
     inner_batch = batch(own["inner"], own["inner_size"], inner_key, batch_size)

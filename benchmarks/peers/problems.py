@@ -15,7 +15,10 @@ def made(outer, features, head, **rest):
 
 
 def quadratic(clients=6, dim_x=5, dim_y=8, samples=(5, 10), seed=0, dtype=np.float32):
-    """Draw the library's quadratic task at once for many clients: the inner Hessians differ, and so do their axes."""
+    """Draw the library's quadratic task for many clients at once.
+
+    The inner Hessians of clients differ, and so do their eigenvectors.
+    """
     rng = np.random.default_rng(seed)
     most = samples[1]
     axes = np.linalg.qr(rng.normal(size=(clients, dim_y, dim_y)))[0]
@@ -56,7 +59,10 @@ def quadratic(clients=6, dim_x=5, dim_y=8, samples=(5, 10), seed=0, dtype=np.flo
 def images(
     clients=100, samples=300, pixels=784, hidden=200, classes=10, ridge=5e-4, network="mlp", seed=0, dtype=np.float32
 ):
-    """Draw random images of MNIST's shapes, which cost what real ones do: x the body, y the head with a ridge."""
+    """Draw random images of MNIST's shapes, which cost as much as real images.
+
+    x is the body of a network, and y is its head, with a ridge penalty.
+    """
     rng = np.random.default_rng(seed)
 
     def half():
@@ -91,7 +97,7 @@ def images(
 
 
 def cnn(dtype):
-    """Return two convolutions and a layer, of the library's networks, for both sides: (body, its start, width)."""
+    """Return two convolutions and a layer, from the library's networks, for both programs: (body, its start, width)."""
     from fedbilevel.tasks import networks
 
     network = networks.cnn((28, 28, 1), (8, 16, 64), 10)
@@ -100,7 +106,7 @@ def cnn(dtype):
 
 
 def transformer(dtype):
-    """Return one block of 4 heads over 28 rows of 28 pixels, width 64: (body, its start, width)."""
+    """Return a transformer block with 4 heads and width 64, over 28 rows of 28 pixels: (body, its start, width)."""
     shapes = {
         "in": (28, 64), "place": (28, 64), "qkv": (64, 192), "mix": (64, 64), "up": (64, 128), "down": (128, 64),
     }  # fmt: skip
@@ -125,7 +131,7 @@ BODIES = {"cnn": cnn, "transformer": transformer}
 
 
 def location(clients=8, targets=1000, dim=10, seed=0, dtype=np.float32):
-    """Draw FISM's location problem: of all points nearest to balls on average, the one nearest to an anchor."""
+    """Draw FISM's location problem: the point nearest to an anchor, of all with the least mean distance to balls."""
     rng = np.random.default_rng(seed)
     anchor, start = rng.uniform(-10, 10, (2, dim)).astype(dtype)
     most = -(-targets // clients)

@@ -1,4 +1,4 @@
-"""Milliseconds that the matrix products of a round take alone: NumPy, one thread on each core, clients shared out."""
+"""The milliseconds of a round's matrix products alone, by NumPy, with one thread and a part of the clients per core."""
 
 import os
 
@@ -16,7 +16,10 @@ ROUNDS = 10
 
 
 def of_clients(count: int, barrier: object, found: object) -> None:
-    """Multiply forward, for the gradient of the weights, and, but for the first layer, of the inputs."""
+    """Compute the products of some clients: forward, for the gradient of the weights, and for that of the inputs.
+
+    The first layer needs no gradient of the inputs.
+    """
     rng = np.random.default_rng(0)
     layers = [
         (rng.normal(size=(work.BATCH, a)), rng.normal(size=(a, b)), rng.normal(size=(work.BATCH, b)))

@@ -1,4 +1,4 @@
-"""RABO by hand on a network of one hidden layer: each class of capacity trains the neurons that weigh most."""
+"""RABO by hand, with one hidden layer: each class of capacity trains the neurons with the largest weights."""
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +8,13 @@ from benchmarks.peers.lfednest import descent, hypergradient
 
 
 def cut(x, y, units):
-    """Return the submodel of these hidden units."""
+    """Return the submodel with these hidden units."""
     small = [{"weight": x[0]["weight"][:, units], "bias": x[0]["bias"][units]}]
     return small, {"weight": y["weight"][units], "bias": y["bias"]}
 
 
 def put(small, whole, units, part):
-    """Put `small` in the places of these units, and zeros in all others; of x's or of y's shape."""
+    """Return `small` in the places of these units, and zeros in all other places, in the shape of x or y."""
     empty = jax.tree.map(jnp.zeros_like, whole)
     if part == "x":
         weight, bias = empty[0]["weight"], empty[0]["bias"]
@@ -25,7 +25,8 @@ def put(small, whole, units, part):
 def program(problem, *, kept, local_steps, batch_size, terms):
     """Return run((x, y), data, weights, (β, Neumann step, α), key, rounds) -> (x, y).
 
-    `data` and `weights` are lists, one entry for each class; `kept` has the number of units of each class.
+    `data` and `weights` are lists with an entry for each class of capacity; `kept` has the number of units of each
+    class.
     """
 
     @jax.jit
@@ -39,7 +40,7 @@ def program(problem, *, kept, local_steps, batch_size, terms):
             units = [jnp.sort(order[:count]) for count in kept]
 
             def over(phase, part, whole, key):
-                """Return, entry by entry, the mean over the clients that hold it."""
+                """Return the mean of each entry over the clients that hold it."""
                 total, held = jax.tree.map(jnp.zeros_like, whole), jax.tree.map(jnp.zeros_like, whole)
                 for number, (own, w, mine) in enumerate(zip(data, weights, units, strict=True)):
                     keys = jax.random.split(jax.random.fold_in(key, number), len(w))

@@ -1,4 +1,4 @@
-"""SimFBO by hand: every client of a cohort steps on (x, y, v) at once, the server steps along the mean of the sums."""
+"""SimFBO by hand: clients make steps on (x, y, v) at once; the server makes a step along the mean of their sums."""
 
 import jax
 import jax.numpy as jnp

@@ -15,7 +15,7 @@ from pfl.model.pytorch import PyTorchModel
 from torch import nn
 from torch.nn import functional as F
 
-torch.set_num_threads(1)  # batches of 20 are too small for more
+torch.set_num_threads(1)  # batches of 20 are too small for more threads
 clock = work.Clock()
 images, labels = map(torch.from_numpy, work.data())
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 images, labels = map(torch.from_numpy, work.data())
 model = nn.Sequential(nn.Linear(784, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=work.LR)
-torch.set_num_threads(1)  # batches of 20 are too small for more
+torch.set_num_threads(1)  # batches of 20 are too small for more threads
 rng, clock = np.random.default_rng(0), work.Clock()
 
 

@@ -1,4 +1,7 @@
-"""What all contenders share: the task, the start and the clock. NumPy alone, since each library has an environment."""
+"""The code that all contenders share: the task, the start and the clock.
+
+It uses only NumPy, since each library has an environment of its own.
+"""
 
 import itertools
 import json
@@ -13,9 +16,9 @@ import numpy as np
 CLIENTS, SAMPLES = int(os.environ.get("CLIENTS", 100)), int(os.environ.get("SAMPLES", 600))
 COHORT, STEPS, BATCH, LR = 10, 30, 20, 0.05
 WIDTHS = (784, 200, 200, 10)
-STRETCH = int(os.environ.get("STRETCH", 5))  # rounds
+STRETCH = int(os.environ.get("STRETCH", 5))  # the number of rounds of a stretch
 ROUNDS = 5 * STRETCH
-STARTED = float(os.environ.get("STARTED", time.time()))  # the process, in seconds since 1970
+STARTED = float(os.environ.get("STARTED", time.time()))  # the start of the process, in seconds since 1970
 
 
 @cache
@@ -33,7 +36,7 @@ def few() -> tuple[np.ndarray, np.ndarray]:
 
 
 def start() -> list[np.ndarray]:
-    """Return weight (into, out) and bias of each layer in turn: He's normal weights, biases 0."""
+    """Return weight (inputs, outputs) and bias of each layer in turn: He's normal weights, and biases 0."""
     rng = np.random.default_rng(1)
     layers = itertools.pairwise(WIDTHS)
     each = [((2 / into) ** 0.5 * rng.normal(size=(into, out)), np.zeros(out)) for into, out in layers]
@@ -41,21 +44,27 @@ def start() -> list[np.ndarray]:
 
 
 class Clock:
-    """Take the time after the first round and after every stretch."""
+    """A clock that is read after the first round and after every stretch."""
 
     def __init__(self) -> None:
         self.first = 0.0
         self.at: list[float] = []
 
     def tick(self, rounds: int, now: float | None = None) -> None:
-        """Note that so many rounds are done; `now` in seconds, where the library has taken the time itself."""
+        """Record that so many rounds are done.
+
+        `now` is the time in seconds, if the library has measured it itself.
+        """
         if rounds == 1 and now is None:
             self.first = time.time() - STARTED
         if rounds % STRETCH == 0:
             self.at.append(time.time() if now is None else now)
 
     def report(self, loss: float) -> None:
-        """Print the line; the first stretch, which may hold what is done once, is left out."""
+        """Print the line of results.
+
+        The first stretch is left out, since it may contain work that is done once.
+        """
         mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         ms = 1e3 * statistics.median(np.diff(self.at)) / STRETCH
         print(json.dumps({"ms": ms, "first": self.first, "mb": mb, "loss": float(loss)}))
