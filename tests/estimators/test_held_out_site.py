@@ -46,7 +46,7 @@ def test_the_report_is_about_all_rows_of_the_site_with_the_offset_0():
     assert (one["rows"], one["positive"]) == (len(kept), (kept.ill == "yes").sum())
     assert one["auroc"]["value"] == pytest.approx(roc_auc_score(kept.ill == "yes", score), abs=1e-12)
     text = str(model.report)
-    assert "all rows of south, as those of a site that was not in the study, with the offset 0" in text
+    assert "all rows of south, predicted as rows of a site that was not in the study, with the offset 0" in text
     assert "all rows of `south` are held out and not counted here" in model.card()
     assert "Sites: `north`, `west`" in model.card()
     assert "south" not in model.sheet()

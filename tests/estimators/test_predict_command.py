@@ -51,7 +51,7 @@ def test_without_a_site_the_offset_is_zero_and_a_line_says_so(saved, capsys):
     new = capsys.readouterr()
     assert main([*given, "--site", "south"]) == 0
     south = capsys.readouterr()
-    assert "without --site, the rows count as those of a site that was not in the study (north, south, west)" in new.err
+    assert "without --site, the rows count as rows of a site that was not in the study (north, south, west)" in new.err
     assert "--site" not in south.err
     model = StudyModel.load(saved / "ridge.json")
     offset = dict(zip(model.agreement.names, model.estimator.coef_, strict=True))["site_south"]

@@ -96,4 +96,4 @@ def test_diagnose_tells_norms_of_replies_and_what_noise_does(run) -> None:
     _, shown, _ = run(*asked, "--cohort", 5, "--set", "run.replacement=true")
     assert "local_updates  all   21       10 " in shown
     code, _, error = run(*asked, "--all")
-    assert (code, error) == (2, "fedbilevel: --all cannot be given with --replies, which measures nothing else\n")
+    assert (code, error) == (2, "fedbilevel: --all cannot be given with --replies, which measures only replies\n")

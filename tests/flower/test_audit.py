@@ -284,7 +284,7 @@ def test_the_command_says_what_is_there(audit, capsys):
     command = ["flower", "audit", str(audit.path.parent)]
     assert main(command) == 0
     said = capsys.readouterr().out
-    assert "5 lines, each of which follows the one before" in said
+    assert "5 lines in an unbroken chain" in said
     assert f"last hash {hashes[-1]}" in said
     assert main([*command, "--holds", hashes[2]]) == 0
     raw = audit.path.read_bytes().splitlines(keepends=True)

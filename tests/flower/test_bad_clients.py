@@ -146,7 +146,9 @@ def test_what_is_refused_is_said(tmp_path):
     play(3, {(BAD, 0): filled(1e30)}, Terms(norm_factor=1000.0, join=1.0), log=log)
     middle = np.sort(np.linalg.norm(np.delete(targets(3), BAD, 0), axis=1))[-1]
     (why,) = said(log)[0].values()
-    expected = f"its update has a norm of 1.73e+30; usual is {middle:.3g}, and the bound is {1000 * middle:.3g}"
+    expected = (
+        f"its update has a norm of 1.73e+30; the usual norm is {middle:.3g}, and the bound is {1000 * middle:.3g}"
+    )
     assert why["why"] == f"{expected} (norm_factor = 1000, message_factor = 10)"
 
 
@@ -189,7 +191,7 @@ def check(norms, phase, norm, here, message=0.0):
 
 def test_the_larger_of_here_and_the_past_is_usual():
     norms = NormBounds(Terms(norm_factor=10.0))
-    with pytest.raises(Refusal, match="norm of 31; usual is 3, and the bound is 30"):
+    with pytest.raises(Refusal, match="norm of 31; the usual norm is 3, and the bound is 30"):
         check(norms, "a", 31.0, [1.0, 3.0, 31.0])
     norms.note("a", [1.0, 3.0, 5.0])
     assert norms.usual("a", [0.1, 0.2, 0.3]) == 3.0  # near the end all are short: the past holds
@@ -376,6 +378,6 @@ def test_one_lie_makes_no_room_for_a_larger_one():
     """A message that a lie has made a thousand times as long lets ten times its own norm pass, not the whole factor."""
     norms = NormBounds(Terms())
     norms.check("step", 9e3, [1.0, 1.0, 9e3], lambda: 1.0)
-    with pytest.raises(Refusal, match=r"norm of 4e\+05; usual is 1, and the bound is 1e\+04"):
+    with pytest.raises(Refusal, match=r"norm of 4e\+05; the usual norm is 1, and the bound is 1e\+04"):
         norms.check("step", 4e5, [1.0, 1.0, 4e5], lambda: 1e3)
     norms.check("step", 4e5, [1.0, 1.0, 4e5], lambda: 1e5)  # rounding errors of the others at a point that is this far

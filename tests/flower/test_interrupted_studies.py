@@ -97,7 +97,7 @@ def test_a_study_of_other_tables_begins_anew(files, tmp_path, capsys):
     serve(given, Nodes(client_app(given), files), {"out": str(place), "poll": 0.1})
     said = capsys.readouterr().out
     assert "found a saved search" not in said
-    assert "starts a new search: the saved one is of other tables or of another study" in said
+    assert "starting a new search: the saved search is of other tables or of another study" in said
     model = StudyModel.load(place / "model.json")
     np.testing.assert_allclose(model.estimator.coef_, given.fit(changed).estimator.coef_, rtol=0, atol=1e-10)
 

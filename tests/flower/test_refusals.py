@@ -128,4 +128,4 @@ def test_texts_that_are_too_long_for_a_superlink_do_not_leave_the_site(tmp_path,
     federations.solve(STEPS, InProcess(federations.app(STEPS), 6), terms=TERMS, cohort=6, log=log)
     refused = [line["refused"] for line in map(json.loads, log.read_text().splitlines()) if "refused" in line]
     assert refused[0]["0"]["code"] == "large"
-    assert "characters together, and the largest number is 3000" in refused[0]["0"]["why"]
+    assert "characters together, and at most 3000 are allowed" in refused[0]["0"]["why"]

@@ -436,7 +436,7 @@ def test_samples_that_have_changed_are_said_and_refused_where_the_owner_said_so(
         assert sum("differ from its earlier ones" in text for text in caplog.messages) == warned
     for _ in range(2):
         response = asked(ClientRuntime(replace(other, same_data=True)))
-        assert response.refused == "this client has other samples than before"
+        assert response.refused == "this client's samples have changed"
     (tmp_path / "client-0-samples.json").unlink()
     assert asked(ClientRuntime(replace(other, same_data=True))).refused == ""
     with refuses("Site.folder", None, "same_data"):
@@ -452,7 +452,7 @@ def test_a_check_before_the_site_serves_stores_no_hash_of_its_samples(same_data,
     other = replace(one, inner=jax.tree.map(lambda leaf: leaf + 1, one.inner))
     assert asked(ClientRuntime(other)).refused == ""
     assert not any("differ from its earlier ones" in text for text in caplog.messages)
-    assert asked(ClientRuntime(one)).refused == ("this client has other samples than before" if same_data else "")
+    assert asked(ClientRuntime(one)).refused == ("this client's samples have changed" if same_data else "")
 
 
 def test_a_client_that_cannot_start_says_so(caplog):

@@ -166,7 +166,7 @@ def test_another_table_is_noticed_where_a_site_asks_for_it(files, tmp_path):
     alone(given, Nodes(client_app(given), files, every), name="a0" * 8)
     table = tables()["west"].assign(age=50.0)
     table.to_csv(tmp_path / "west.csv", index=False)
-    with pytest.raises(ExchangeError, match="client 2: this client has other samples than before"):
+    with pytest.raises(ExchangeError, match="client 2: this client's samples have changed"):
         alone(given, Nodes(client_app(given), files, every), "b0" * 8, attempts=1, join=0.2, deadline=1.0)
 
 

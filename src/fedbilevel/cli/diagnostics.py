@@ -68,7 +68,7 @@ def _check(options: argparse.Namespace) -> int:
         able = sorted(name for name, cls in ALGORITHMS.items() if cls.estimates_hypergradient())
         raise ConfigurationError(
             f"{unable[0]} makes no estimate of the hypergradient; these do: {', '.join(able)}. Single-loop methods "
-            "have none apart from their rounds; a method of your own has one if it defines hypergradient_at. Without "
+            "make none outside their rounds; a method of your own makes one if it defines hypergradient_at. Without "
             f"--algorithm, `fedbilevel check {options.task or DEFAULT_TASK}` checks only the task's hypergradient"
         )
     specs, spec, task = _prepared(options, options.algorithm)
@@ -123,9 +123,7 @@ def _diagnose(options: argparse.Namespace) -> int:
     for name, one in specs.items():
         if code_of(one.algorithm.name):
             known = f"no step sizes are suggested for {label(one.algorithm.name)}, your own algorithm"
-            commands.append(
-                f"{known}; the safe steps below are bounds for the steps by which its rounds move x, y and v"
-            )
+            commands.append(f"{known}; the safe steps below are upper bounds for its steps on x, y and v")
             continue
         batch_size = one.algorithm.fields.get("batch_size")
         fields = report.fields(name, batch_size=batch_size, cohort=one.run.cohort)
@@ -143,7 +141,7 @@ def _replies(options: argparse.Namespace, terminal: Any) -> int:
 
     other = {"--all": options.all, "--rounds": options.rounds}
     if unused := [name for name, value in other.items() if value]:
-        raise ConfigurationError(f"{unused[0]} cannot be given with --replies, which measures nothing else")
+        raise ConfigurationError(f"{unused[0]} cannot be given with --replies, which measures only replies")
     specs, _, task = _prepared(options, options.algorithm)
     for name, spec in specs.items():
         made, parts = build(spec, task), (task.problem, task.population, task.x0, task.y0)

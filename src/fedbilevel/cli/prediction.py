@@ -48,7 +48,7 @@ def _predict(options: argparse.Namespace) -> int:
         shared.fail(shared.OK, f"the probabilities are those of {study.target} = {model.estimator.classes_[1]}")
     if study.offsets and not options.site:
         sites = ", ".join(study.fitted_sites)
-        shared.fail(shared.OK, f"without --site, the rows count as those of a site that was not in the study ({sites})")
+        shared.fail(shared.OK, f"without --site, the rows count as rows of a site that was not in the study ({sites})")
     text = frame.to_csv(index=False, lineterminator="\n")
     if options.out is None:
         sys.stdout.write(printable(text, None, kept=shared.LINES))

@@ -483,7 +483,7 @@ def _audit(options: argparse.Namespace) -> int:
     if report.broken:
         raise ConfigurationError(f"{audit.path}: {report.broken}")
     require(not options.holds or report.found, "--holds", options.holds, f"the hash of a line of {audit.path}")
-    said = [f"{report.count} lines, each of which follows the one before, from {report.first} to {report.latest}"]
+    said = [f"{report.count} lines in an unbroken chain, from {report.first} to {report.latest}"]
     said += [f"line {number} was cut: its process was killed" for number in report.cut]
     for client, counted in requests_in(options.folder).items():
         if counted > (last := report.requests.get(client, 0)):

@@ -197,7 +197,7 @@ def draw_history(
     for name in names:
         if column_of(name, [history]) not in history.columns:
             raise unknown("column of the history", name, history.columns)
-    require(axes is None or size is None, "size", size, "None, since axes are given, whose figure has a size")
+    require(axes is None or size is None, "size", size, "None, since axes are given, and their figure has a size")
     curves = [curve(words(name), [history], name) for name in names]
     require_panel(panel, curves)
     style, figure = typography(size), None

@@ -119,7 +119,7 @@ def sites_of(model: Any, method: str, groups: Any, count: int) -> tuple[NDArray[
     if groups is None:
         name = type(model).__name__
         text = (
-            f"{name}.{method} got no groups, so that all rows count as one site's. Pass groups=frame['site'], or "
+            f"{name}.{method} got no groups, so all rows count as rows of one site. Pass groups=frame['site'], or "
             "groups=np.zeros(len(X)) for a single site. cross_val_score and searches pass sites on after "
             f"sklearn.set_config(enable_metadata_routing=True), with {name}().set_{method}_request(groups=True) "
             "and params={'groups': frame['site']}"

@@ -253,7 +253,7 @@ def _evaluation(content: Mapping[str, Any]) -> list[str]:
     held = content["holdout"]
     if isinstance(held, str):
         offset = "" if content["estimator"] == "cox" else ", with the offset 0"
-        which = f"all rows of {printable(held)}, as those of a site that was not in the study{offset}"
+        which = f"all rows of {printable(held)}, predicted as rows of a site that was not in the study{offset}"
     else:
         which = f"the {held:.0%} of rows that each site has held out"
     lines = [f"measures of predictions for {which}, with 95 % intervals"]

@@ -325,7 +325,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         return result
 
     def _warn(self, why: str) -> None:
-        warn(ConvergenceWarning(f"{type(self).__name__} has not converged: {why}. More rounds= may help"))
+        warn(ConvergenceWarning(f"{type(self).__name__} has not converged: {why}. A larger `rounds` may help"))
 
     def _keep(self, history: Any) -> None:
         """Set `history_`. Its losses are converted to squared units of the target."""

@@ -18,7 +18,7 @@ MODELS = {
     "ridge": "linear regression with a ridge penalty",
     "cox": "Cox's proportional hazards, with a baseline of its own for each site",
 }
-NO_NOISE = "none: no noise was added to what the sites sent, so that no ε bounds what it reveals"  # true of every study
+NO_NOISE = "none: no noise was added to the sites' messages, so no ε bounds what they reveal"  # true of every study
 NOT_FOR = (
     "Decisions about a patient without a person who knows the patient; the model has no approval as a medical device.",
     "Conclusions about causes: a coefficient says how a column and the target vary together, given the other columns.",

@@ -54,7 +54,7 @@ class SiteTable:
         self.left_out = len(frame) - len(kept)
         if study.event:
             events = sorted({*words_of(kept[study.event])})
-            allowed = "1 where the event came, and 0 where not"
+            allowed = "1 if the event came, and 0 if not"
             require({*events} <= {"0", "1"}, f"events {study.event!r}", events[:5], allowed)
         patients = (
             labels("patient", kept[study.patient], len(kept), "the patient of each row")[1] if study.patient else None

@@ -303,7 +303,7 @@ def reached(
         authority = None if root_certificates is None else read_bytes(root_certificates)
         if why := why_unreached(superlink, authority, None if key is None else private_key(key)):
             raise ConfigurationError(f"--superlink: {why}")
-        untried = "; whether it knows the site's key is only tried with --auth-supernode-private-key"
+        untried = "; with --auth-supernode-private-key, this also checks whether it knows the site's key"
         yield "superlink", f"{superlink} answers" + (untried if key is None else ", and knows the key")
 
 

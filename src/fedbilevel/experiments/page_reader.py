@@ -30,7 +30,7 @@ REFUSALS = {
     403: f"its token is missing or wrong: {COPY}",
     421: f"it is not a page of a machine of this name: use an IP address of the machine, or {COPY}",
 }
-CLOSED = "it closed the connection, as a page does that has as many readers as it allows: try again later"
+CLOSED = "it closed the connection, probably because it has as many readers as it allows: try again later"
 NO_PAGE = f"it is no page of `fedbilevel watch --serve`: {COPY}"
 
 

@@ -194,7 +194,7 @@ class SavedSearch:
         if self.saved():
             print(f"found a saved search at {self.checkpoint.resolve()}", flush=True)
         elif self.files():
-            print("starts a new search: the saved one is of other tables or of another study", flush=True)
+            print("starting a new search: the saved search is of other tables or of another study", flush=True)
         return self.checkpoint
 
     def saved(self) -> str:

@@ -140,7 +140,7 @@ class RequestMessage:
     own: str = "{}"  # JSON: the client's own numbers in this round (`Clients.own`), by the path of the field
     fresh: bool = False  # whether a fresh cohort is asked, whose clients do not use their states
     counted_round: int = -1  # the round of the last reply that counted and may have changed the state; -1: none
-    counted_exchange: int = -1  # the exchange of this reply
+    counted_exchange: int = -1  # the exchange of the reply of `counted_round`
     epsilon: float = 0.0  # the largest ε that this client has reported, at `delta`; 0: none
     delta: float = 0.0
     payload: bytes = b""  # the arrays of the message
@@ -253,7 +253,7 @@ def require_short(fields: Mapping[str, Any]) -> None:
     lists = [text for value in fields.values() if isinstance(value, list) for text in value]
     length = sum(len(text) for text in [*lists, *fields.values()] if isinstance(text, str))
     if length > TEXTS:
-        raise Refusal(Code.LARGE, f"its texts have {length} characters together, and the largest number is {TEXTS}")
+        raise Refusal(Code.LARGE, f"its texts have {length} characters together, and at most {TEXTS} are allowed")
 
 
 def request_message(node: int, request: RequestMessage, seconds: float) -> Message:

@@ -251,7 +251,7 @@ class ClientRuntime:
         limits.check_epochs(self.site.algorithm, max(sizes))
         limits.check_samples(min(sizes))
         if self.changed and self.site.same_data:
-            raise Refusal(Code.SETTINGS, "this client has other samples than before")
+            raise Refusal(Code.SETTINGS, "this client's samples have changed")
 
     def described(self) -> dict[str, str]:
         """Describe samples, folder, privacy and floors of this client for the site's owner, as name -> text.

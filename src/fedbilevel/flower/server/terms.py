@@ -214,7 +214,7 @@ class NormBounds:
                 text = f"its update has a norm of {norm:.3g}, and there is no other update to compare it with"
                 raise Refusal(Code.BOUND, f"{text}; the bound is {bound:.3g}, and norm_bound can set another")
         elif norm > self.factor * usual and norm > (bound := max(self.factor * usual, self.of_message * message())):
-            text = f"its update has a norm of {norm:.3g}; usual is {usual:.3g}, and the bound is {bound:.3g}"
+            text = f"its update has a norm of {norm:.3g}; the usual norm is {usual:.3g}, and the bound is {bound:.3g}"
             raise Refusal(Code.BOUND, f"{text} (norm_factor = {self.factor:g}, message_factor = {self.of_message:g})")
 
     def usual(self, phase: str, here: Sequence[float]) -> float | None:
