@@ -91,7 +91,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _diagnose(options: argparse.Namespace) -> int:
-    """Measure what a task's step sizes depend on, and suggest step sizes.
+    """Measure the curvature and other properties of a task, and suggest step sizes.
 
     The curvature of both losses and of the outer objective, and the differences between clients, are measured near the
     task's starting point. The first line of the output is a command that runs --algorithm with the step sizes that

@@ -86,7 +86,7 @@ def _watch(options: argparse.Namespace) -> int:
 def _reader(place: str, on_terminal: bool) -> Callable[[], Snapshot]:
     """Return the function that reads snapshots of a folder, or of a page.
 
-    A page can be shown only on a terminal.
+    A page of another `fedbilevel watch` can be shown only on a terminal, and not be served again.
     """
     require(bool(place.strip()), "FOLDER", place, "a folder, or the URL of a page")
     if "://" not in place:

@@ -451,7 +451,7 @@ def load_heart(hospital: str, *, progress: files.Progress | None = None) -> Pati
     if hospital not in HOSPITALS:
         raise unknown_name("hospital", hospital, HOSPITALS)
     file = next(file for file in SOURCES["heart"].files if file.name == f"processed.{hospital}.data")
-    #     # a local copy may write missing values differently, so patients are counted in place of a checksum
+    # a local copy may write missing values differently, so patients are counted in place of a checksum
     path = files.local("heart", file.name)
     content = files.read_bytes(path) if path else files.read("heart", file, progress)
     return _patients(content, str(path or file.name), HOSPITALS[hospital])

@@ -197,7 +197,7 @@ class Agreement:
     def blank(self, count: int) -> dict[str, Any]:
         """Draw random samples, in place of the samples of a site that is elsewhere or held out.
 
-        With zeros, there would be a warning that the penalties do not change.
+        With samples of zeros, `solve` would warn that the penalties do not change.
         """
         estimator, drawn = self.estimator(), np.random.default_rng(0).normal(size=(count, len(self.names)))
         encoded = estimator._encoded(np.ones((count, 2)) if self.study.estimator == "cox" else np.ones(count))

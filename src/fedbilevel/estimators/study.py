@@ -318,7 +318,7 @@ class StudyModel:
                 category compares rows of this category with rows in which the column is missing; to compare two
                 categories, divide their ratios.
             "standard error": of the coefficient, in the same unit; NaN with more than 300 features.
-            "penalty": that of the standardised column, as in `penalties_`.
+            "penalty": the penalty of the standardised column, as in `penalties_`.
 
         The first row is the intercept: the log odds, or the number, for a row whose numbers are 0 and whose categories
         are gaps. Cox's model has no intercept.

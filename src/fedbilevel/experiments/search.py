@@ -145,7 +145,7 @@ def search_specs(
 
     require_sweepable(space)
     first = spec_of({name: of.low if isinstance(of, Range) else of[0] for name, of in space.items()})
-    #     # checks that the upper ends of ranges and the last values of lists are allowed, too
+    # checks that the upper ends of ranges and the last values of lists are allowed, too
     spec_of({name: of.high if isinstance(of, Range) else of[-1] for name, of in space.items()})
     keep = len(seeds or (first.run.seed,))
     player = InFolders(

@@ -209,8 +209,7 @@ def comparison_specs(
     if centralised:
         first = specs[keys[0]]
         single = {"wait_for": 1}
-        #         # the single client is always available, never slower than usual, and as fast as clients are on
-        # average
+        # the single client is always available, never slower than usual, and as fast as clients on average
         pace = {name: float(np.mean(getattr(first.clock, name))) for name in ("compute", "network")}
         specs[CENTRALISED] = first.replace(
             run={"pooled": True},

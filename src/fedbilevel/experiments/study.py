@@ -378,7 +378,7 @@ def _frame(study: Study, source: str) -> Any:
 def check(study: Study, node_config: str, *superlink: Any) -> Iterator[tuple[str, str]]:
     """Inspect a site before its SuperNode is started: yield (name, text) about its data and what it would send.
 
-    The arguments after `node_config` are those of `federation.check`.
+    The arguments after `node_config` are the same as for `federation.check`.
 
     Raises:
         ConfigurationError: the configuration or the table are wrong, or the site would not take part.

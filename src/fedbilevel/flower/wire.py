@@ -401,7 +401,7 @@ def draw_up(
     y: PyTree,
     examples: tuple[PyTree, PyTree],
 ) -> Contract:
-    """Return the contract of a run; the arguments are those of `engines.recorder.exchanges_of`.
+    """Return the contract of a run. The arguments are the same as for `engines.recorder.exchanges_of`.
 
     Raises:
         ConfigurationError: a message, an update or the state of clients contains a PRNG key; or a phase that

@@ -134,11 +134,11 @@ def has_rules(traced: ClosedJaxpr) -> bool:
 
 
 def shapes_of(arguments: Any) -> Hashable:
-    """Return a key of everything in the arguments and in JAX's settings on which a trace depends.
+    """Return all that a trace depends on: the structure, shapes and types of the arguments, and JAX's settings.
 
-    These are the structure, shapes and types of the arguments. The static fields 1, 1.0 and True are equal but are
-    traced differently, so the key also has the structure as text. A structure keeps its nodes in memory: if they may be
-    objects of a user, pass only the leaves.
+    The static fields 1, 1.0 and True are equal but are traced differently, so the result also contains the structure as
+    a text. The result keeps the nodes of the structure in memory. If nodes may be objects of a user, pass only the
+    leaves.
     """
     leaves, structure = jax.tree.flatten(arguments)
     kinds = tuple((aval.shape, str(aval.dtype), aval.weak_type) for aval in map(jax.typeof, leaves))
@@ -192,7 +192,7 @@ def _settings() -> Hashable:
 
 
 WHOLE = 2**24  # bytes: of larger memory-mapped arrays, only rows are read; larger arrays in memory are hashed by CRC-32
-BLOCKS = 64  # the number of blocks of clients, each with its own hash, so that a message can name clients that differ
+BLOCKS = 64  # the number of blocks of clients that have a hash each, so that a message can name the clients that differ
 ROWS = 32  # the number of evenly spaced rows that are read of each block of a larger memory-mapped array
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # the address of an object in this process
 

@@ -97,7 +97,7 @@ def _deviance(z: Array, batch: Batch) -> Array:
 
 
 def _explained(z: Array, batch: Batch) -> Array:
-    """Return R², which compares the errors of the predictions with those of the mean of these rows' targets."""
+    """Return R², which compares the errors of the predictions with the variance of these rows' targets."""
     c = batch["label"]
     return 1 - jnp.sum((z - c) ** 2) / jnp.sum((c - jnp.mean(c)) ** 2)
 

@@ -48,7 +48,7 @@ class SitePhases:
         samples: the client's samples of the outer and of the inner loss.
         own: the client's own values of the method's fields, such as local steps. They replace the values that the
             server sends.
-        limits: the limits on what a server may ask.
+        limits: the limits on a server's requests.
         guard: the guard that clips the client's replies and adds noise; None: there is no privacy.
     """
 

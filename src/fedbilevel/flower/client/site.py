@@ -68,7 +68,7 @@ class Site:
             take precedence over the numbers that the server sends (`RemoteClients.own`).
         capacity: the share of the model's units that the client can hold, as on the server (`RemoteClients.capacity`).
             The client then accepts only messages of this size. None: the whole model.
-        limits: the limits on what a server may ask.
+        limits: the limits on a server's requests.
         privacy: the terms by which replies are clipped and get noise; None: replies are sent unchanged.
         metrics_per_client: the metrics that may be measured on the client's samples, as for `solve` on the server.
         tells_metrics: whether the server gets the values of these metrics if it asks. The values are exact, and the

@@ -2,10 +2,10 @@
 
 `flower-supernode` starts a process for every message, and sleeps up to 3.5 s for each. This module keeps Flower's
 command line, its connection to the SuperLink, and its steps that receive a message and send the reply. It replaces only
-`start_client_internal`, the function that the command calls last. After a message was received, it goes to a worker
-process, which returns the whole reply to be sent. The two processes are connected by a pipe. The pipe has no address,
-so that no other process can reach it; it needs no tokens and no polling, and nothing is pickled. Each process notices
-at once when the other one has ended.
+`start_client_internal`, the function that the command calls last. A message that was received goes to a worker process,
+which returns the whole reply. The two processes are connected by a pipe. The pipe has no address, so that no other
+process can reach it; it needs no tokens and no polling, and nothing is pickled. Each process notices at once when the
+other one has ended.
 
 The worker, `python -m fedbilevel.flower.launch.private`, replies to all messages of a client, so that JAX, data and
 compiled programs stay in memory. If a message causes an error, the reply reports the error, and the worker continues.

@@ -240,7 +240,7 @@ class Exchange:
         return CountedReply(client, counted, asked)
 
     def request(self, client: int) -> RequestMessage:
-        """Return the request to a client."""
+        """Return the request of this exchange to a client."""
         session, spec = self.session, self.spec
         contract, call, payload = spec.encoded(client)
         epsilon, delta = session.exchange_log.spent.get(client, (0.0, 0.0))

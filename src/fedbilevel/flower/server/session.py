@@ -130,7 +130,7 @@ class CountedReply(NamedTuple):
 
     client: int
     checked: CheckedReply
-    asked: int  # when the client was asked: the number of the exchange among those of its phase
+    asked: int  # when the client was asked: the number of the exchange, counted by phase
 
 
 @dataclass
