@@ -47,7 +47,7 @@ def contender(name: str, task: fb.tasks.Task, local_steps: int, exchanges: int) 
     run = fb.Local().start(method(first), task.problem, task.clients, len(task.clients), jax.random.key(0), start)
 
     def end(steps: fb.XYV) -> np.ndarray:
-        carry, run.algorithm = jax.tree.map(jnp.copy, start), method(steps)  # also an argument
+        carry, run.algorithm = jax.tree.map(jnp.copy, start), method(steps)  # also arguments of the program
         for _ in range(0, exchanges, PART):  # one exchange in each round
             carry = run.advance(carry, PART).carry
             if jnp.linalg.norm(carry.state.x) > FAR:

@@ -6,7 +6,7 @@ settings of its commands (`fb.tune_cpu()`). Each measurement is a process of its
 turn. XLA's cache on disk is off. The table has medians over the passes (library, peer, ratio):
 
 first    processor seconds of the first call: tracing, compilation and the rounds
-second   the same of a second call, with other step sizes and another seed
+second   processor seconds of a second call, with other step sizes and another seed
 traces   how often the user's loss is traced in a third call
 round    milliseconds of a round once everything is compiled, by the clock
 memory   peak of the process in MB, everything that it imports included; on a GPU, of the device

@@ -175,9 +175,9 @@ class Exchange:
     def count(self) -> None:
         """Count the replies that have arrived, up to the number that is needed.
 
-        Replies that arrived together are sorted by their requests, the oldest first, and replies to equally old
-        requests by client id. Replies count in this order until enough have counted. If an overdue reply has arrived,
-        all replies up to it count.
+        Replies that arrived together are sorted by their requests, the oldest first, and then by client id; overdue
+        replies come last. They count in this order until enough replies have counted and no reply is overdue. So if an
+        overdue reply is among them, all replies that are sorted before it count as well.
         """
         asked = self.session.phase_queues.since[self.spec.phase]
 
