@@ -338,6 +338,7 @@ def test_conjugate_gradient_stops_the_run_at_negative_curvature(kind):
 
 
 @pytest.mark.slow
+@pytest.mark.checked
 @pytest.mark.parametrize(
     "algorithm",
     [
