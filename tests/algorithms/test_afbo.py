@@ -197,7 +197,9 @@ def test_ends_at_its_closed_form(kind, alike):
     Times vary: with fixed ones a client may happen to be done during inner exchanges alone, for ever."""
     hypergradient_by = fb.parts.SystemSteps(lr=0.05) if kind == "global" else series(TERMS)
     algorithm = method(hypergradient_by, lr=0.1, outer_lr=0.01, local_steps=1)
-    end = run(fb.Asynchronous(algorithm, wait_for=2), alike, 12_000, engine=fb.Local(clock=clock(spread=0.5)))
+    end = run(
+        fb.Asynchronous(algorithm, wait_for=2, delay_penalty=0), alike, 12_000, engine=fb.Local(clock=clock(spread=0.5))
+    )
     exact = solution(alike.clients).x
     if kind == "local":
         biased = end_of_own(alike, lambda i, hessian: neumann(hessian, STEP, TERMS[i]))

@@ -89,7 +89,7 @@ def test_late_replies_leave_fedlin_its_fixed_point():
     a, c, weights = np.array([1.0, 2.0, 4.0]), np.array([-1.0, 3.0, 0.5]), np.array([0.5, 0.2, 0.3])
     clients = fb.Clients([{"a": a[i : i + 1], "c": c[i : i + 1]} for i in range(3)], weights=weights)
     problem = fb.SingleLevel(lambda x, batch: jnp.mean(batch["a"] * (x - batch["c"]) ** 2) / 2)
-    late = fb.Asynchronous(fb.FedLin(outer_lr=0.1, local_steps=4, batch_size=None), wait_for=1)
+    late = fb.Asynchronous(fb.FedLin(outer_lr=0.1, local_steps=4, batch_size=None), wait_for=1, delay_penalty=0)
     engine = fb.Local(clock=fb.Clock(network=(1.0, 2.0, 5.0)))
     result = fb.solve(late, problem, clients, jnp.zeros(()), None, rounds=600, engine=engine)
     assert result.history["staleness"][-1] > 0.5

@@ -21,7 +21,7 @@ from fedbilevel.tasks import TASKS
 from refusals import refuses
 from representatives import slow_but
 
-COMMAND = [str(Path(sys.executable).parent / "fedbilevel"), "flower", "demo", "--clients", "2", "--rounds", "4"]
+COMMAND = [str(Path(sys.executable).parent / "fedbilevel"), "flower", "demo", "--clients", "2"]
 ENV = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "0"}
 
 
@@ -86,7 +86,9 @@ def started_in(folder):
 
 @pytest.mark.slow
 def test_the_demo_prints_its_curve_and_leaves_nothing(tmp_path):
-    done = subprocess.run([*COMMAND, "--out", tmp_path / "a"], env=ENV, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(
+        [*COMMAND, "--rounds", "4", "--out", tmp_path / "a"], env=ENV, capture_output=True, text=True, timeout=400
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "round 4/4  outer_loss" in done.stdout
     assert done.stdout.rstrip().splitlines()[-1].endswith("plot.png")
