@@ -20,7 +20,7 @@ CLIENTS = 3
 SETTINGS = {
     "simfbo": ["local_steps=2"],
     "fednest": ["hypergradient.solver=cg", "hypergradient.solver.max_steps=3", "inner.rounds=1"],
-    "fedmbo": ["inner.rounds=1", "hypergradient.solver.terms=2"],
+    "fedmbo": ["inner.rounds=1", "hypergradient.solver=neumann", "hypergradient.solver.terms=2"],
 }
 TOLERANCES = {False: 1e-6, True: 1e-12}  # relative and absolute, of a state of size 1 after three rounds
 
