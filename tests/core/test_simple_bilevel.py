@@ -36,7 +36,7 @@ MADE = {
         lambda: fb.FISM(regularisation=0.1),
         "'regularisation' of FISM; did you mean 'regularization'",
     ),
-    "a ≤ ½": (lambda: fb.FISM(lr_decay=0.5), r"FISM\.lr_decay = 0\.5 .*above ½, so that Σ γ_k² is finite"),
+    "a ≤ ½": (lambda: fb.FISM(lr_decay=0.5), r"FISM\.lr_decay = 0\.5 .*sum of squared step sizes, is finite"),
     "b ≥ a": (
         lambda: fb.IRG(lr_decay=0.6, regularization_decay=0.6),
         r"IRG\.regularization_decay = 0\.6 .*below lr_decay = 0\.6, so that γ_k/λ_k → 0",

@@ -179,7 +179,7 @@ def test_bytes_after_an_array_are_refused(saved):
     with zipfile.ZipFile(saved, "w") as archive:
         for name, content in entries.items():
             archive.writestr(name, content)
-    with pytest.raises(CheckpointError, match=r"'small'.* is longer than its shape"):
+    with pytest.raises(CheckpointError, match=r"'small'.* has more bytes than its shape allows"):
         checkpoint.load(saved, tree())
 
 

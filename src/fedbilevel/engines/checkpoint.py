@@ -260,7 +260,7 @@ def _leaf(archive: zipfile.ZipFile, path: Path, name: str, dtype: str, expected:
         else:
             array = np.lib.format.read_array(file, allow_pickle=False)
         if file.read(1):  # reading to the end also compares the checksum
-            raise ValueError(f"{name} is longer than its shape")
+            raise ValueError(f"{name} has more bytes than its shape allows")
     if array.dtype == bool and any(np.any(np.frombuffer(piece, np.uint8) > 1) for piece in bytes_of(array)):
         raise ValueError(f"{name} has flags that are neither true nor false")
     return array.view(expected.dtype)

@@ -282,8 +282,8 @@ def along(x: Array, dim: int, index: Any) -> tuple[Any, ...]:
 def places(indices: Sequence[Array | None]) -> tuple[Any, ...]:
     if any(index is not None and index.dtype == bool for index in indices):
         raise ConfigurationError(
-            "a mask as an index has one result per true entry, so that its shape varies: use torch.where with three "
-            "arguments"
+            "a mask as an index gives one entry for each true value, so the shape of the result is not known in "
+            "advance: use torch.where with three arguments"
         )
     return tuple(slice(None) if index is None else index for index in indices)
 

@@ -187,7 +187,7 @@ class DecreasingSteps(IterativeRegularization):
     def validate(self) -> None:
         name, a, b = self.label, self.lr_decay, self.regularization_decay
         require(is_number(a), f"{name}.lr_decay", a, "a number")
-        require(a > 0.5, f"{name}.lr_decay", a, "above ½, so that Σ γ_k² is finite")
+        require(a > 0.5, f"{name}.lr_decay", a, "above ½, so that Σ γ_k², the sum of squared step sizes, is finite")
         require(a > b, f"{name}.regularization_decay", b, f"below lr_decay = {a}, so that γ_k/λ_k → 0")
         require(a + b < 1, f"{name}.lr_decay + regularization_decay", a + b, "below 1, so that Σ γ_k λ_k is infinite")
 
