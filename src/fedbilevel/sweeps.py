@@ -193,8 +193,9 @@ def product(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """Return all combinations of the fields' values; the last field changes first.
 
     Raises:
-        ConfigurationError: there are no fields, a field has no values or a value twice, or a field of a part comes
-            before the part itself, whose values would replace the field's.
+        ConfigurationError: there are no fields, a field has no values or a value twice, or a field of a part, such as
+            "solver.terms", comes before the part itself, "solver". The values of the part would then replace those of
+            the field.
     """
     require(isinstance(grid, Mapping) and bool(grid), "grid", grid, "lists of values by the dotted paths of fields")
     for name, values in grid.items():

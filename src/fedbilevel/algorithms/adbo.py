@@ -31,9 +31,10 @@ S replies, and for clients that were asked τ or more steps ago. Then the server
 
 where n_l is the value of 4 max(h, ε) when plane l was made.
 
-Messages: for a plane, the server sends x and z' 2K times. Clients reply with y'_i K times, and with their shares of
-∂h/∂x and ∂h/∂z' K times. For the steps, the server sends x and λ T times, and clients reply with θ_i and the products
-b_il·y_i. A plane costs K gradients of g, and K passes that compute both products with ∇²g.
+Messages: a new plane takes 2K exchanges, in which the server sends x and z'. In the first K of them clients reply with
+y'_i, and in the others with their shares of ∂h/∂x and ∂h/∂z'. In each of the T steps on the Lagrangian, the server
+sends x and λ, and clients reply with θ_i and the products b_il·y_i. For a plane a client computes K gradients of g, and
+K passes backwards, each of which gives both products with ∇²g.
 
 Departures from the paper:
 1. Sums over clients in the paper are means with weights p_i here. For equal weights this is the paper's Lagrangian

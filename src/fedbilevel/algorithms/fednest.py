@@ -4,11 +4,11 @@ Davoud Ataee Tarzanagh, Mingchen Li, Christos Thrampoulidis, Samet Oymak. "FedNe
 Compositional Optimization". ICML 2022, arXiv:2205.02215. Algorithms 1-4.
 
 A round, which the paper calls an epoch, consists of three procedures of the paper: FedInn, T times, then FedIHGP, and
-then FedOut. FedInn moves y. FedIHGP computes v ≈ H⁻¹∇y F, the vector in the hypergradient ∇x F − ∇²xy G v
-(docs/glossary.md). FedOut moves x. In the listing below, the right column has the number of exchanges; an exchange is
-one message from the server to the clients, with their replies. F is the mean of f_i, G is the mean of g_i, and H = ∇²yy
-G. ℓ bounds H's largest eigenvalue, and N is the number of terms of a series for H⁻¹. β and α are step sizes for y and
-x. Client i makes τ_i local steps, which ν counts, and draws samples ξ for f_i and ζ for g_i. A cohort is the set of
+then FedOut. F is the mean of f_i, G is the mean of g_i, and H = ∇²yy G. FedInn moves y. FedIHGP computes v ≈ H⁻¹∇y F.
+The gradient in x, the hypergradient, is ∇x F − ∇²xy G v (docs/glossary.md). FedOut moves x. In the listing below, the
+right column has the number of exchanges; an exchange is one message from the server to the clients, with their replies.
+ℓ bounds H's largest eigenvalue, and N is the number of terms of a series for H⁻¹. β and α are step sizes for y and x.
+Client i makes τ_i local steps, which ν counts, and draws samples ξ for f_i and ζ for g_i. A cohort is the set of
 clients that take part in an exchange. FedIHGP multiplies several estimates of I − H/ℓ. Each of them comes from a fresh
 cohort, drawn independently of all other cohorts of the round, so that these factors are independent
 (docs/explanation/exchanges.md).
@@ -45,8 +45,8 @@ Then H = I, and so v = ∇y F. FedInn with T = 1, β = 1 and τ = 1 gives the ex
 
 RABO is a method for clients that hold parts of a model. If every client holds the whole model, then with full batches
 and one step on x LFedNest computes the same numbers as RABO, up to rounding. In the same case FedNest-SGD computes the
-same numbers as FedMBO, but with one more exchange. In this exchange each client sends its drift on x: its change of x
-minus the part that all clients have in common (departure 1). All drifts are 0 if there is one step on x.
+same numbers as FedMBO, but makes one more exchange, the second one of FedOut. There each client replies with its drift
+on x, which departure 1 defines. With one step on x all drifts are 0, so that this exchange changes nothing.
 
 In the code, the class `SVRG` is FedInn, `Implicit.estimate` in parts/hypergradients.py is FedIHGP together with h, and
 `LocalImplicit.own` in parts/hypergradients.py is the hypergradient that a client of LFedNest computes alone.
@@ -56,19 +56,19 @@ Departures from the paper:
    in the round, and let p̃_i = (M/P) p_i. After steps without a correction (SGD on y, own hypergradients on x), the
    server adds Σ p̃_i (y_{i,τ} − y) to y, and likewise Σ p̃_i (x_{i,τ} − x) to x. For equal weights or full
    participation this gives the paper's mean of the y_{i,τ}, and for unequal weights it is unbiased too. After corrected
-   steps (SVRG on y, FedOut on x), the change of client i is the sum of a common part, −βq on y and −αh on x, and of its
-   drift d_i. The server adds the common part once, and averages only the drifts, as Σ p_i d_i / Σ p_i. If the common
-   part were averaged too, it would be multiplied by Σ p̃_i. This sum depends on the same cohort as q, so the product
-   would be biased.
+   steps (SVRG on y, FedOut on x), the change of client i has two parts. One is the same for all clients: −βq on y, and
+   −αh on x. The server adds it once. The rest is the client's drift d_i. The server adds the mean of the drifts,
+   Σ p_i d_i / Σ p_i. A mean with the weights p̃_i would multiply the common part by Σ p̃_i. Both this sum and q depend
+   on the cohort that was drawn, so their product would be biased.
 2. A client makes its first corrected step along q (or h) and computes no gradient for it. The paper's bracket has two
    gradients on the same samples, which are equal in the first step, and so cancel. The numbers do not change.
 3. The default is the expectation of FedIHGP's v, the series v = (1/ℓ) Σ_{n<N} (I − H/ℓ)^n ∇y F. It takes N exchanges.
    The paper's method is Neumann(sampling="random"). The random length of its product causes a variance that grows with
    N, and the series does not have this variance. There are two more ways to compute v: with CG() by conjugate gradient,
    and with LocalImplicit() by each client alone.
-4. Joint steps follow the authors' code, with T = 1. The server adds Σ p̃_i (y_{i,τ} − y), without separating the common
-   part. Here q is the mean over the cohort, Σ p_i ∇y g_i / Σ p_i. With this q the common part of the sum is
-   −β Σ p̃_i ∇y g_i, the same unbiased value as without joint steps.
+4. Joint steps follow the authors' code, with T = 1. The server adds Σ p̃_i (y_{i,τ} − y), so the common part −βq is
+   multiplied by Σ p̃_i. Here q is the mean over the cohort, Σ p_i ∇y g_i / Σ p_i, and the product is
+   −β Σ p̃_i ∇y g_i. This is unbiased, and is also what the server adds without joint steps.
 
 Checked in tests/algorithms/test_fednest.py (closed forms, exchanges) and tests/engines/test_agreement.py.
 """

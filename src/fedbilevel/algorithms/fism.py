@@ -28,9 +28,9 @@ Departures from the paper:
    step is unbiased. If all clients take part in every round, it divides by Σ p_i/n_i. With p_i proportional to n_i,
    Clients(weights="size"), this is the plain mean, and every sample has the same weight, as in the paper. With other
    weights, FISM warns at the start.
-3. Beyond the paper, a walk may use fewer samples, drawn anew in every round (`local_steps`). Clients reply with
-   (z_i − x)/(γ_k n_i), so that replies of earlier rounds count with the step size of the present round. The server may
-   therefore continue with the first replies: see `Asynchronous`.
+3. Beyond the paper, a client may use fewer samples, drawn anew in every round (`local_steps`). Clients reply with
+   (z_i − x)/(γ_k n_i), and the server multiplies by γ_k. If a reply comes in a later round, the server multiplies by
+   the γ_k of that round. The server may therefore continue with the first replies: see `Asynchronous`.
 4. The paper's estimate (2) has the wrong sign of λ, which does not matter for the algorithm.
 
 Checked in tests/algorithms/test_fism.py (against the formulas in NumPy, solutions known in closed form or by SciPy, the

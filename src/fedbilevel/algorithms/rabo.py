@@ -14,10 +14,10 @@ computes
 
 where mean_i of an entry is the mean over the clients that hold it. An entry that no client holds does not change. The
 server sends x_i and y_i. Clients reply with vectors of y_i's shape in (5), and of x_i's shape in (7). RAFBO computes
-h_i without second derivatives, in one of three ways. Two of them take differences of length μ along the unit vectors
-e_p of some coordinates p of x_i. x_i has d coordinates. In every round a random set P of them is drawn, and |P| is
-their number. y_N(x_i) is the result of N steps of size s on y from y_i. The steps at x_i and the steps at x_i + μe_p
-use the same batches:
+h_i without second derivatives, in one of three ways. For two of them, client i draws a random set P of coordinates of
+x_i in every round. |P| is their number, d is the number of all coordinates of x_i, and e_p is the unit vector of
+coordinate p. The client takes differences between the points x_i + μe_p and x_i. y_N(x_i) is the result of N steps of
+size s on y from y_i. The steps at x_i and the steps at x_i + μe_p use the same batches:
 
     Differences    (7), where the product of ∇²g and a vector is a central difference of gradients along this vector
     Coordinates    h_i = ∇x f_i + (d/|P|) Σ_{p∈P} ⟨δ_p, ∇y f_i⟩ e_p,  δ_p = [y_N(x_i + μe_p) − y_N(x_i)]/μ
@@ -29,18 +29,19 @@ If every client holds the whole model, RABO computes the same numbers as LFedNes
 with full batches. RABO(hypergradient=Implicit()) then computes the same numbers as FedMBO from the same draws.
 
 Departures from the paper:
-1. Line 10 of Algorithm 1 prints G = (y_T − y_0)/β, and its line 18 subtracts β·mean G, which is ascent. Here y
-   descends. A client's step is β/τ_i. Let u_i be the update of client i, with the weight p_i, and let P of M clients
-   form the cohort C. The mean of an entry is
+1. By lines 10 and 18 of Algorithm 1 the inner loss would rise: a client's G is (y_T − y_0)/β, which points to smaller
+   g_i, and the server subtracts β·mean G from y. Here the server adds the changes of y. A client's step is β/τ_i. Let
+   u_i be the update of client i, with the weight p_i, and let P of M clients form the cohort C. The mean of an entry is
 
        (Σ_{i∈C} p_i / Σ_{i∈C holds the entry} p_i) · Σ_{i∈C holds the entry} p̃_i u_i,   p̃_i = (M/P) p_i
 
    If all clients of the cohort hold the entry, this is FedNest's Σ p̃_i u_i.
-2. The printed δ_p is a column of ∇²yx g, and not of ∂y*/∂x, and it has the opposite sign. In 200 draws of the quadratic
-   task, the part of h_i that comes through y, computed with the printed δ_p, had a median cosine of −0.95 with the same
-   part of the exact hypergradient. The text before (9) asks for the Jacobian of the inner solution, which `Coordinates`
-   estimates. For quadratic g, ∂y_N/∂x = −s Σ_{n<N} (I − sH)ⁿ ∇²yx g. This is the Neumann series of N terms with step s,
-   applied to −∇²yx g instead of ∇y f. For N = 1 it is −s times the printed δ_p.
+2. The printed δ_p is a column of ∇²yx g. The hypergradient needs a column of ∂y*/∂x = −H⁻¹∇²yx g, with H = ∇²yy g. So
+   H⁻¹ and the minus sign are missing. In 200 draws of the quadratic task we compared h_i − ∇x f_i, the part of h_i that
+   comes through y, with the same part of the exact hypergradient. With the printed δ_p the two vectors were nearly
+   opposite: the median of the cosine between them was −0.95. The text before (9) asks for the Jacobian of the inner
+   solution, which `Coordinates` estimates. For quadratic g, ∂y_N/∂x = −s Σ_{n<N} (I − sH)ⁿ ∇²yx g. This is the Neumann
+   series of N terms with step s, applied to −∇²yx g instead of ∇y f. For N = 1 it is −s times the printed δ_p.
 3. The default of both methods is `LocalImplicit`, whose cost does not depend on the dimension of x. RAFBO uses it with
    `Differences`.
 4. (7) averages clients' own hypergradients, which is biased if clients differ. With `Implicit` (RABO) every product is

@@ -34,7 +34,7 @@ SILENT = 1e-20  # a noise multiplier so small that replies are clipped and get p
 class Moved:
     """Hold how far a variable moves in all rounds, in L2 norm: by the noise alone, and without noise.
 
-    By the noise it moves infinitely far if the run with noise diverges.
+    `by_noise` is infinite if the run with noise diverges.
     """
 
     by_noise: float

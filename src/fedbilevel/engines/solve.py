@@ -83,7 +83,8 @@ def solve(
         problem: the losses.
         clients: each client's samples (`Clients`). If the clients are on other machines, this is a description of them
             (`RemoteClients`).
-        x0, y0: the start; any pytrees, whose floating arrays are the variables. A single-level problem has no y0.
+        x0, y0: the start. Each is a pytree: an array, a dict, list or tuple of arrays, or a model that JAX can take
+            apart. Its arrays of floating-point numbers are the variables. A single-level problem has no y0.
         rounds: the total number of rounds, including those before a resumption; the run ends earlier if the algorithm
             has finished.
         cohort: clients per round, drawn uniformly without replacement; None: all clients. `fedbilevel.Cohort(10,
@@ -99,12 +100,13 @@ def solve(
             this client as the batch. `PerClient(function, "inner")` passes the inner samples instead. The history gets
             NAME.mean (the mean with the clients' weights), NAME.worst, NAME.best and the deciles NAME.p10 … NAME.p90.
         best_by: the column of the history by which `result.best` is chosen, such as a metric on validation samples;
-            None: "outer_loss", the mean of the outer loss over the rounds since the previous row; `result.best` is None
-            if the method does not measure it.
+            None: "outer_loss", the mean of the outer loss over the rounds since the previous row. If the method does
+            not measure this loss, `result.best` is None.
         on_divergence: what to do if the run diverges. "stop" raises NonFiniteError if an iterate is not finite; the
             `result` of this error has the last finite x and y. "shrink" returns to the row before the best row, halves
-            every step size, and continues with a warning. (The best row's own x and y may already diverge, because its
-            losses are those of the rounds before it.) "shrink" acts in two cases: an iterate is not finite, or a loss
+            every step size, and continues with a warning. (The run does not return to the best row itself: the
+            losses in a row are those of the rounds before it, so the x and y of the best row may already be too far
+            off.) "shrink" acts in two cases: an iterate is not finite, or a loss
             grows and was more than 10 times its first value in two consecutive rows. It can act 3 times; when a fourth
             time would be needed, the run ends. The history then has a column "halvings", and the costs of abandoned
             rounds remain counted. None: "shrink" if steps adapt, clients are simulated in one process, and there is no
@@ -118,7 +120,8 @@ def solve(
             history has a new row (otherwise row is None). If there are several processes, process 0 calls them (see
             engines.multihost). A callback that returns a text as the reason stops the run. If a callback raises an
             error, the run is saved before the error is passed on. A resumed run does not call callbacks again for
-            rounds that are already done, so a reason to stop that another callback had just returned is lost.
+            rounds that are already done. If another callback had returned a reason to stop at the same time, this
+            reason is therefore lost.
             `fedbilevel.trackers` has callbacks that record runs.
         checkpoint: the file to which process 0 saves the whole run, atomically, and from which the run resumes.
         checkpoint_every: rounds between saves; None: once a second, or less often so that saving takes at most a tenth

@@ -433,7 +433,7 @@ class SearchRun:
         given = {"rounds": 1, "key": key, "progress": False, **self.given, **self.noise}
         try:
             run = solve(Validation(), self.task.problem, self.task.clients, result.x, result.y, **given)
-        except NonFiniteError as error:  # the new error has no costs: the caller counts the measurement
+        except NonFiniteError as error:  # drops the error's ledger: the caller counts this
             raise NonFiniteError(f"{VALIDATION}: {error}") from error
         return float(server_parts(run.state).inside.loss)
 

@@ -333,7 +333,7 @@ class JointSteps(Algorithm):
     @property
     @abstractmethod
     def costs(self) -> tuple[int, int]:
-        """Return the numbers of gradients and of products with ∇²g for the three directions at one point."""
+        """Return how many gradients and products with ∇²g the directions of x, y and v take at one point."""
 
     def counted(self, total: Directions, tau: int | Array, evaluations: int = 1, more: int = 0) -> Reply:
         """Return the reply with `total.step`, the mean losses, and the costs of evaluations·τ + `more` evaluations.

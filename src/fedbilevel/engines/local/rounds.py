@@ -130,8 +130,8 @@ class Rounds:
     ) -> tuple[Carry, Array, dict[str, Array], Array]:
         """Run up to `count` rounds; stop if the algorithm has finished, and before a state that is not finite.
 
-        The number of rounds is an argument, so that the same program, and therefore the same bits, serve any division
-        of a run into calls.
+        The number of rounds is an argument of the compiled program. So all calls run the same program, and a run gives
+        the same bits however it is divided into calls.
 
         Args:
             play: runs one round; see `one_round`.

@@ -45,7 +45,7 @@ class Resident:
     def hold(self, name: str, rows: Ragged, layout: ProgramLayout, mesh: Mesh | None) -> tuple[PyTree, np.ndarray]:
         """Copy all samples, or this process's share, to the device; also return where each client's samples begin."""
         values, start = layout.shares.own_rows(rows) if layout.shares else (rows.values, rows.start)
-        if int(np.max(start + rows.size)) >= 2**31:  # the last client need not have the last samples
+        if int(np.max(start + rows.size)) >= 2**31:  # any client may have the last samples
             raise ConfigurationError(f"Clients.{name} has more than 2³¹ samples; use Local(stream=True)")
         mapped = [isinstance(leaf, np.memmap) for leaf in jax.tree.leaves(rows.values)]
         here = True if layout.shares is None else layout.shares.owner(np.arange(len(start))) == layout.shares.mine

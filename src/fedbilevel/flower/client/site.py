@@ -74,8 +74,9 @@ class Site:
         tells_metrics: whether the server gets the values of these metrics if it asks. The values are exact, and the
             server chooses x and y. Not allowed with `privacy`, which does not protect these values.
         folder: the state folder, for all that outlives a process: a hash of the samples; the client's state in a run,
-            if the algorithm has one; and with `privacy` the secret and the account. With `privacy`, no other client may
-            use the folder. None: Flower keeps the state until the SuperNode restarts; then the client starts anew.
+            if the algorithm has one; and with `privacy` the secret from which noise is drawn, and the account of
+            all replies. With `privacy`, no other client may use the folder. None: Flower keeps the state until the
+            SuperNode restarts; then the client starts anew.
         answer: a function (question) -> answer, both texts, for questions that a server asks before a run begins. The
             server gets exact answers. Not allowed with `privacy`.
         source: a hash of the data from which the samples are made. If it changes after the client's first answer in a
