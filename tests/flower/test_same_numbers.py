@@ -27,8 +27,8 @@ TOLERANCES = {False: 1e-6, True: 1e-12}  # relative and absolute, of a state of 
 
 def spec_of(name):
     """Heterogeneous weighted clients of unequal size, two of three in a cohort."""
-    task = [f"task.clients={CLIENTS}", "task.samples=[3, 6]", "run.cohort=2", "run.rounds=3", "run.eval_every=3"]
-    return configure(task="quadratic", algorithm=name, settings=[*task, "batch_size=4", *SETTINGS[name]])
+    task = [f"task.clients={CLIENTS}", "task.samples=[9, 14]", "run.cohort=2", "run.rounds=3", "run.eval_every=3"]
+    return configure(task="quadratic", algorithm=name, settings=[*task, "batch_size=8", *SETTINGS[name]])
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["float32", "float64"])
