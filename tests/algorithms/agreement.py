@@ -1,8 +1,10 @@
-"""What the tests of each method list for tests of all methods.
+"""Collect constants of the methods' test files for tests that go through all methods.
 
-AGREEMENT: the cases that every engine is compared on, by name.
-NEVER_LATE: by class, words of the reason why `Asynchronous` refuses it, where the class gives a reason of its own.
-LEARNS: by class, the task on which it learns the digits, where that is not hyper_representation.
+AGREEMENT: the cases, by name, in which every engine must give the same numbers.
+
+NEVER_LATE: for a method class that gives its own reason, words of the reason why `Asynchronous` refuses it.
+
+LEARNS: for a method class, the task on which it learns the digits, if this is not hyper_representation.
 """
 
 from dataclasses import replace
@@ -29,12 +31,12 @@ class Case(NamedTuple):
     """A method on eight clients of the quadratic task.
 
     Attributes:
-        algorithm: the method; on each engine it makes two rounds.
-        work: local steps of each client, or the bounds of random ones; None: the method's own.
-        problem: where it is not the task's, one on the task's samples, whatever their dimensions.
-        clock: of asynchronous methods.
+        algorithm: the method; each engine runs two rounds of it.
+        work: the local steps of each client, or the bounds of random ones; None: those of the method.
+        problem: a problem on the task's samples, whatever their dimensions; None: the problem of the task.
+        clock: the clock, for asynchronous methods.
         slow: compiling takes more than some seconds.
-        own: clients' own numbers but their local steps.
+        own: clients' own numbers other than their local steps.
     """
 
     algorithm: Algorithm
@@ -62,18 +64,21 @@ SIMPLE_BILEVEL = fb.SimpleBilevel(
 
 
 def cut(rows: Any, lengths: tuple[int, ...]) -> list[Any]:
-    """The first samples of each client."""
+    """Return the first samples of each client, as many as `lengths` says."""
     return [jax.tree.map(lambda leaf, n=n: leaf[:n], rows.row(i)) for i, n in enumerate(lengths)]
 
 
 def unwrapped(algorithm: Algorithm) -> Algorithm:
-    """The method inside of its layers."""
+    """Return the method inside its layers."""
     return algorithm.algorithm if isinstance(algorithm, Layered) else algorithm
 
 
 @cache
 def listed(constant: str, name: str = "") -> dict[Any, Any]:
-    """What the tests of each method list under this constant; with a name without loading files that lack it."""
+    """Merge the dictionaries that the test files of this folder call by this constant's name.
+
+    With a name, files that do not mention the name are not loaded.
+    """
     found: dict[Any, Any] = {}
     for file in sorted(Path(__file__).parent.glob("test_*.py")):
         text = file.read_text("utf-8")
@@ -83,24 +88,26 @@ def listed(constant: str, name: str = "") -> dict[Any, Any]:
 
 
 def cases(name: str = "") -> dict[str, Case]:
-    """All cases; with a name those of the files that mention it."""
+    """Return all cases; with a name, only those of the files that mention it."""
     return {TWO_PHASES: Case(TwoPhase())} | listed("AGREEMENT", name)
 
 
 def two_rounds(case: str, engine: Any) -> tuple[Any, Any]:
-    """What the next round begins with after two rounds, and their costs."""
+    """Run two rounds of a case; return the carry with which the third round would begin, and the costs of both."""
     algorithm, work, problem, clock, _, own = cases(case)[case]
     algorithm = fixed(algorithm)
     task = quadratic(clients=8, samples=(5, 5))
     rows, weights = (cut(task.clients.outer, LENGTHS), cut(task.clients.inner, LENGTHS[::-1])), task.clients.weights
     clients = fb.Clients(*rows, weights=weights, local_steps=work, own=own)
     problem = problem or task.problem
-    problem = problem.over_batches() if problem.draws else problem  # as in `solve`; the others see no padded batch
+    # as in `solve`: only losses that draw see padded batches
+    problem = problem.over_batches() if problem.draws else problem
     y0 = None if isinstance(problem, fb.SingleLevel | fb.SimpleBilevel) else task.y0
     carry = first_carry(algorithm, problem, clients, task.x0, y0)
     cohort = COHORT if algorithm.asks.cohorts else len(clients)
     engine = replace(engine, clock=clock)
-    if isinstance(engine, fb.Reference) and case != TWO_PHASES:  # that one computes every operation by itself
+    # the case TWO_PHASES leaves each operation to Reference
+    if isinstance(engine, fb.Reference) and case != TWO_PHASES:
         problem = with_compiled_losses(problem)
     run = engine.start(algorithm, problem, clients, cohort, jax.random.key(1), carry)
     costs = []

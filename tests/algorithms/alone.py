@@ -1,4 +1,4 @@
-"""A client as its phases see it, without an engine."""
+"""A client as a phase of a method sees it, made without an engine."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from fedbilevel.core.client import Client, Samples
 
 
 def client_alone(problem, outer, inner, id=0, batch_size=None):
-    """A client with these samples; by arrays of one shape and a traced `id` one program serves several."""
+    """Make a client with these samples; with arrays of one shape and a traced `id`, one program serves several."""
     rows = [jax.tree.map(jnp.asarray, part) for part in (outer, inner)]
     sizes = [len(jax.tree.leaves(part)[0]) for part in rows]
     samples = [Samples(part, jnp.asarray(0), jnp.asarray(n), n, True) for part, n in zip(rows, sizes, strict=True)]

@@ -1,6 +1,7 @@
-"""Asynchronous methods on the quadratic task event by event in NumPy, with a table of last answers at the server.
+"""Simulate asynchronous methods on the quadratic task in NumPy, event by event, with a table of last replies.
 
-Written from the words of `Fed.sum_first`, for clients that always take the same time, without code of the engines.
+The server of the simulation keeps the table. The simulation follows the description of `Fed.sum_first`, for clients
+that always need the same time, and uses no code of the engines.
 """
 
 import numpy as np
@@ -9,15 +10,24 @@ from matrices import directions, hypergradient, inner_gradient, members, neumann
 import fedbilevel as fb
 from fedbilevel.core.config import Schedule
 
-TICK = 1e-4  # seconds: times are whole numbers of these, so that no rounding decides who was earlier
+TICK = 1e-4  # seconds: all times are whole numbers of ticks, so that rounding never decides which reply comes first
 
 
 class Federation:
-    """Who works on what, and when it is done. Kinds of question are words; an answer is computed when it is asked."""
+    """Clients with the exchange on which each works and the time at which it will be done.
+
+    A kind of exchange is a word. A reply is computed when the client is asked for it.
+    """
 
     def __init__(self, task, times, absent=(), arrivals=None):
-        """`arrivals`: rows of booleans, who answers in each exchange of any kind, each of which takes times[0]."""
-        self.arrivals, self.begun = arrivals, 0  # how many exchanges of any kind
+        """Take each client's time, or a table of arrivals.
+
+        Args:
+            absent: clients that never reply.
+            arrivals: boolean rows, one for each exchange of any kind, which say whose replies arrive in it. With
+                arrivals, each exchange takes times[0].
+        """
+        self.arrivals, self.begun = arrivals, 0  # begun: the number of exchanges of any kind
         self.members, self.times = members(task), [round(t / TICK) for t in times]
         self.there = [i for i in range(len(times)) if i not in absent]
         self.now, self.at_work, self.early = 0, {}, []  # at_work: client -> (arrival, exchange, kind, answer)
@@ -25,7 +35,11 @@ class Federation:
         self.handed_in = {}  # (kind, client) -> exchange of its kind in which the client handed in last
 
     def sum_first(self, n, kind, answer, max_staleness=None):
-        """Make an exchange; Σ p_i u_i / Σ p_i over the table, its mean age there, and the mean delay over everyone."""
+        """Make an exchange in which the first n replies count.
+
+        It returns Σ p_i u_i / Σ p_i over the table, the mean age of the replies in the table, and the mean delay over
+        all clients.
+        """
         number = self.exchanges.get(kind, 0)
         table = self.table.setdefault(kind, {})
         needed = n - sum(k == kind for k, *_ in self.early)
@@ -35,8 +49,9 @@ class Federation:
         if self.arrivals is not None:
             self.deliver(kind, number, answer, table)
             return self.mean(kind, number, table, answer(0))
-        queue = {}  # who answers this question, or an earlier one of its kind: client -> (arrival, exchange, answer)
-        fresh = {}  # who would be asked now or, done with another kind, later: client -> when
+        # the clients that reply to this exchange or an earlier one of its kind: client -> (arrival, exchange, answer)
+        queue = {}
+        fresh = {}  # the clients that are asked now, or as soon as they are done with another kind: client -> when
         for i in self.there:
             if i not in self.at_work:
                 fresh[i] = self.now
@@ -55,7 +70,8 @@ class Federation:
                 end = max(late)
                 arrived = sorted({*arrived, *(i for i in order if queue[i][0] <= end)})
         for i, start in fresh.items():
-            if start <= end:  # asked; an answer of another kind was handed in before
+            # the client is asked in this exchange, after it has handed in its reply of another kind, if any
+            if start <= end:
                 if i in self.at_work:
                     _, when, other, u = self.at_work[i]
                     self.early.append((other, i, when, u))
@@ -70,7 +86,8 @@ class Federation:
         return self.mean(kind, number, table, answer(0))
 
     def deliver(self, kind, number, answer, table):
-        """Ask whoever is idle; whom the schedule names hands in what it works on, for its own kind."""
+        """Ask all idle clients. The clients that the schedule names hand in their replies, each for the kind it was
+        asked for."""
         for i in set(self.there) - self.at_work.keys():
             self.at_work[i] = None, number, kind, answer(i)
         named, self.begun = self.arrivals[self.begun % len(self.arrivals)], self.begun + 1
@@ -83,7 +100,10 @@ class Federation:
         self.now += self.times[0]
 
     def mean(self, kind, number, table, like):
-        """Of everyone's last answers, 0 before the first; the mean age of those that there are, and the mean delay."""
+        """Return the mean of all last replies, their mean age, and the mean delay over all clients.
+
+        The mean is 0 before the first reply. The mean and the age are over the clients that have replied.
+        """
         self.exchanges[kind] = number + 1
         weight = {i: self.members[i][0] for i in range(len(self.times))}
         known = sum(weight[i] for i in table) or 1.0
@@ -94,7 +114,7 @@ class Federation:
 
 
 def mean_of_local_gradients(g, x, y, steps, lr):
-    """AFBO's G_i."""
+    """Return AFBO's G_i, the mean of the gradients along a client's local steps."""
     total, point = 0.0, y
     for _ in range(steps):
         gradient = inner_gradient(g, x, point)
@@ -103,7 +123,10 @@ def mean_of_local_gradients(g, x, y, steps, lr):
 
 
 def afbo(task, algorithm, rounds, n, times, work, absent=(), arrivals=None):
-    """(x, y, v) after so many rounds, and the delays and the time after each; `work`: E_i, or E_i^{t,k}."""
+    """Run AFBO; return (x, y, v) after all rounds, and the two delays and the time after each round.
+
+    `work` has the numbers of local steps: E_i, or E_i^{t,k} for round t and inner round k.
+    """
     fed, told = Federation(task, times, absent, arrivals), []
     x, y, v = np.zeros(task.x0.shape), np.zeros(task.y0.shape), np.zeros(task.y0.shape)
     c, wait = 0.0, None
@@ -144,7 +167,10 @@ def afbo(task, algorithm, rounds, n, times, work, absent=(), arrivals=None):
 
 
 def simfbo(task, algorithm, rounds, n, times, work, robust=False):
-    """(x, y, v) of SimFBO or, `robust`, ShroFBO with plain coefficients, and the delay and the time of each round."""
+    """Run SimFBO, or ShroFBO if `robust`, with plain coefficients.
+
+    It returns (x, y, v) after all rounds, and the delay and the time after each round.
+    """
     fed, told = Federation(task, times), []
     x, y, v = np.zeros(task.x0.shape), np.zeros(task.y0.shape), np.zeros(task.y0.shape)
     eta, gamma = algorithm.client_lr, algorithm.server_lr

@@ -1,10 +1,13 @@
-"""The quadratic task as NumPy matrices, for methods written out by hand and for where they end."""
+"""The quadratic task as NumPy matrices, for rounds written out by hand and for the points where methods end."""
 
 import numpy as np
 
 
 def members(task):
-    """[(weight, f's coefficients D, E, t, g's A, B, c)]; within a client the samples differ in c and t alone."""
+    """Return (weight, f's coefficients D, E, t, g's coefficients A, B, c) for each client.
+
+    The samples of a client differ only in c and t; these are means over its samples.
+    """
     clients = task.clients
     rows = zip(*([data.row(i) for i in range(len(clients))] for data in (clients.outer, clients.inner)), strict=True)
     means = [[{name: leaf.mean(0) for name, leaf in row.items()} for row in both] for both in rows]
@@ -12,33 +15,33 @@ def members(task):
 
 
 def mean_matrices(task):
-    """Weighted means of A, B, c, D, E, and of D t as "Dt"."""
+    """Return the weighted means over clients of A, B, c, D and E, and of D t under the name "Dt"."""
     every = [(p, {**f, **g, "Dt": f["D"] @ f["t"]}) for p, f, g in members(task)]
     return {name: sum(p * own[name] for p, own in every) for name in ("A", "B", "c", "D", "E", "Dt")}
 
 
 def inner_gradient(g, x, y):
-    """∇y g = A y − B x − c."""
+    """Return ∇y g = A y − B x − c."""
     return g["A"] @ y - g["B"] @ x - g["c"]
 
 
 def outer_gradient(f, x, y):
-    """∇y f = D(y − t) + Eᵀx."""
+    """Return ∇y f = D(y − t) + Eᵀx."""
     return f["D"] @ (y - f["t"]) + f["E"].T @ x
 
 
 def hypergradient(f, g, x, y, v):
-    """∇x f − ∇²xy g·v, with ∇x f = x + E y and ∇²xy g = −Bᵀ."""
+    """Return ∇x f − ∇²xy g·v, where ∇x f = x + E y and ∇²xy g = −Bᵀ."""
     return x + f["E"] @ y + g["B"].T @ v
 
 
 def directions(f, g, x, y, v):
-    """The directions of x, y and v in single-loop methods."""
+    """Return the directions along which single-loop methods move x, y and v."""
     return hypergradient(f, g, x, y, v), inner_gradient(g, x, y), g["A"] @ v - outer_gradient(f, x, y)
 
 
 def fedavg_on_y(task, x, y, work, lr):
-    """One round of FedAvg on y: the weighted mean of the clients' ends."""
+    """Return y after one round of FedAvg: the weighted mean of the points where the clients' local steps end."""
     end = 0
     for (p, _, g), tau in zip(members(task), work, strict=True):
         own = y
@@ -49,13 +52,13 @@ def fedavg_on_y(task, x, y, work, lr):
 
 
 def neumann(matrix, step, terms):
-    """The series step Σ_{n<terms} (I − step·matrix)^n, for its inverse."""
+    """Return the Neumann series step·Σ_{n<terms} (I − step·matrix)^n, which approximates the inverse of the matrix."""
     shrink = np.eye(len(matrix)) - step * matrix
     return step * sum(np.linalg.matrix_power(shrink, n) for n in range(terms))
 
 
 def rest(task, parts):
-    """x where Σ p [x + E y + BᵀP(D y − Dt + Eᵀx)] = 0 at y = y*(x), over `parts` of (p, matrices, P)."""
+    """Return x with Σ p [x + E y + BᵀP(D y − Dt + Eᵀx)] = 0 at y = y*(x), summed over `parts` of (p, matrices, P)."""
     m = mean_matrices(task)
     to_y, offset = np.linalg.solve(m["A"], m["B"]), np.linalg.solve(m["A"], m["c"])
     left, right = 0, 0
@@ -67,12 +70,15 @@ def rest(task, parts):
 
 
 def end_with_series(task, step, terms):
-    """x at rest of a method with v = step Σ_{k<terms} (I − step·H)^k ∇y F."""
+    """Return the x at which a method rests whose v is step·Σ_{k<terms} (I − step·H)^k ∇y F."""
     m = mean_matrices(task)
     return rest(task, [(1.0, m, neumann(m["A"], step, terms))])
 
 
 def end_of_own(task, inverse=lambda i, hessian: np.linalg.inv(hessian)):
-    """x at rest of a method that follows the mean of clients' own hypergradients, each with an inverse of its own."""
+    """Return the x at which a method rests that follows the mean of the clients' own hypergradients.
+
+    `inverse` gives the matrix that client i uses as the inverse of its own Hessian.
+    """
     own = [(p, {**f, **g, "Dt": f["D"] @ f["t"]}) for p, f, g in members(task)]
     return rest(task, [(p, m, inverse(i, m["A"])) for i, (p, m) in enumerate(own)])

@@ -1,4 +1,7 @@
-"""A quadratic of few dimensions too few, cut by a box, and the point of its minimisers that is nearest to an anchor."""
+"""A quadratic F with many minimisers in a box, and H, half the squared distance from an anchor, which selects one.
+
+F depends on two of the four dimensions of x. The solution is the minimiser of F that is nearest to the anchor.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +11,7 @@ import fedbilevel as fb
 
 SIZES, WEIGHTS, BOUND, DIM = (3, 5, 2), np.array([1.0, 2.0, 0.5]), 0.6, 4
 RNG = np.random.default_rng(3)
-BASIS = RNG.normal(size=(2, DIM))  # all rows lie in its span: F is flat along the other two dimensions
+BASIS = RNG.normal(size=(2, DIM))  # all rows lie in the span of BASIS, so that F is flat along the other two dimensions
 ROWS = [RNG.normal(size=(n, 2)) @ BASIS / 2 for n in SIZES]
 TARGETS = [rows @ np.array([0.5, -0.3, 0.2, 0.4]) + 0.3 * RNG.normal(size=len(rows)) for rows in ROWS]
 ANCHOR, START = np.array([1.5, -1.0, 1.0, -2.0]), np.full(DIM, 0.5)
@@ -29,10 +32,14 @@ CLIENTS = fb.Clients([{"a": a, "b": b} for a, b in zip(ROWS, TARGETS, strict=Tru
 
 
 def solution():
-    """x* by SciPy: F's minimisers have BASIS·x as any one of them, and ½‖x − a‖² is least in the box."""
+    """Find x* with SciPy: the point of the box that minimises ½‖x − a‖² under BASIS·x = BASIS·x_0, with a the anchor.
+
+    All minimisers of F have the same product with BASIS as any one minimiser x_0.
+    """
     hessian = EVERY_ROW.T @ (SHARE[:, None] * EVERY_ROW)
     some = np.linalg.lstsq(hessian, EVERY_ROW.T @ (SHARE * EVERY_TARGET), rcond=None)[0]
-    assert np.all(np.abs(some) < BOUND)  # so that the minimisers over the box are minimisers over the space
+    # so that the minimisers of F in the box are also its minimisers in the whole space
+    assert np.all(np.abs(some) < BOUND)
     found = optimize.minimize(
         lambda x: ((x - ANCHOR) @ (x - ANCHOR) / 2, x - ANCHOR),
         some,
@@ -47,14 +54,14 @@ def solution():
 
 
 def on_path(penalty):
-    """x_λ, the minimiser of F + λH over the box, as bounded least squares."""
+    """Return x_λ, the minimiser of F + λH over the box, as the solution of a bounded least-squares problem."""
     rows = np.concatenate([np.sqrt(SHARE)[:, None] * EVERY_ROW, np.sqrt(penalty) * np.eye(DIM)])
     targets = np.concatenate([np.sqrt(SHARE) * EVERY_TARGET, np.sqrt(penalty) * ANCHOR])
     return optimize.lsq_linear(rows, targets, (-BOUND, BOUND), method="bvls", tol=1e-14).x
 
 
 def solved(algorithm, rounds, every):
-    """The run from START, with the distance of x and of the average from x*."""
+    """Run the algorithm from START; the metrics are the distances of x and of the average from x*."""
     exact = solution()
     metrics = {
         "error": lambda x, y: jnp.linalg.norm(x - exact),

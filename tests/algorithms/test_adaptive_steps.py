@@ -1,8 +1,10 @@
-"""Do steps of y and v follow the inner Hessian, where x makes it a thousand times stiffer?
+"""Do the steps of y and v follow the inner Hessian when x makes it a thousand times stiffer?
 
-g_i = ½ 10^x yᵀA_i y − c_iᵀy, A_i = s_i Q diag(κ^-1..1) Qᵀ: the largest eigenvalue of ∇²yy G = Σ p_i ∇²yy g_i is
-10^x Σ p_i s_i. f_i = ½ (x − 3)² + ½ε‖y − t_i‖². With y*(x) = 10^-x k, k = (Σ p A)⁻¹ Σ p c, and ε small, the solution is
-near x = 3: Φ′(x) = x − 3 − ε ln 10 (y* − Σ p t)ᵀy*. ε is κ^-2, since |y*| is about κ at x = 0: steps on x stay small.
+The inner losses are g_i = ½ 10^x yᵀA_i y − c_iᵀy with A_i = s_i Q diag(κ^-1..1) Qᵀ, so that the largest eigenvalue of
+∇²yy G = Σ p_i ∇²yy g_i is 10^x Σ p_i s_i. The outer losses are f_i = ½ (x − 3)² + ½ε‖y − t_i‖².
+
+The inner solution is y*(x) = 10^-x k with k = (Σ p A)⁻¹ Σ p c. For a small ε the solution is near x = 3:
+Φ′(x) = x − 3 − ε ln 10 (y* − Σ p t)ᵀy*. ε is κ^-2, since |y*| is about κ at x = 0, so that steps on x stay small.
 """
 
 import dataclasses
@@ -23,8 +25,8 @@ from refusals import refuses
 from representatives import slow_but
 
 SCALES, WEIGHTS, DIM = np.array([0.5, 1.0, 2.0]), np.array([0.4, 0.4, 0.2]), 4
-LARGEST = float(WEIGHTS @ SCALES)  # of ∇²yy G at x = 0
-STEP = 0.5 / LARGEST  # suits the start: below 2/L
+LARGEST = float(WEIGHTS @ SCALES)  # the largest eigenvalue of ∇²yy G at x = 0
+STEP = 0.5 / LARGEST  # suits the start, since it is below 2/L there
 
 
 def stiff(x, y, batch):
@@ -32,7 +34,7 @@ def stiff(x, y, batch):
 
 
 def far(x, y, batch):
-    """ε is a number of each sample, so that one program serves every κ."""
+    """Compute f; ε is a number of each sample, so that one program serves every κ."""
     return 0.5 * (x - 3) ** 2 + 0.5 * jnp.mean(batch["ε"] * jnp.sum((y - batch["t"]) ** 2, axis=-1))
 
 
@@ -40,7 +42,7 @@ STIFFENING = fb.Bilevel(far, stiff)
 
 
 def stiffening(condition):
-    """The problem, its clients, and its solution (x, y)."""
+    """Return the problem with its clients, and the x and y of its solution."""
     rng, epsilon = np.random.default_rng(0), condition**-2
     q = np.linalg.qr(rng.normal(size=(DIM, DIM)))[0]
     a = [scale * (q * np.geomspace(1 / condition, 1, DIM)) @ q.T for scale in SCALES]
@@ -52,7 +54,7 @@ def stiffening(condition):
     )
     k = np.linalg.solve(sum(p * own for p, own in zip(WEIGHTS, a, strict=True)), WEIGHTS @ c)
     low, high = 2.0, 4.0
-    for _ in range(60):  # Φ′ grows
+    for _ in range(60):  # bisection, since Φ′ grows with x
         x = (low + high) / 2
         y = 10**-x * k
         rising = x - 3 - epsilon * np.log(10) * (y - WEIGHTS @ t) @ y > 0
@@ -86,12 +88,12 @@ METHODS = EXACT | TRUNCATED
 
 
 def half(method):
-    """The method with steps of ½/L on y and v."""
+    """Give the method steps of ½/L on y and v."""
     return fb.AdaptiveSteps(method, y_lr=0.5)
 
 
 def at_the_start(part):
-    """The method, or part, with these steps as they are at the start, and nothing adapted."""
+    """Return the method, or the part, with the steps that suit the start as fixed numbers, so that nothing adapts."""
     changed = {}
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
@@ -118,8 +120,10 @@ def test_a_step_that_suits_the_start_does_not_suit_the_end(name):
 @pytest.mark.parametrize("condition", [10.0, pytest.param(100.0, marks=pytest.mark.slow), 1e4])
 @pytest.mark.parametrize("name", slow_but("SimFBO", "FedNest", of=METHODS))
 def test_none_diverges_where_x_makes_the_inner_problem_stiffer(name, condition):
-    """x takes 150 rounds for its first ln 20, and y's slowest mode goes by ½/κ a round: at κ = 10 by e^-57 in 1,150. At
-    κ = 10⁴ it is hardly gone: y is then no further off than at the start, |y*(0)| = 10^x |y*(x)|."""
+    """No method diverges, and x comes near 3, where the inner problem is up to a thousand times stiffer than at the
+    start. x takes 150 rounds for its first ln 20, and the slowest mode of y shrinks by the factor 1 − ½/κ in a round.
+    At κ = 10 this leaves e^-57 after the other 1,150 rounds. At κ = 10⁴ the mode has hardly shrunk, and y is no farther
+    off than at the start, where |y*(0)| = 10^x |y*(x)|."""
     problem, x, y = stiffening(condition)
     result = played(half(METHODS[name]), problem, 1_300)
     assert (
@@ -135,8 +139,9 @@ def test_none_diverges_where_x_makes_the_inner_problem_stiffer(name, condition):
 
 
 def left_of(run, a, tau=1, c=0.5):
-    """The matrix that is left of an error in y after a run in which x stays, by the L of its history: clients that are
-    alike make τ steps of c/L, with the L before the round, and the server goes as far, or less by as much as L rose."""
+    """Return the matrix that multiplies the error of y in a run in which x stays, from the curvatures of its history.
+    Clients that are alike make τ steps of c/L, with the L from before the round. The server moves y as far as they did,
+    or less by the factor by which L has risen in the round."""
     left, known = np.eye(DIM), run.history["curvature"]
     for before, after in itertools.pairwise(known):
         if before > 0:
@@ -149,8 +154,9 @@ def left_of(run, a, tau=1, c=0.5):
 @pytest.mark.parametrize("condition", [10.0, 100.0, 1e4])
 @pytest.mark.parametrize("name", slow_but("SimFBO", "FedNest", of=["SimFBO", "FedNest", "AFBO", "RABO"]))
 def test_the_error_in_y_falls_by_the_rate_of_half_of_1_over_L(name, condition):
-    """Where x stays, y_N = y* + Π (I − ½A/L_n)(0 − y*), A = Σ p A_i, with the L of the history, which is the largest
-    eigenvalue but for what a random vector takes from the power method; round 0 measures."""
+    """If x stays, the run multiplies the error of y by the matrices I − ½A/L_n, with A = Σ p A_i. So y_N = y* + Π
+    (I − ½A/L_n)(0 − y*). L_n is the curvature in the history. It is the largest eigenvalue, except for what the random
+    vector takes from the power method. Round 0 only measures."""
     (problem, clients), _, _ = stiffening(condition)
     x_stays = METHODS[name], ("server_lr" if name == "SimFBO" else "outer_lr")
     step = fb.XYV(x=1e-12, y=None, v=None) if name == "SimFBO" else 1e-12
@@ -165,20 +171,22 @@ def test_the_error_in_y_falls_by_the_rate_of_half_of_1_over_L(name, condition):
 
 @pytest.mark.parametrize("method", slow_but(fb.ShroFBO, of=[fb.SimFBO, fb.ShroFBO, fb.FedBiO]))
 def test_local_steps_and_their_sums_bear_unequal_work(method):
-    """τ = 20, 1, 5 local steps of c/(L Σ p τ), at most 1/L_i: no mean of them leaves the contraction, and ShroFBO's ρh
-    moves by c/L at most. x waits for y, and needs 2,000 rounds to come to 3, where L is 1,000-fold."""
+    """Clients with 20, 1 and 5 local steps come to x = 3, as their steps and the sums of these stay in the contraction.
+    The local steps are c/(L Σ p τ), and at most 1/L_i. No mean of them leaves the contraction, and ShroFBO's ρh moves y
+    by at most c/L. x waits for y, and needs 2,000 rounds to come to 3, where L is 1,000-fold."""
     (problem, clients), _, _ = stiffening(10.0)
     clients = fb.Clients(clients.outer, clients.inner, weights=WEIGHTS, local_steps=[20, 1, 5])
     result = played(fb.AdaptiveSteps(method(batch_size=None)), (problem, clients), 2000)
     curvature = result.state.slots["adaptive_steps"].curvature
     assert float(curvature.work) == pytest.approx(0.4 * 20 + 0.4 * 1 + 0.2 * 5, rel=1e-6)
-    summed = 0.4 * 20 * 0.5 + 0.4 * 1 * 1.0 + 0.2 * 5 * 2.0  # Σ p τ s, times 10^x
+    summed = 0.4 * 20 * 0.5 + 0.4 * 1 * 1.0 + 0.2 * 5 * 2.0  # Σ p τ s; the curvature is this times 10^x
     assert float(curvature.summed) == pytest.approx(10 ** float(result.x) * summed, rel=0.05)
     assert abs(float(result.x) - 3) < 0.01
 
 
 def test_x_waits_in_a_run():
-    """From round 60 to 61, L having grown 10-fold or more: |Δx| = w r |h|/√Σh², h² being what the sum has grown by."""
+    """The step on x from round 60 to round 61 is shorter by the factor w, since L has grown 10-fold or more. It is
+    |Δx| = w r |h|/√Σh². The last h² is the amount by which the sum of squares grows in this round."""
     problem, _, _ = stiffening(10.0)
     method = fb.SimFBO(batch_size=None, local_steps=10)
     before, after = (played(method, problem, rounds) for rounds in (60, 61))
@@ -194,9 +202,9 @@ def test_x_waits_in_a_run():
 
 @pytest.mark.parametrize("method", slow_but(fb.FedBiO, of=[fb.SimFBO, fb.FedBiO, fb.ShroFBO]))
 def test_clients_that_are_alike_go_on_by_all_their_local_steps(method):
-    """r = 1: y_N = y* + Π (I − ½A/L_n)^τ (0 − y*), as if there were one client; round 0 measures. FedBiO's replies are
-    steps themselves, 0 in round 0, so that r is known a round later, and round 1 is by ½/(τL). With τ = 8, 1, 3 none
-    leaves the contraction either, and y comes to y*."""
+    """If clients are alike (r = 1), their τ local steps act like those of one client: y_N = y* + Π (I − ½A/L_n)^τ
+    (0 − y*). Round 0 only measures. FedBiO's replies are steps, which are 0 in round 0, so that r is known a round
+    later, and the steps of round 1 are ½/(τL). With τ = 8, 1, 3, y comes to y* too."""
     (problem, clients), _, _ = stiffening(10.0)
     outer, inner = clients.outer.row(0), clients.inner.row(0)
     a, c = inner["A"][0], inner["c"][0]
@@ -217,14 +225,15 @@ def test_clients_that_are_alike_go_on_by_all_their_local_steps(method):
     np.testing.assert_allclose(run.y, star - left @ star, rtol=1e-5, atol=1e-6)
     unequal = fb.Clients([outer] * 3, [inner] * 3, weights=WEIGHTS, local_steps=[8, 1, 3])
     np.testing.assert_allclose(played(made, (problem, unequal), 150).y, star, rtol=1e-4)
-    if method is not fb.FedBiO:  # no drift: 9 steps of ½/(4L) along the mean of four gradients at the same place
+    if method is not fb.FedBiO:  # no drift: 9 steps of ½/(4L) along the mean of four gradients at one point
         short = dataclasses.replace(made, algorithm=dataclasses.replace(made.algorithm, client_lr=1e-12))
         run = played(short, alike, 10, eval_every=1)
         np.testing.assert_allclose(run.y, star - left_of(run, a) @ star, rtol=1e-5, atol=1e-6)
 
 
 def test_clients_that_differ_do_not_drift_where_they_come_to_rest():
-    """With steps of 1/L, τ = 10 local steps leave y where drifts cancel; there r goes to 0, and drifts with it."""
+    """If clients differ, y comes to y* also with τ = 10 local steps. With local steps of 1/L, y would rest where the
+    drifts cancel. There r goes to 0, and the drifts go to 0 with it."""
     (problem, clients), x, y = stiffening(10.0)
     run = played(fb.SimFBO(batch_size=None, local_steps=10), (problem, clients), 1_500)
     np.testing.assert_allclose(run.y * 10 ** (float(run.x) - x), y, rtol=0.02, atol=0.02 * np.abs(y).max())
@@ -240,8 +249,10 @@ FEDNEST = fb.FedNest(inner=SVRG(rounds=2), batch_size=None, outer_lr=0.02)
     ids=["SimFBO", "FedNest"],
 )
 def test_costs_are_the_methods_and_those_of_the_measures(method, often):
-    """Three clients, 7 rounds: 10 products of each, then 3; a message carries two numbers and a seed more, and a reply
-    that measures five. FedNest measures with q, once in each of its T = 2 inner rounds. Of x alone: no product."""
+    """A run costs what the method costs with fixed steps, plus the products and the bytes of the measurements. Three
+    clients measure in 7 rounds: each makes 10 products the first time and 3 each later time. A message has two numbers
+    and a seed more; a reply that measures has six numbers more. FedNest measures with q, once in each of its T = 2
+    inner rounds. If only the step on x adapts, no product is added."""
     problem, _, _ = stiffening(10.0)
     plain, followed = (played(one, problem, 7).ledger for one in (fixed(method), method))
     assert followed.hvps == plain.hvps + 3 * (10 + 3 * (7 * often - 1))
@@ -253,7 +264,7 @@ def test_costs_are_the_methods_and_those_of_the_measures(method, often):
 
 
 def by_hand(x, gradient, rounds, size, lr=0.1):
-    """A leaf of x, which has `size` entries, after so many rounds of AdaGrad, in NumPy, where no curvature changes."""
+    """Run AdaGrad on a leaf of x in NumPy, if no curvature changes; x has `size` entries in all."""
     start, squares, far = x, 0.0, 0.0
     least = REACH * lr * min(1, max(np.linalg.norm(x), 1) / size**0.5)
     for t in range(rounds):
@@ -278,8 +289,8 @@ ON_X_TOO = [fb.SimFBO, fb.FedNest, fb.AFBO, fb.AggITD, fb.RABO, fb.FedBiO, fb.LF
 @pytest.mark.parametrize("rounds", [1, 12])
 @pytest.mark.parametrize("method", slow_but(fb.SimFBO, fb.LFedNest, of=ON_X_TOO))
 def test_steps_on_x_are_those_of_adagrad(method, rounds):
-    """∇Φ = s(x − 3e), s = (1, 10, 10^-4), y apart, also where clients make local steps on x, of other lengths each.
-    Every entry of a vector moves at its own pace, whatever its scale; in a matrix, one of small scale moves less."""
+    """Steps on x are AdaGrad's for ∇Φ = s(x − 3e), s = (1, 10, 10^-4), which has no y, also where clients step on x. An
+    entry of a vector moves at its own pace, whatever its scale. In a matrix, an entry of small scale moves less."""
     start = {"vector": np.zeros(3), "matrix": np.zeros((1, 3))}
     run = fb.solve(method(batch_size=None), *OF_X, start, np.zeros(2), rounds=rounds)
     for name, leaf in start.items():
@@ -297,7 +308,7 @@ def test_x_at_rest_stays():
 
 
 def test_entries_without_a_minimum_are_named():
-    """Φ = e^-x_0 + (x_1 − 2)² wants x_0 = ∞; x_1 comes to rest, and x_2 is in no loss."""
+    """Remarks on Φ = e^-x_0 + (x_1 − 2)² name x_0, whose optimum is ∞, and x_2, which is in no loss, but not x_1."""
     problem = fb.Bilevel(
         lambda x, y, batch: jnp.exp(-x["a"][0]) + (x["a"][1] - 2) ** 2 + 0 * jnp.mean(batch),
         lambda x, y, batch: jnp.vdot(y, y) / 2,
@@ -312,7 +323,8 @@ def test_entries_without_a_minimum_are_named():
 
 
 def test_entries_at_their_bounds_do_not_move():
-    """Φ = (x_0 − 2)²/2 + (x_1 + 2)²/2 presses x against the corner (1, −1) of the box, where it is after 50 rounds."""
+    """Entries of x that are pressed against the bounds of their box are not reported as moving.
+    Φ = (x_0 − 2)²/2 + (x_1 + 2)²/2 presses x against the corner (1, −1) of the box, where x is after 50 rounds."""
     wanted = jnp.array([2.0, -2.0])
     problem = fb.Bilevel(
         lambda x, y, batch: jnp.sum((x - wanted) ** 2) / 2 + 0 * jnp.mean(batch),
@@ -330,8 +342,8 @@ def test_entries_at_their_bounds_do_not_move():
     "method", slow_but(fb.SimFBO, of=[fb.SimFBO, fb.FedBiO, fb.FedNest, fb.AFBO, fb.RABO, fb.AggITD])
 )
 def test_a_hypergradient_far_below_x_is_not_rounded_off(method):
-    """∇Φ = 10^-6 (x − 3e) at x near −4, in single precision, whose steps there are 5e-7: a first step of 10^-3 h is
-    less. In ten rounds x goes on by 2η at least."""
+    """In single precision, x moves although ∇Φ = 10^-6 (x − 3e) is tiny. Near −4 the spacing of single precision is
+    5e-7, and a first step of 10^-3 h would be less. In ten rounds x moves by 2η at least."""
     problem = fb.Bilevel(lambda x, y, batch: 1e-6 * jnp.sum((x - 3) ** 2) / 2, lambda x, y, batch: jnp.vdot(y, y) / 2)
     clients = fb.Clients([np.ones((1, 1), np.float32)] * 2)
     start = np.full(3, -4, np.float32)
@@ -341,8 +353,9 @@ def test_a_hypergradient_far_below_x_is_not_rounded_off(method):
 
 
 def one_stiff(count):
-    """Clients of curvature 1, one of 1,000; f_i = ½‖y − o_i‖², g_i = ½c_i‖y − t_i − x‖²: y* = Σct/Σc + x, so that with
-    a ridge of 0.05‖x‖² the solution is x = (mean o − Σct/Σc)/1.1."""
+    """Return a problem with clients of curvature 1 and one of curvature 1,000, with its start, and its solution x.
+    f_i = ½‖y − o_i‖² and g_i = ½c_i‖y − t_i − x‖² have y* = Σct/Σc + x. With a ridge of 0.05‖x‖² on x the solution is
+    x = (mean o − Σct/Σc)/1.1."""
     rng = np.random.default_rng(0)
     c, (t, o) = np.where(np.arange(count) == count // 2, 1e3, 1.0), rng.normal(size=(2, count, 1, 3))
     data = {"c": c[:, None], "t": t, "o": o}
@@ -361,8 +374,10 @@ def one_stiff(count):
     "method", slow_but(fb.SimFBO, of=[fb.SimFBO, fb.FedNest, fb.FedBiO, fb.ShroFBO, fb.AFBO, fb.RABO, fb.FedMBO])
 )
 def test_a_stiff_client_that_is_seldom_asked_ruins_nothing(method):
-    """Rounds before do not know it. A step that they allow is 1,000 times too long for it: x's were 10^-6 to 10^-15
-    after 600 rounds of all but FedBiO and RABO, whose clients step by their own curvature, and x farther off than 0."""
+    """A stiff client that is seldom in a cohort spoils neither the steps on x nor y. The rounds before it takes part do
+    not know its curvature. The steps that they allow are 1,000 times too long for it. Without protection, x's steps
+    were 10^-6 to 10^-15 after 600 rounds of all methods but FedBiO and RABO, whose clients step by their own curvature,
+    and x was worse than 0."""
     problem, x = one_stiff(100)
     result = fb.solve(method(batch_size=None), *problem, rounds=600, cohort=10)
     assert float(result.history["x_step"][-1]) > 3e-4
@@ -371,7 +386,8 @@ def test_a_stiff_client_that_is_seldom_asked_ruins_nothing(method):
 
 
 def test_the_round_that_meets_a_stiff_client_steps_by_its_curvature():
-    """A cohort of one, one local step, c = 1: y ← y − (1/1000)·1000 (y − t − x) is the stiff client's optimum."""
+    """In the round in which a stiff client is first asked, y is the client's optimum, t + x. The cohort has one client,
+    which makes one local step with c = 1: y ← y − (1/1000)·1000 (y − t − x)."""
     problem, _ = one_stiff(4)
     method = fb.SimFBO(local_steps=1, batch_size=None)
     run = lambda rounds: fb.solve(method, *problem, rounds=rounds, cohort=1, key=1, eval_every=1)  # noqa: E731
@@ -387,8 +403,9 @@ def test_the_round_that_meets_a_stiff_client_steps_by_its_curvature():
     [fb.SimFBO, *(pytest.param(one, marks=pytest.mark.slow) for one in (fb.AFBO, fb.FedNest, fb.RABO, fb.AggITD))],
 )
 def test_the_unit_of_the_outer_loss_is_no_matter(method):
-    """h = 0 in SimFBO's round 0, since v = 0 and f knows no x: clients' first steps on x must not be of any size. All
-    of f is a million times as much, as with sums for means; v and h are, too, and x goes the same way."""
+    """x takes the same way if f is a million times as large, as with sums for means, since v and h scale too. In
+    SimFBO's round 0, h is 0, since v = 0 and f has no x in it, and clients' first steps must not be of arbitrary size.
+    """
     ((problem, clients), _, _), ends = stiffening(10.0), []
     scaled = fb.Bilevel(lambda x, y, batch: jnp.mean(batch["s"]) * jnp.mean((y - batch["t"]) ** 2), problem.inner)
     for scale in (1.0, 1e6):
@@ -401,7 +418,7 @@ def test_the_unit_of_the_outer_loss_is_no_matter(method):
 
 @pytest.mark.slow
 def test_which_steps_are_given_is_a_program_of_its_own():
-    """Methods with as many numbers, of other fields, must not share what is compiled, in one process."""
+    """Methods with as many given steps, but in other fields, do not share a compiled program in one process."""
     problem, _, _ = stiffening(10.0)
     steps = [fb.SimFBO(server_lr=fb.XYV(**{**dict.fromkeys("xyv"), given: 0.05}), **LOOP) for given in "xyv"]
     parts = [
@@ -428,7 +445,7 @@ def test_an_x_in_half_precision_needs_numbers_for_the_steps():
 
 
 def test_a_client_s_step_that_is_none_is_a_twentieth_of_the_servers():
-    """Steps that were given are kept; SimFBO's and AFBO's clients follow the server's, the least of several."""
+    """A client's step that is None is a twentieth of the server's step, or of the smallest one of several steps."""
     problem, _, _ = stiffening(10.0)
     step = fb.XYV(x=0.02, y=STEP, v=STEP)
     steps = fb.XYV(*(size / 20 for size in step))
@@ -463,12 +480,12 @@ def test_engines_agree_and_a_run_goes_on_with_the_same_bits(name, tmp_path):
 
 @pytest.mark.slow
 def test_a_compositional_problem_has_an_inner_hessian_that_is_the_identity():
-    """L = 1: y steps to r(x) at once, as AdaptiveSteps(y_lr=1) says."""
+    """In a compositional problem L is 1, and y steps to r(x) at once, as with AdaptiveSteps(y_lr=1)."""
     mean = fb.Compositional(lambda y, batch: jnp.vdot(y, y) / 2, lambda x, batch: x * jnp.mean(batch))
     clients = fb.Clients([np.ones((2, 1)), np.ones((2, 1))])
     run = fb.solve(fb.FedNest(batch_size=None), mean, clients, np.ones(3), np.zeros(3), rounds=60, eval_every=1)
     assert run.history["curvature"][-1] == pytest.approx(1, rel=1e-6)
-    assert np.linalg.norm(run.x) < 0.1  # from √3
+    assert np.linalg.norm(run.x) < 0.1  # x begins at a norm of √3
 
 
 def test_what_cannot_be_adapted_says_why():
@@ -496,14 +513,15 @@ def test_what_cannot_be_adapted_says_why():
     ):
         with pytest.raises(fb.errors.ConfigurationError, match=re.escape(words)):
             make()
-    assert jax.tree.map(lambda leaf: sentinel, steps).steps.y_lr is sentinel  # a placeholder is no number
+    assert jax.tree.map(lambda leaf: sentinel, steps).steps.y_lr is sentinel  # JAX's placeholders are not checked
     assert "depends on its data" in steps.allows.noise.why
     assert "the server's x" in steps.allows.local_x.why
 
 
 @pytest.mark.slow
 def test_an_estimate_apart_from_rounds_is_by_steps_measured_there():
-    """A series of 200 terms with s = 1/L is the inverse but for (1 − 1/κ)^200: 1e-9 at κ = 10."""
+    """check_hypergradient estimates a hypergradient apart from rounds, with steps that it measures there. A series of
+    200 terms with s = 1/L is the inverse up to (1 − 1/κ)^200, which is 1e-9 at κ = 10."""
     task = quadratic(clients=3, dim_x=2, dim_y=3, samples=(2, 2), condition=10.0)
     whole = Implicit(solver=Neumann(terms=200))
     method = fb.FedNest(hypergradient=whole, batch_size=None)
@@ -513,7 +531,8 @@ def test_an_estimate_apart_from_rounds_is_by_steps_measured_there():
 
 @pytest.mark.slow
 def test_where_clients_would_keep_much_they_begin_anew(monkeypatch):
-    """Then no state is as large as y, each measure takes ten products, not three, and the method ends where it did."""
+    """If clients would have to keep too much, they start the power method anew at each measurement. No client state is
+    then as large as y, each measurement takes ten products in place of three, and the method ends at the same point."""
     problem, x, y = stiffening(10)
     method, sizes, begin = half(EXACT["SimFBO"]).algorithm, [], fb.Local.start
 
@@ -527,7 +546,7 @@ def test_where_clients_would_keep_much_they_begin_anew(monkeypatch):
         monkeypatch.setattr("fedbilevel.engines.solve.KEPT", most)
         ends.append(played(method, problem, 7))
     assert sizes == [3 * DIM, 3]
-    assert ends[1].ledger.hvps - ends[0].ledger.hvps == 3 * 6 * (10 - 3)  # from the second round on
+    assert ends[1].ledger.hvps - ends[0].ledger.hvps == 3 * 6 * (10 - 3)  # 3 clients, 6 rounds
     end = fb.solve(
         fb.AdaptiveSteps(method, y_lr=0.5, remember=False), *problem, jnp.zeros(()), jnp.zeros(DIM), rounds=2500
     )
@@ -536,7 +555,7 @@ def test_where_clients_would_keep_much_they_begin_anew(monkeypatch):
 
 
 def cleaning(samples, rounds, **more):
-    """Run with weights of samples, of which some are those of no sample."""
+    """Run hyper-cleaning with weights of 80 samples, of which `samples` has those that exist at each client."""
     u = np.random.default_rng(0).normal(size=(4, 20, 3))
 
     def weighted(x, y, batch):
@@ -548,7 +567,7 @@ def cleaning(samples, rounds, **more):
 
 
 def test_entries_of_x_that_never_move_are_named():
-    """Samples 0 to 19 at every client, so that the weights 20 to 79 are those of none; not after few rounds."""
+    """A remark names the weights 20 to 79, as every client has only samples 0 to 19; but not after few rounds."""
     everywhere = np.tile(np.arange(20), (4, 1))
     result = cleaning(everywhere, 20)
     (remark,) = [one for one in result.remarks if "never moved" in one]
@@ -558,7 +577,8 @@ def test_entries_of_x_that_never_move_are_named():
 
 
 def test_entries_at_a_bound_of_x_have_moved():
-    """With x ≤ 0 from a start at 0 about half of all entries stay there, which have a hypergradient."""
+    """Entries of x that stay at their bound are not reported as never moved. With x ≤ 0 and a start at 0, about half of
+    the entries stay at 0. Their hypergradient is not 0."""
     result = cleaning(np.arange(80).reshape(4, 20), 20, project_x=fb.projections.box(-8, 0))
     assert np.any(result.x == 0)
     assert not any("never moved" in one for one in result.remarks)
@@ -566,7 +586,8 @@ def test_entries_at_a_bound_of_x_have_moved():
 
 @pytest.mark.parametrize("method", slow_but(fb.LFedNest, of=[fb.RABO, fb.LFedNest, fb.AFBO]))
 def test_batches_of_almost_no_curvature_do_not_make_a_client_step_far(method):
-    """Most samples have a curvature of 2e-7 and the others 2; x* is near 1. On one sample 1/L_i may be 5e6."""
+    """Batches with almost no curvature do not make a client's step so long that x leaves its solution, near 1. Most
+    samples have a curvature of 2e-7, and the others of 2, so that 1/L_i may be 5e6 on a batch of one sample."""
     rng = np.random.default_rng(0)
     samples = {"a": np.where(rng.random((6, 20, 1)) < 0.3, 1.0, 1e-7)}
     targets = {"t": 1 + 0.1 * rng.normal(size=(6, 20, 2))}

@@ -1,6 +1,6 @@
-"""ADBO and SDBO against their equations in NumPy, planes against a plain h, and where they end.
+"""Do ADBO and SDBO compute their equations, are the planes those of a plain h, and where do the methods end?
 
-The simulation in NumPy has tables of every client's values at the server, and carries Jacobians forward; the library
+The simulation in NumPy has a table of every client's values at the server, and carries Jacobians forward. The library
 does neither.
 """
 
@@ -37,10 +37,11 @@ FIELDS = {
     "batch_size": None,
     "client_lr": fb.XYV(x=0.2, y=0.05, v=0.2),
     "server_lr": fb.XYV(x=0.02, y=0.025, v=0.2),
-    "lagrangian": Lagrangian(planes=20),  # fewer than there are rounds
+    "lagrangian": Lagrangian(planes=20),  # fewer than there are rounds, so that planes are dropped
     "estimate": LinearizedADMM(lr=0.7),
 }
-TIMES = [1.0, 1.37, 2.71, 0.77, 5.03, 1.13, 0.91, 1.79, 8.11, 0.59]  # no two answers come at the same moment
+# chosen so that no two replies come at the same moment
+TIMES = [1.0, 1.37, 2.71, 0.77, 5.03, 1.13, 0.91, 1.79, 8.11, 0.59]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def task():
 
 
 class Played:
-    """A run of the library's, of which more rounds can be had."""
+    """Run the library's method; more rounds can follow."""
 
     def __init__(self, task, algorithm, engine, rounds=ROUNDS):
         x, y, count = task.x0, task.y0, len(task.clients)
@@ -69,7 +70,8 @@ def clocked(**fields):
 
 
 class Simulation:
-    """The method event by event: Algorithm 1 with tables, and the departures that the module names."""
+    """Simulate the method event by event: Algorithm 1 with tables, and the departures that the module's docstring
+    names."""
 
     def __init__(self, task, algorithm, times):
         self.a, self.times, self.members = algorithm, times, members(task)
@@ -78,12 +80,12 @@ class Simulation:
         self.x, self.z = np.zeros(dim_x), np.zeros(dim_y)
         self.own = [{"x": np.zeros(dim_x), "y": np.zeros(dim_y), "theta": np.zeros(dim_x)} for _ in self.p]
         self.planes, self.made = [], 0
-        self.told = {}  # client -> θ_i of its last answer that counted
+        self.told = {}  # client -> θ_i of its last reply that has counted
         self.at_work, self.early, self.exchange, self.now = {}, [], 0, 0.0
         self.ages, self.dropped, self.oldest = [], 0, 0
 
     def estimate(self):
-        """φ_i, φ_z and their Jacobians, by K steps of linearised ADMM."""
+        """Return φ_i, φ_z and their Jacobians after K steps of linearised ADMM."""
         eta, mu = self.a.estimate.lr, self.a.estimate.penalty
         y, z = [own["y"] for own in self.own], self.z
         psi = [0 * one for one in y]
@@ -104,7 +106,7 @@ class Simulation:
 
     def new_plane(self):
         self.early += [(i, *answer) for i, (_, *answer) in sorted(self.at_work.items())]
-        self.at_work = {}  # everyone is waited for
+        self.at_work = {}  # all clients are waited for
         phi, phi_z, to_y, to_z = self.estimate()
         gaps, gap_z = [own["y"] - one for own, one in zip(self.own, phi, strict=True)], self.z - phi_z
         h = sum(p * gap @ gap for p, gap in zip(self.p, gaps, strict=True)) + gap_z @ gap_z
@@ -117,7 +119,8 @@ class Simulation:
             "n": 4 * max(h, self.a.lagrangian.tolerance),
             "made": (self.x, phi, phi_z, to_y, to_z, h),
         }
-        plane["told"] = [own["y"] for own in self.own]  # whose last answer came, or is part of this plane
+        # each client's y_i as the server knows it: from this plane, and later from the client's last reply
+        plane["told"] = [own["y"] for own in self.own]
         plane["s"] = sum(p * b @ y for p, b, y in zip(self.p, plane["b"], plane["told"], strict=True))
         plane["kappa"] = h - self.a.lagrangian.tolerance - plane["a"] @ self.x - plane["s"] - plane["c"] @ self.z
         kept = [one for one in self.planes if one["lambda"] > 0] + [plane]
@@ -126,7 +129,7 @@ class Simulation:
         self.planes, self.made = kept, self.made + 1
 
     def answer(self, i):
-        """Ask client i; its answer: θ_i and y_i."""
+        """Ask client i; return its reply (θ_i, y_i)."""
         a, own, (_, f, _) = self.a, self.own[i], self.members[i]
         own["theta"] = own["theta"] + a.client_lr.v * (
             own["x"] - self.x - a.lagrangian.consensus_damping * own["theta"]
@@ -137,7 +140,8 @@ class Simulation:
         return own["theta"], own["y"]
 
     def collected(self):
-        """One exchange: who counts in it, as (client, asked when, θ_i, y_i)."""
+        """Make one exchange; return the replies that count in it, as (client, exchange in which it was asked, θ_i,
+        y_i)."""
         for i in range(len(self.p)):
             if i not in self.at_work:
                 self.at_work[i] = (self.now + self.times[i], self.exchange, *self.answer(i))
@@ -185,7 +189,10 @@ class Simulation:
 
 
 def agrees(carry, told):
-    """1e-12: sums of ten terms of size about 1; the steps contract. Of λ and what it multiplies, relative to Σ λ."""
+    """Compare to 1e-12: sums have ten terms of size about 1, and the steps contract.
+
+    λ, and what it multiplies, is compared relative to Σ λ.
+    """
     close, planes = {"rtol": 1e-12, "atol": 1e-12}, carry.state.planes
     np.testing.assert_allclose(carry.state.x, told.x, **close)
     np.testing.assert_allclose(carry.state.y, told.z, **close)
@@ -207,7 +214,7 @@ def agrees(carry, told):
 
 @pytest.fixture(scope="module")
 def adbo(task):
-    """The simulation and the library, with a bound on staleness."""
+    """Return the simulation and the library's run, with a bound on staleness."""
     algorithm = ADBO(**FIELDS, wait_for=4, max_staleness=3)
     return Simulation(task, algorithm, TIMES).play(ROUNDS), Played(task, algorithm, clocked(network=TIMES))
 
@@ -224,7 +231,8 @@ def test_nobody_counts_who_was_asked_longer_ago_than_the_bound(task, adbo):
     age, weight = run.costs.metrics["local_step", "staleness"]
     np.testing.assert_allclose((age, weight), np.transpose(told.ages), rtol=1e-12)
     assert told.oldest == 3
-    assert Simulation(task, ADBO(**FIELDS, wait_for=4), TIMES).play(ROUNDS).oldest > 3  # the bound is what bounds
+    # without the bound, replies are older
+    assert Simulation(task, ADBO(**FIELDS, wait_for=4), TIMES).play(ROUNDS).oldest > 3
 
 
 def test_sdbo_is_the_algorithm_and_nears_the_solution(task):
@@ -232,19 +240,23 @@ def test_sdbo_is_the_algorithm_and_nears_the_solution(task):
     everyone = ADBO(**FIELDS, wait_for=len(task.clients))
     agrees(run.carry, Simulation(task, everyone, [1.0] * len(task.clients)).play(ROUNDS))
     calls = {phase: np.unique(count.exchanges) for (phase, *_), count in run.costs.calls.items()}
-    assert calls == {"consensus_step": [10], "consensus_adjoint": [10], "local_step": [10]}  # K, K, T
+    assert calls == {"consensus_step": [10], "consensus_adjoint": [10], "local_step": [10]}  # K, K and T exchanges
     assert SDBO().findings(run.carry.state).warning == ""
     errors = []
     for _ in range(10):
         state = run.more().state
         errors.append(float(task.metrics["relative_error"](state.x, state.y)))
-    assert max(errors[-5:]) < 0.1  # of 1 at the start; see docs/reference/algorithms/adbo.md for what stays
+    assert max(errors[-5:]) < 0.1  # it is 1 at the start; docs/reference/algorithms/adbo.md says why the rest stays
 
 
 @pytest.mark.slow
 def test_planes_are_of_those_who_are_there(task):
-    """With all of them heard the server knows Σ p_i b_il·y_i / Σ p_i over them, also for the plane of before they were:
-    the sums of changes in it are over Σ p_i = 0.895, too. Sums of nine terms of size about 1: 1e-12."""
+    """If a client is never there, the planes are those of the other clients alone.
+
+    Once all of them have replied, the server knows Σ p_i b_il·y_i / Σ p_i over these clients, also for the plane that
+    was made before they replied. The sums of changes in that plane are over Σ p_i = 0.895, too. Sums of nine terms of
+    size about 1 are off by less than 1e-12.
+    """
     away = 8
     there = np.delete(np.arange(len(TIMES)), away)
     clock = {"network": TIMES, "availability": [float(i != away) for i in range(len(TIMES))]}
@@ -260,14 +272,18 @@ def test_planes_are_of_those_who_are_there(task):
 
 
 def test_planes_cut_off_no_point_where_h_is_at_most_the_tolerance(adbo):
-    """On a quadratic φ is affine and h convex, so that every plane is below it; at its own point it says h − ε."""
+    """No plane cuts off a point at which h is at most the tolerance ε.
+
+    On a quadratic φ is affine and h convex, so that every plane is below h − ε; at the point where it was made it has
+    this value.
+    """
     told, run = adbo
     rng, tolerance = np.random.default_rng(0), run.tolerance
     for plane in told.planes:
         x, phi, phi_z, to_y, to_z, h = plane["made"]
 
         def value(step, offsets, offset_z, plane=plane, made=(x, phi, phi_z, to_y, to_z)):
-            """The left-hand side at x + step and φ(x + step) + offsets."""
+            """Return the left-hand side of the plane at x + step and φ(x + step) + offsets."""
             x, phi, phi_z, to_y, to_z = made
             inner = [b @ (f + j @ step + d) for b, f, j, d in zip(plane["b"], phi, to_y, offsets, strict=True)]
             return (
@@ -287,13 +303,16 @@ def test_planes_cut_off_no_point_where_h_is_at_most_the_tolerance(adbo):
 
 
 def bent(x, y, batch):
-    """An inner loss whose Hessians depend on the point."""
+    """Compute an inner loss whose Hessians depend on the point."""
     return inner(x, y, batch) + jnp.log(jnp.cosh(y[0] - x[0] * x[1])) + 0.1 * jnp.sum(y**4)
 
 
 @pytest.mark.slow
 def test_the_gradient_of_h_is_that_of_a_plain_h():
-    """Through all steps at the points where they were made: jax.grad of h written in one piece, to 1e-10."""
+    """The gradient of h through all steps of the estimate is that of jax.grad for h written in one piece, to 1e-10.
+
+    The gradient is taken at the points where the steps were made.
+    """
     task = quadratic(clients=2, dim_x=2, dim_y=3, samples=(1, 3))
     algorithm = ADBO(batch_size=None, estimate=LinearizedADMM(steps=3, lr=0.3), iterations=1, wait_for=2)
     eta, mu = algorithm.estimate.lr, algorithm.estimate.penalty
@@ -353,7 +372,7 @@ def test_what_does_not_fit_the_clients(algorithm, cohort, words, task):
 
 @pytest.mark.slow
 def test_who_is_never_there_counts_nowhere(task):
-    """The solution that is neared is the others' own, with their weights among themselves."""
+    """If one client is never there, x nears the solution of the others, whose weights are normalised."""
     away = 8
     clock = fb.Clock(network=TIMES, availability=[float(i != away) for i in range(len(TIMES))])
     weights = np.where(np.arange(len(TIMES)) == away, 0, task.clients.weights)

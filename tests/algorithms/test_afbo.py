@@ -1,6 +1,6 @@
-"""Does AFBO compute what its paper says, with everyone's last answers, and end where it should?
+"""Does AFBO compute what its paper says, with the last replies of all clients, and end at its closed form?
 
-On the quadratic task: heterogeneous, weighted, full batches unless said otherwise.
+The problem is the quadratic task: heterogeneous, weighted, with full batches unless a test says otherwise.
 """
 
 import warnings
@@ -84,11 +84,11 @@ AGREEMENT = {
 }
 
 WORK = np.array([1, 2, 3, 1, 2])
-TIMES = (1.0137, 1.7291, 0.6113, 7.3471, 2.1193)  # seconds from question to answer
+TIMES = (1.0137, 1.7291, 0.6113, 7.3471, 2.1193)  # seconds from request to reply
 BY_K = np.random.default_rng(0).integers(1, 4, (12, 2, 5))  # E_i^{t,k}
-ARRIVALS = np.random.default_rng(1).random((7, 5)) < 0.4  # of 7 exchanges, after which it begins again
+ARRIVALS = np.random.default_rng(1).random((7, 5)) < 0.4  # of 7 exchanges, after which the schedule begins again
 ARRIVALS[0] = False
-STEP = 0.6  # of Neumann series
+STEP = 0.6  # the step of the Neumann series
 TERMS = (4, 1, 7, 2, 3)  # N_i
 
 
@@ -98,7 +98,7 @@ def method(hypergradient, outer_lr=0.05, **inner):
 
 
 def beta_by_both(t, k):
-    """β_{t,k}, which is no product of a number by t and a number by k."""
+    """Return β_{t,k} that is no product of a function of t and a function of k."""
     return 0.8 / (1 + t + 2 * k)
 
 
@@ -107,7 +107,7 @@ def series(terms=4, **fields):
 
 
 LOCAL, GLOBAL = method(series()), method(fb.parts.SystemSteps(lr=0.4))
-CASES = {  # algorithm, clients that are never there; E, who arrives
+CASES = {  # the algorithm, the clients that are never there, then perhaps E and the arrivals
     "local": (fb.Asynchronous(LOCAL, wait_for=2), ()),
     "local, each its own N_i": (fb.Asynchronous(method(series(TERMS)), wait_for=2), ()),
     "global, penalty, bounded": (fb.Asynchronous(GLOBAL, wait_for=1, max_staleness=3, delay_penalty=0.5), ()),
@@ -147,7 +147,7 @@ def clock(absent=(), **options):
 
 @pytest.mark.parametrize("name", slow_but("local, each its own N_i", "global, E and β by k, by a schedule", of=CASES))
 def test_equals_the_events_written_out(name, task):
-    """Twelve rounds against tests/algorithms/events.py: iterates, delays and time."""
+    """Twelve rounds have the iterates, delays and times of the simulation in tests/algorithms/events.py."""
     algorithm, absent, work, arrivals = (*CASES[name], *(WORK, None)[len(CASES[name]) - 2 :])
     there = clock(absent) if arrivals is None else fb.Clock(arrivals=arrivals, network=TIMES[0])
     own = fb.Clients(task.clients.outer, task.clients.inner, weights=task.clients.weights, local_steps=work)
@@ -162,19 +162,20 @@ def test_equals_the_events_written_out(name, task):
     np.testing.assert_allclose(result.y, y, rtol=1e-12, atol=1e-12)
     if isinstance(inside.hypergradient, fb.parts.SystemSteps):
         np.testing.assert_allclose(state.v, v, rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(result.history["time"][1:], told[:, 2], rtol=1e-9)  # a sum of ticks
+    np.testing.assert_allclose(result.history["time"][1:], told[:, 2], rtol=1e-9)  # times are sums of ticks
     if algorithm.asks.asynchronous:
         delays = np.stack([result.history[f"delay.{phase}"][1:] for phase in inside.allows.late], axis=1)
         np.testing.assert_allclose(delays, told[:, :2], rtol=1e-12, atol=1e-12)
         assert n == len(TIMES) or np.max(delays) > 1
     else:
         assert not any(name.startswith("delay") for name in result.history.rows[-1])
-    if absent:  # who never answers grows older by 1 each exchange, and all else has a bounded age
+    # the last reply of a client that is never there grows older by 1 in each exchange; all other ages are bounded
+    if absent:
         assert delays[-1, 1] - delays[-7, 1] == pytest.approx(6 * sum(task.clients.weights[i] for i in absent), abs=1.5)
 
 
 def test_local_steps_by_inner_round_are_counted_exactly(task):
-    """Beside the local steps nothing depends on them."""
+    """The ledger counts the local steps of each inner round; no other cost depends on them."""
     steps, spent = [np.ones_like(BY_K), BY_K], []
     for work in steps:
         clients = fb.Clients(task.clients.outer, task.clients.inner, local_steps=work)
@@ -184,17 +185,20 @@ def test_local_steps_by_inner_round_are_counted_exactly(task):
 
 @pytest.fixture(scope="module")
 def alike():
-    """One local step each, so that nothing drifts."""
+    """Return the task with one local step for each client, so that no client drifts."""
     return quadratic(clients=5, dim_x=3, dim_y=4, condition=5, noise=0.0, samples=(3, 3))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["global", "local"])
 def test_ends_at_its_closed_form(kind, alike):
-    """Delays shift no end: at rest all last answers are those of the point of rest. "global": x*. "local": not x*, but
-    where Σ p_i [x + E_i y + B_iᵀP_i(D_i(y − t_i) + E_iᵀx)] = 0, P_i the N_i-term series of A_i, at y = Ā⁻¹(B̄x + c̄).
+    """Late replies do not move the point of rest, since there all last replies are those of this point.
 
-    Times vary: with fixed ones a client may happen to be done during inner exchanges alone, for ever."""
+    With "global" it is x*. With "local" it is not x*, but the x with Σ p_i [x + E_i y + B_iᵀP_i(D_i(y − t_i) + E_iᵀx)]
+    = 0, where P_i is the series of A_i with N_i terms, at y = Ā⁻¹(B̄x + c̄).
+
+    Times vary. With fixed times, a client could for ever be done during inner exchanges only.
+    """
     hypergradient_by = fb.parts.SystemSteps(lr=0.05) if kind == "global" else series(TERMS)
     algorithm = method(hypergradient_by, lr=0.1, outer_lr=0.01, local_steps=1)
     end = run(
@@ -209,8 +213,11 @@ def test_ends_at_its_closed_form(kind, alike):
 
 
 def test_the_random_length_gives_the_series_on_average(task):
-    """H_i by APHE over 20,000 keys, within five standard errors of s Σ_{k<N_i} (I − sA)^k ∇y f, every coordinate, for
-    N_i = 4 and 7; a product of always N_i factors would be another vector, and so would the other's N_i."""
+    """The mean of APHE's H_i over 20,000 keys is the series s Σ_{k<N_i} (I − sA)^k ∇y f, within five standard errors.
+
+    This holds in every coordinate, for N_i = 4 and 7. A product that always has N_i factors would give another vector,
+    and so would the N_i of another client.
+    """
     algorithm, s = method(series(TERMS, sampling="random")), STEP
     x, y = np.array([0.3, -1.0, 0.5]), np.array([1.0, 0.2, -0.7, 0.4])
 
@@ -234,7 +241,7 @@ def test_the_random_length_gives_the_series_on_average(task):
         assert np.any(np.abs(drawn.mean(0) - by(other)) > 10 * errors)
         last = TERMS[i] * (by(TERMS[i] + 1) - by(TERMS[i])) + hypergradient(f, g, x, y, 0 * b)
         assert np.any(np.abs(drawn.mean(0) - last) > 50 * errors)
-        assert set(spent) == set(range(1, TERMS[i] + 1))  # N' with the Hessian, one with ∇²xy g
+        assert set(spent) == set(range(1, TERMS[i] + 1))  # N' products with the Hessian, and one with ∇²xy g
 
 
 @pytest.mark.parametrize(
@@ -295,7 +302,7 @@ def test_a_schedule_of_arrivals_refuses_what_contradicts_it(engine, algorithm, w
         run(algorithm, alike, 1, engine=engine(clock=fb.Clock(arrivals=ARRIVALS)))
 
 
-@pytest.mark.filterwarnings("error::fedbilevel.errors.AbsenceWarning")  # so that nothing is compiled after it
+@pytest.mark.filterwarnings("error::fedbilevel.errors.AbsenceWarning")  # an error, so that nothing is compiled after it
 def test_who_never_arrives_is_named(alike):
     never = np.ones((2, 5), bool)
     never[:, 1] = False
@@ -309,7 +316,7 @@ def test_who_never_arrives_is_named(alike):
 
 
 def test_steps_by_round_and_inner_round_are_those_of_rounds_with_each(task):
-    """η_t, β_{t,k}: schedules, of β one for each k, give what the same numbers give, in each of three rounds."""
+    """Schedules of η_t, and of β_{t,k} for each k, give the same as their numbers, in each of three rounds."""
     by_both = method(series(), lambda round: 0.05 + 0.1 * round, lr=(0.7, lambda round: 0.1 + 0.2 * round))
     engine = fb.Reference()
     at_once = run(by_both, task, 3, engine=engine)
@@ -324,8 +331,10 @@ def test_steps_by_round_and_inner_round_are_those_of_rounds_with_each(task):
 
 @pytest.mark.parametrize("client_lr", slow_but(None, of=[0.2, None]))
 def test_a_rule_of_round_and_inner_round_gives_what_its_numbers_give(client_lr, task):
-    """β_{t,k} of K^t inner rounds: in each of three rounds as with the numbers of that round, one for each k. A
-    client's step that is None is a twentieth of β_{t,0}."""
+    """A rule for β_{t,k}, with K^t inner rounds, gives the same as its numbers for each k, in each of three rounds.
+
+    A client's step that is None is a twentieth of β_{t,0}.
+    """
     by_both = method(series(), rounds=lambda t: 1 + t, lr=beta_by_both, client_lr=client_lr)
     engine = fb.Reference()
     at_once = run(by_both, task, 3, engine=engine)
@@ -340,11 +349,11 @@ def test_a_rule_of_round_and_inner_round_gives_what_its_numbers_give(client_lr, 
     np.testing.assert_allclose(at_once.x, x, rtol=1e-12)
     alike = replace(by_both, inner=replace(by_both.inner, lr=lambda t: beta_by_both(t, 0)))
     by_round = run(alike, task, 3, engine=engine)
-    assert np.linalg.norm(by_round.y - y) > 1e-3  # it does depend on k
+    assert np.linalg.norm(by_round.y - y) > 1e-3  # the result does depend on k
 
 
 def test_a_rule_of_round_and_inner_round_is_part_of_a_run_and_can_be_halved(task, tmp_path):
-    """As every schedule: a run goes on with the same values alone, also where they differ only beyond k = 0."""
+    """A resumed run must have the same values of β_{t,k}, also those beyond k = 0, and `halved` halves all of them."""
     kept = tmp_path / "c.npz"
     run(method(series(), lr=beta_by_both), task, 1, checkpoint=kept)
     with pytest.raises(fb.errors.CheckpointError, match=r"schedule inner\.lr"):

@@ -1,4 +1,4 @@
-"""Does FBO-AggITD compute what its paper says, and where its hypergradient is exact, is it?
+"""Does FBO-AggITD compute what its paper says, and is its hypergradient exact where it should be?
 
 The problem is the quadratic task: heterogeneous, weighted, with cross terms of no symmetry.
 """
@@ -40,19 +40,19 @@ def method(sampling=None, **inner):
 
 
 def draw(monkeypatch, *lengths):
-    """Let the rounds that come have these Q."""
+    """Make these the random numbers Q of the rounds that follow."""
     remaining = iter(lengths)
     monkeypatch.setattr(aggitd, "uniform_below", lambda key, bound: jnp.asarray(next(remaining)))
 
 
 def linear_outer(x, y, batch):
-    """An outer loss with the same ∇y F at every y."""
+    """Compute an outer loss that has the same ∇y F at every y."""
     mean = {name: leaf.mean(0) for name, leaf in batch.items()}
     return x @ mean["E"] @ y + mean["t"] @ y + 0.5 * x @ x
 
 
 def unrolled(task, loss, x, y0):
-    """d/dx F(x, y^N(x)), y^N(x) being N gradient steps from the fixed y0, by differentiating through them."""
+    """Return d/dx F(x, y^N(x)) by differentiating through the N gradient steps from the fixed y0 to y^N(x)."""
     mean = mean_matrices(task)
 
     def value(x):
@@ -67,7 +67,8 @@ def unrolled(task, loss, x, y0):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["linear in y", "from y*(x)"])
 def test_equals_unrolling_where_it_should(case, monkeypatch):
-    """The series itself, and the mean of the random estimate over Q = 0..N−1."""
+    """The series, and the mean of the random estimate over Q = 0..N−1, equal unrolling if F is linear in y or y0 =
+    y*(x)."""
     task = quadratic(clients=3, noise=0.0, samples=(5, 5))
     if case == "linear in y":
         loss, y0 = linear_outer, Y0
@@ -85,7 +86,7 @@ def test_equals_unrolling_where_it_should(case, monkeypatch):
 
 
 def written_out(task, lengths):
-    """Rounds of the module's equations; a length None is the series."""
+    """Run rounds of the equations in the module's docstring; `lengths` has each round's Q, or None for the series."""
     x, y = X0, Y0
     for length in lengths:
         r = np.zeros(8)
@@ -103,8 +104,11 @@ def written_out(task, lengths):
 
 
 def test_two_rounds_written_out(monkeypatch):
-    """And what they cost: N exchanges of τ_i gradients each, ∇y f once (in the series N times), a product in each
-    exchange after Q, and the last exchange with one of both."""
+    """Two rounds equal the equations in NumPy, and their costs are those derived from the equations.
+
+    A round has N exchanges with τ_i gradients each. ∇y f is asked once, in the series N times. Each exchange after Q
+    has a product, and the last exchange has one gradient and one product.
+    """
     task = quadratic(clients=3, noise=0.0, samples=(5, 5)).with_own(local_steps=WORK)
     lengths = (0, 1)
     draw(monkeypatch, *lengths)
@@ -122,8 +126,11 @@ def test_two_rounds_written_out(monkeypatch):
 
 @pytest.mark.slow
 def test_the_default_ends_at_the_solution():
-    """The series, τ = 1, full batches: where its truncated inverse puts it, for this N x* to (1 − λμ)^N < 1e-7. The
-    paper's random length has the same mean, and a variance that grows with N."""
+    """The default ends where its truncated inverse puts it, which for this N is x* up to (1 − λμ)^N < 1e-7.
+
+    The default is the series, here with τ = 1 and full batches. The paper's random length has the same mean, but a
+    variance that grows with N.
+    """
     task = quadratic(clients=4, condition=4, noise=0.0)
     terms = 70
     lowest = np.linalg.eigvalsh(mean_matrices(task)["A"])[0]

@@ -1,4 +1,4 @@
-"""Does the wrapper leave the method inside as it is, where nobody is late, and refuse those that cannot be late?"""
+"""Does `Asynchronous` leave a method as it is if no reply is late, and refuse methods that cannot be late?"""
 
 import re
 
@@ -37,7 +37,7 @@ def outcome(algorithm, problem, rounds=4):
     clients, y0 = task.clients, task.y0
     work = (
         None if isinstance(problem, fb.SimpleBilevel) else WORK
-    )  # whose clients make no local steps, or all of theirs
+    )  # IRG and its relatives make no local steps, or all of theirs
     inner = {} if isinstance(problem, fb.Minimax) else {"inner": clients.inner}
     clients = fb.Clients(clients.outer, weights=clients.weights, local_steps=work, **inner)
     if isinstance(problem, fb.SingleLevel | fb.SimpleBilevel):
@@ -55,7 +55,11 @@ def outcome(algorithm, problem, rounds=4):
     ],
 )
 def test_waiting_for_everyone_is_the_method_itself(case):
-    """All have replied to this very message: sums of differences to the last replies give the mean of the replies."""
+    """If the server waits for all clients, the wrapped method has the numbers of the method itself.
+
+    All clients have replied to the present message. The sums of differences to the last replies then give the mean of
+    the replies.
+    """
     algorithm, problem = fixed(case.algorithm), case.problem
     plain, late = outcome(algorithm, problem), outcome(fb.Asynchronous(algorithm, wait_for=4), problem)
     for one, other in zip(*(jax.tree.leaves((result.x, result.y)) for result in (plain, late)), strict=True):
@@ -64,7 +68,7 @@ def test_waiting_for_everyone_is_the_method_itself(case):
     for replies in late.state.slots["memory"].values():
         assert float(replies.delay) == pytest.approx(0, abs=1e-12)
     assert late.ledger.bytes_down == plain.ledger.bytes_down + 4 * plain.ledger.replies  # the number of the exchange
-    assert late.ledger.bytes_up == plain.ledger.bytes_up + 2 * 8 * plain.ledger.replies  # the memory's two numbers
+    assert late.ledger.bytes_up == plain.ledger.bytes_up + 2 * 8 * plain.ledger.replies  # the two numbers of the memory
 
 
 def test_every_method_that_can_be_late_is_here():
@@ -84,8 +88,11 @@ def test_why_a_method_cannot_be_late_is_said(name):
 
 @pytest.mark.slow
 def test_late_replies_leave_fedlin_its_fixed_point():
-    """f_i = a_i (x − c_i)²/2: at x* = Σ p a c / Σ p a the mean gradient is 0, and with it every corrected step; so late
-    replies change the way, not the end. FedAvg with as many local steps ends elsewhere."""
+    """Late replies leave FedLin's fixed point where it is; FedAvg with as many local steps ends elsewhere.
+
+    With f_i = a_i (x − c_i)²/2, the mean gradient is 0 at x* = Σ p a c / Σ p a, and so is every corrected step. Late
+    replies therefore change the way of x, but not its end.
+    """
     a, c, weights = np.array([1.0, 2.0, 4.0]), np.array([-1.0, 3.0, 0.5]), np.array([0.5, 0.2, 0.3])
     clients = fb.Clients([{"a": a[i : i + 1], "c": c[i : i + 1]} for i in range(3)], weights=weights)
     problem = fb.SingleLevel(lambda x, batch: jnp.mean(batch["a"] * (x - batch["c"]) ** 2) / 2)
@@ -93,16 +100,20 @@ def test_late_replies_leave_fedlin_its_fixed_point():
     engine = fb.Local(clock=fb.Clock(network=(1.0, 2.0, 5.0)))
     result = fb.solve(late, problem, clients, jnp.zeros(()), None, rounds=600, engine=engine)
     assert result.history["staleness"][-1] > 0.5
-    moves = 1 - (1 - 0.1 / 4 * a) ** 4  # of FedAvg's local steps towards c
+    moves = 1 - (1 - 0.1 / 4 * a) ** 4  # the share of the way to c that FedAvg's local steps make
     star, fedavg = (np.sum(weights * by * c) / np.sum(weights * by) for by in (a, moves))
     assert abs(float(result.x) - star) < 1e-9 < abs(fedavg - star)
 
 
 def test_the_penalty_divides_the_step_by_one_and_the_delay():
-    """From x = y = 0 with ∇y g_i = −c_i the first step is γ times the mean of c_i over the two who have replied.
+    """With a delay penalty, the second step is shorter by the factor 1/(1 + penalty · mean age).
 
-    The first exchange ends at 2 s. Client 2, asked in it, replies at 2.5 s, and client 0 again at 3 s: the second mean
-    has a reply of client 0 of age 0, and replies of clients 1 and 2 of age 1. Client 3 is in no mean, and has no age.
+    From x = y = 0, where ∇y g_i = −c_i, the first step is γ times the mean of c_i over the two clients that have
+    replied.
+
+    The first exchange ends at 2 s. Client 2, which was asked in it, replies at 2.5 s, and client 0 again at 3 s. The
+    second mean has a reply of client 0 of age 0, and replies of clients 1 and 2 of age 1. Client 3 is in no mean and
+    has no age.
     """
     task = quadratic(clients=4, dim_x=2, dim_y=3, samples=(2, 4))
     steps = fixed(fb.SimFBO(batch_size=None, local_steps=1, server_lr=0.2))
@@ -125,8 +136,12 @@ def test_the_penalty_divides_the_step_by_one_and_the_delay():
     "shares", [[0, 1], [0.5, 0.5], [0.2] * 5, [0.75, 0, 0, 0.25], [0, 0, 0, 1], [0.5, *[0] * 9, 0.5]]
 )
 def test_steps_that_are_stable_without_delays_are_stable_with_them(shares):
-    """All roots of z^{D+1} − z^D + a Σ w_d z^{D−d} lie in the unit disc if a = 1.99/(1 + 2·mean delay); a = 2 is the
-    limit without delays. If all replies are one exchange old, a = 1 is the limit."""
+    """A step that is stable without delays stays stable with them if it is divided by 1 + 2·mean delay.
+
+    Without delays a < 2 is stable. With the shares w_d of replies that are d exchanges old, all roots of z^{D+1} − z^D
+    + a Σ w_d z^{D−d} lie in the unit disc for a = 1.99/(1 + 2·mean delay). If all replies are one exchange old, a = 1
+    is the limit.
+    """
     most, mean = len(shares) - 1, np.dot(shares, range(len(shares)))
 
     def largest_root(a):
@@ -139,9 +154,12 @@ def test_steps_that_are_stable_without_delays_are_stable_with_them(shares):
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_late_replies_do_not_make_the_steps_of_a_preset_diverge(dies):
-    """Four clients reply in pairs, and the last may fall silent for ever after 50 exchanges. The steps of the preset,
-    which were chosen for exchanges that wait for all clients, are twice as long as late replies allow: undivided they
-    raise the loss a hundredfold and more."""
+    """The steps of a preset, divided by the delay penalty, do not diverge with late replies.
+
+    Four clients reply in pairs, and the last client may fall silent for ever after 50 exchanges. The steps of the
+    preset were chosen for exchanges that wait for all clients, and are twice as long as late replies allow: undivided,
+    they raise the error.
+    """
     at = np.arange(200)[:, None]
     table = (np.arange(4) // 2 == at % 2) & ~((np.arange(4) == 3) & (at > 50) & dies)
     spec = configure(task="quadratic", algorithm="simfbo", settings=["task.clients=4"])
@@ -194,10 +212,13 @@ def test_what_cannot_be(make, words):
 
 
 def test_what_is_said_of_it_is_said_of_the_method():
-    """But what `Asynchronous` says itself, in a subclass too."""
+    """The wrapper reports the label, phases and fields of the method inside, except for what it decides itself.
+
+    The same holds for a subclass of `Asynchronous`.
+    """
 
     class Slower(fb.Asynchronous):
-        """The same under another name."""
+        """The same wrapper under another name."""
 
     inside = fixed(fb.AFBO(hypergradient=fb.parts.LocalImplicit(solver=fb.parts.CG()), batch_size=7))
     for wrapped in (fb.Asynchronous(inside, wait_for=2), Slower(inside, wait_for=2)):

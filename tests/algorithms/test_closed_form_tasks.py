@@ -1,6 +1,6 @@
-"""Do the methods made for compositional and minimax problems end where the tasks' closed forms say?
+"""Do the methods for compositional and minimax problems end where the tasks' closed forms say?
 
-Clients and weights are unequal, so that a biased method ends elsewhere: at a point that has a closed form, too.
+Clients and weights are unequal, so that a biased method ends at another point, which has a closed form as well.
 """
 
 import jax.numpy as jnp
@@ -27,12 +27,16 @@ def relative_error(found, exact):
 @pytest.mark.parametrize(
     ("method", "end", "exchanges"),
     [
-        pytest.param(fb.FedNest, solution, 5, id="fednest"),  # 2 on y, ∇y F, h, and the step on x; none for H = I
+        # T = 2 exchanges on y, ∇y F, h, and the step on x; none for a system, since H = I
+        pytest.param(fb.FedNest, solution, 5, id="fednest"),
         pytest.param(fb.LFedNest, local_point, 2, id="lfednest"),
     ],
 )
 def test_compositional(method, end, exchanges):
-    """T = 1, β = 1 and τ = 1 make y = R(x) = mean_i r_i(x). The other method's end is more than 5 % away."""
+    """FedNest ends at the solution and the other method at its own closed form, which is more than 5 % away.
+
+    With T = 1, β = 1 and τ = 1, y is R(x) = mean_i r_i(x).
+    """
     task, rounds = compositional(), 150
     inner = {fb.FedNest: fb.parts.SVRG, fb.LFedNest: fb.parts.LocalSGD}[method](rounds=1, lr=1.0, local_steps=1)
     algorithm = method(inner=inner, outer_lr=0.4, batch_size=None)
@@ -52,10 +56,10 @@ ON_Y = {"lr": BETA, "local_steps": INNER_STEPS}
 
 
 def round_matrix(clients):
-    """FedNest's round on the distance e from the saddle point, as a matrix.
+    """Return the matrix by which FedNest's round multiplies the distance e from the saddle point.
 
-    A client's τ corrected steps along q, with curvature C_i of its own, move y by −C_i⁻¹ (I − (I − β/τ C_i)^τ) q; then
-    the same on x, at the new y: q = C̄ e_y + Ā e_x and h = λP̄ e_x − Āᵀe_y.
+    A client with curvature C_i makes τ corrected steps along q, which move y by −C_i⁻¹ (I − (I − β/τ C_i)^τ) q. Then it
+    does the same on x, at the new y. Here q = C̄ e_y + Ā e_x and h = λP̄ e_x − Āᵀe_y.
     """
     rows = [{name: a[0] for name, a in clients.outer.row(i).items()} for i in range(len(clients))]
 
@@ -74,8 +78,11 @@ def round_matrix(clients):
 
 
 def test_fednest_reaches_the_saddle_linearly(hard):
-    """The error is that of the round's matrix, stretch by stretch, down to rounding; its ratio over a stretch of 15
-    rounds settles at the matrix's largest eigenvalue to that power, 0.054."""
+    """FedNest's error on a saddle is that of the round's matrix, stretch by stretch, down to rounding.
+
+    Over a stretch of 15 rounds, the ratio of the errors settles at the 15th power of the matrix's largest eigenvalue,
+    0.054.
+    """
     exact, stretch = np.concatenate(saddle_point(hard.clients)), 15
     distance = lambda x, y: jnp.linalg.norm(jnp.concatenate([x, y]) - exact)  # noqa: E731
     algorithm = fb.FedNest(inner=fb.parts.SVRG(**ON_Y), outer_steps=OUTER_STEPS, **COMMON)
@@ -92,7 +99,7 @@ def test_fednest_reaches_the_saddle_linearly(hard):
     assert len(falling) > 5
     np.testing.assert_allclose(falling[4:] / falling[3:-1], ratio, rtol=0.03)
     assert found[-1] < 1e-12
-    assert result.ledger.exchanges == 12 * stretch * (2 + 2)  # 2T + 2: there is no system to solve
+    assert result.ledger.exchanges == 12 * stretch * (2 + 2)  # 2T + 2, since there is no system to solve
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
-"""How many products with H, each an exchange where H is the federation's, do conjugate gradient and the series need?
+"""How many products with H do conjugate gradient and the Neumann series need?
 
-A dense symmetric H of 400 log-spaced eigenvalues from 1e-3 to 1, κ = 1e3, and a random b; both go on until the relative
-residual ‖Hv − b‖/‖b‖ is at most 1e-3, which is measured with H itself.
+If H is the federation's, each product is an exchange. Here H is dense and symmetric, with 400 log-spaced eigenvalues
+from 1e-3 to 1, so that κ = 1e3, and b is random. Both solvers go on until the relative residual ‖Hv − b‖/‖b‖, which is
+measured with H itself, is at most 1e-3.
 """
 
 import jax
@@ -13,7 +14,7 @@ import fedbilevel as fb
 from fedbilevel.algorithms.parts.linear_solvers import InClient
 
 DIMENSION, KAPPA, TOLERANCE = 400, 1e3, 1e-3
-STEP = 2 / (1 / KAPPA + 1)  # 2/(μ + ℓ), the best for a spectrum from μ to ℓ: it leaves (1 − 2/(κ + 1))^N at worst
+STEP = 2 / (1 / KAPPA + 1)  # 2/(μ + ℓ), the best step for a spectrum from μ to ℓ: it leaves at most (1 − 2/(κ + 1))^N
 RNG = np.random.default_rng(0)
 AXES = np.linalg.qr(RNG.normal(size=(DIMENSION, DIMENSION)))[0]
 EIGENVALUES, B = np.geomspace(1 / KAPPA, 1, DIMENSION), RNG.normal(size=DIMENSION)
@@ -21,12 +22,12 @@ MATRIX = AXES * EIGENVALUES @ AXES.T
 
 
 def left_by_series(terms):
-    """‖b − Hv‖/‖b‖ for v = s Σ_{n<N} (I − sH)ⁿ b: the residual is (I − sH)^N b."""
+    """Return ‖b − Hv‖/‖b‖ for v = s Σ_{n<N} (I − sH)ⁿ b; the residual is (I − sH)^N b."""
     return np.linalg.norm((1 - STEP * EIGENVALUES) ** terms * (AXES.T @ B)) / np.linalg.norm(B)
 
 
 def measured(solver, terms):
-    """The residual; and the products, as the solver reports them and as counted from without."""
+    """Return the residual, the products that the solver reports, and the products counted at H."""
     asked = []
 
     def product(loop, v, key, number):
@@ -40,7 +41,10 @@ def measured(solver, terms):
 
 
 def test_conjugate_gradient_needs_at_most_a_fifth_of_the_exchanges_of_the_series():
-    """The series is given the fewest terms with which it gets there for this b, fewer than the worst b would need."""
+    """Conjugate gradient needs at most a fifth of the exchanges of the series.
+
+    The series has the smallest number of terms that is enough for this b, which is smaller than for the worst b.
+    """
     worst = int(np.ceil(np.log(TOLERANCE) / np.log(1 - 2 / (KAPPA + 1))))
     terms = next(n for n in range(1, worst + 1) if left_by_series(n) <= TOLERANCE)
     residual, products = measured(fb.parts.Neumann(terms=terms, step=STEP), terms)
@@ -51,4 +55,4 @@ def test_conjugate_gradient_needs_at_most_a_fifth_of_the_exchanges_of_the_series
     assert products_by_cg <= products / 5
     short, few = measured(fb.parts.CG(tolerance=TOLERANCE, max_steps=10), 1)
     assert few == 10
-    assert short > TOLERANCE  # so the residual above is work done
+    assert short > TOLERANCE  # so that the residual above takes all these products

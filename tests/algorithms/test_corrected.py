@@ -1,4 +1,4 @@
-"""Does CorrectedFBO end at the solution with any number of local steps, and is its round the one that it says?"""
+"""Does CorrectedFBO end at the solution with any number of local steps, and compute its equations?"""
 
 import agreement
 import jax.numpy as jnp
@@ -29,8 +29,11 @@ FAR = fb.XYV(0.01, 0.1, 0.1)
     ids=["5", "20", "unequal"],
 )
 def test_it_ends_at_the_solution_whatever_the_local_steps(work):
-    """d_i(z) of a quadratic is affine, so that the round is one affine map, whose fixed point is x*: to rounding. The
-    paths without correction lead ShroFBO and SimFBO elsewhere."""
+    """CorrectedFBO ends at x*, to rounding, for any numbers of local steps; ShroFBO and SimFBO end elsewhere.
+
+    On a quadratic, d_i(z) is affine. A round is then one affine map, and its fixed point is x*. The other two methods
+    do not correct the paths of the clients.
+    """
     task = quadratic(clients=8, condition=5, samples=(2, 2)).with_own(local_steps=np.broadcast_to(work, 8))
     exact, mean = solution(task.clients), float(np.mean(work))
     fields = {"batch_size": None, "client_lr": FAR, "server_lr": fb.XYV(*(lr / mean for lr in (0.1, 0.5, 0.5)))}
@@ -42,7 +45,7 @@ def test_it_ends_at_the_solution_whatever_the_local_steps(work):
 
 
 def test_with_one_local_step_there_is_no_path_to_correct():
-    """d_0 is taken at z for any m, so that the rounds are SimFBO's, and both end at x*."""
+    """With one local step, rounds are those of SimFBO for any mean m, since d_0 is taken at z, and both end at x*."""
     task = quadratic(clients=8, condition=5, samples=(2, 2))
     fields = {"local_steps": 1, "batch_size": None, "client_lr": FAR, "server_lr": fb.XYV(0.1, 0.5, 0.5)}
     corrected, plain = (run(method(**fields), task, 1_000) for method in (fb.CorrectedFBO, fb.SimFBO))
@@ -51,7 +54,10 @@ def test_with_one_local_step_there_is_no_path_to_correct():
 
 
 def test_it_ends_at_the_solution_by_steps_that_adapt():
-    """The server then makes the longest step that is safe for a single direction, and clients a twentieth of it."""
+    """CorrectedFBO also ends at the solution with steps that adapt.
+
+    The server makes the longest step that is safe for a single direction, and clients a twentieth of it.
+    """
     task = quadratic(clients=4, condition=5, samples=(2, 2))
     result = run(fb.CorrectedFBO(local_steps=20, batch_size=None), task, 600)
     assert relative_error(result.x, solution(task.clients).x) < 1e-8
@@ -59,7 +65,7 @@ def test_it_ends_at_the_solution_by_steps_that_adapt():
 
 @pytest.mark.parametrize("optimizer", [authoring.Plain(), fb.parts.Momentum(decay=0.6)], ids=["plain", "momentum"])
 def test_equals_rounds_written_out(optimizer):
-    """Four rounds in NumPy, the directions being S z − s with S and s made of the samples."""
+    """Four rounds equal the equations in NumPy, with the directions S z − s, where S and s are made of the samples."""
     task = quadratic(clients=8, noise=0.0, samples=(4, 4)).with_own(local_steps=WORK)
     eta, gamma = fb.XYV(0.03, 0.2, 0.1), fb.XYV(0.05, 0.1, 0.2)
     method = fb.CorrectedFBO(batch_size=None, client_lr=eta, server_lr=gamma, local_optimizer=optimizer)
@@ -92,12 +98,12 @@ STARTS = np.tile(np.eye(3), (20, 1, 1))
 
 
 def outer(x, y, batch):
-    """Σ_r ⟨s_r, y_r⟩ of starts s, so that v* = Ā⁻¹ for each problem; x has no part in it."""
+    """Return Σ_r ⟨s_r, y_r⟩ for the starts s, so that v* = Ā⁻¹ for each problem; x has no influence on it."""
     return jnp.sum(x**2) + jnp.sum(y * STARTS)
 
 
 def inner(x, y, batch):
-    """Σ_r ½ y_rᵀA y_r of the rows y_r, added up over the problems."""
+    """Return Σ_r ½ y_rᵀA y_r over the rows y_r of y, added up over the problems."""
     return 0.5 * jnp.einsum("pri,npij,prj->", y, batch["A"], y) / len(batch["A"])
 
 
@@ -105,8 +111,11 @@ ROWS = fb.Bilevel(outer, inner)
 
 
 def hessians(rng, top, common):
-    """Twenty problems of four clients: symmetric matrices (4, 20, 3, 3) with eigenvalues from 0.1 to `top`, which is
-    the largest of each matrix; `common`: the four clients of a problem have the same one."""
+    """Draw symmetric matrices (4, 20, 3, 3), one for each of four clients in each of twenty problems.
+
+    The eigenvalues are between 0.1 and `top`, and the largest of each matrix is `top`. With `common`, the four clients
+    of a problem have the same matrix.
+    """
     axes = np.linalg.qr(rng.normal(size=(4, 20, 3, 3)))[0]
     sizes = np.concatenate([rng.uniform(0.1, top, (4, 20, 2)), np.full((4, 20, 1), top)], axis=2)
     found = np.einsum("cpij,cpj,cpkj->cpik", axes, sizes, axes)
@@ -114,10 +123,11 @@ def hessians(rng, top, common):
 
 
 def maps_of_a_round(method, matrices, work):
-    """The linear maps (20, 6, 6) of a round on (y − y*, m_y), and those on (v − v*, m_v), of twenty problems at once.
+    """Return the matrices (20, 6, 6) of a round on (y − y*, m_y), and on (v − v*, m_v), for twenty problems at once.
 
-    y has three rows, each a start of its own, and v begins at 0, where v − v* has three rows too. A round takes rows
-    r_t = (e_t, m_t) to r_t Mᵀ. The starts r_0, with m_0 = 0, and the r_1 after a round are six independent rows.
+    y has three rows, each with its own start. v begins at 0, where v − v* has three rows as well. A round maps each row
+    r_t = (e_t, m_t) to r_t Mᵀ. The starts r_0, which have m_0 = 0, and the rows r_1 after one round are together six
+    independent rows, and determine M.
     """
     samples = {"A": matrices[:, None]}
     clients = fb.Clients(samples, samples, weights=P, local_steps=work)
@@ -134,7 +144,7 @@ def maps_of_a_round(method, matrices, work):
 
 
 def radius(method, matrices, work):
-    """The largest modulus of an eigenvalue of each problem's round on y, (20,); rounds on v have the same map."""
+    """Return the largest modulus of an eigenvalue of each problem's round on y; rounds on v have the same matrix."""
     on_y, on_v = maps_of_a_round(method, matrices, work)
     np.testing.assert_allclose(on_v, on_y, rtol=1e-6, atol=1e-6)
     return np.abs(np.linalg.eigvals(on_y)).max(-1)
@@ -143,7 +153,10 @@ def radius(method, matrices, work):
 @pytest.mark.filterwarnings("ignore:x does not change y")
 @pytest.mark.parametrize("decay", [0.0, 0.7], ids=["plain", "momentum"])
 def test_rounds_are_stable_under_the_condition_of_the_docstring(decay):
-    """γρL + η(max‖a_i‖₁ − 1)L is 1.98 in all cases, from nearly all of it in γ to nearly all of it in η."""
+    """Rounds are stable if γρL + η(max‖a_i‖₁ − 1)L < 2, which is the condition in the method's docstring.
+
+    The left side is 1.98 in all cases, with nearly all of it from γ, nearly all of it from η, and cases in between.
+    """
     rng, top = np.random.default_rng(3), 4.0
     optimizer = fb.parts.Mixed(decay=decay)
     norms = np.array([float(optimizer.total(int(tau))) for tau in TAU])
@@ -156,7 +169,7 @@ def test_rounds_are_stable_under_the_condition_of_the_docstring(decay):
 
 @pytest.mark.filterwarnings("ignore:x does not change y")
 def test_the_condition_is_sharp_for_two_steps_and_equal_hessians():
-    """β is then ηλ/2, so that rounds are stable exactly if γρL + ηL < 2."""
+    """For two local steps and equal Hessians, rounds are stable exactly if γρL + ηL < 2, since β is then ηλ/2."""
     rng, top, work = np.random.default_rng(4), 4.0, np.full(4, 2)
     matrices = hessians(rng, top, common=True)
     for share in (0.3, 0.7):
@@ -168,7 +181,11 @@ def test_the_condition_is_sharp_for_two_steps_and_equal_hessians():
 
 
 def test_what_it_costs():
-    """Two evaluations of the directions for each local step; replies as long as ShroFBO's; x, y and v twice down."""
+    """CorrectedFBO costs twice ShroFBO's gradients, products and bytes to the clients, and equally many bytes back.
+
+    It evaluates the directions twice for each local step. Messages have x, y and v twice; replies are as long as
+    ShroFBO's.
+    """
     task = quadratic(clients=8).with_own(local_steps=WORK)
     ledgers = [run(fixed(m(batch_size=4)), task, 2).ledger for m in (fb.CorrectedFBO, fb.ShroFBO)]
     corrected, plain = ledgers

@@ -1,4 +1,4 @@
-"""What is measured of the inner curvature: by a client with its power method, and what the server makes of it."""
+"""What do clients measure of the inner curvature with the power method, and which steps does the server make of it?"""
 
 import dataclasses
 from types import SimpleNamespace
@@ -19,8 +19,11 @@ from fedbilevel.core.hyperparameters import OpenStep, open_steps
 
 
 def test_the_server_s_step_is_the_longer_of_two_safe_ones():
-    """L Σ p a = 3·2 beside Σ p a L = 9 and 4, for sums that clients do not drift in; √r c/L beside them, over
-    Σ p a Σ p/a = 2·2 where that is 4. A curvature that is not a number is no step of 0."""
+    """The server's step is the longer of two safe steps, and NaN if the curvature is NaN.
+
+    The first step is c over the larger of L Σ p a = 3·2 and Σ p a L, which is 9 or 4; it is safe even if clients drift
+    apart. The second one is √r c/L, divided by Σ p a Σ p/a, which is 2·2 in the last case.
+    """
     known = ServerCurvature(*map(jnp.asarray, (3.0, 2.0, 0.5, 9.0, 1.0, 0.0)))
     assert list(map(float, known.steps(1.0))) == pytest.approx([1 / 9, 0])
     assert list(map(float, known._replace(summed=jnp.asarray(4.0)).steps(1.0))) == pytest.approx([1 / 6, 0])
@@ -32,8 +35,11 @@ def test_the_server_s_step_is_the_longer_of_two_safe_ones():
 
 
 def test_x_waits_where_a_client_s_curvature_rises():
-    """L_i = 8, 2, 16, 16: the least is 8, then L_i, which falls by 5 % at most; and follows a rise by half a percent.
-    x's steps are Σ least_i / Σ L_i as long."""
+    """The factor of x's steps is Σ least_i / Σ L_i, and it falls if a client's curvature rises.
+
+    For L_i = 8, 2, 16, 16 least_i is 8 at first. L_i then falls by at most 5 %, to 7.6, and least_i with it.
+    When L_i rises to 16, least_i rises by half a percent at each measurement.
+    """
     problem = fb.Bilevel(lambda x, y, b: jnp.vdot(y, y), lambda x, y, b: jnp.mean(b) * x * jnp.vdot(y, y) / 2)
     client = SimpleNamespace(problem=problem, inner_batch=lambda key, size: jnp.ones(1))
     power, expected = PowerMethod.begin(jnp.zeros(2), keep=True), []
@@ -45,7 +51,8 @@ def test_x_waits_where_a_client_s_curvature_rises():
     assert expected == pytest.approx([1, 1, 7.6 * 1.005 / 16, 7.6 * 1.005**2 / 16])
     numbers = [Measured(*map(jnp.asarray, (1.0, 1, 1, 1, least, 1))) for least in (1.0, 0.4)]
     assert float(ServerCurvature.unknown().slower) == 1
-    for scale in (1, 7):  # unbiased means of a cohort are those of all, times its share of the weights
+    # the unbiased means of a cohort are those of all clients times the cohort's share of the weights
+    for scale in (1, 7):
         mean = jax.tree.map(lambda a, b, scale=scale: scale * (0.75 * a + 0.25 * b), *numbers)
         assert float(ServerCurvature.unknown().after(mean, jnp.ones(())).slower) == pytest.approx(0.85)
     x, h = jnp.ones(3), jnp.asarray([1.0, 2.0, -3.0])
@@ -55,9 +62,12 @@ def test_x_waits_where_a_client_s_curvature_rises():
 
 
 def test_few_products_a_round_follow_a_hessian_that_turns_and_grows():
-    """Eigenvalues 10^x (1, ½), their axes turned by a quarter while x goes from 0 to 3 in 300 rounds. The random vector
-    is at most 0.3 of what begins; two products make 0.075 of it in the other direction, by which L_i is too low by
-    ¾·0.075²/2 = 0.2 %. A round turns the axes by π/600, which is less."""
+    """Three products in a round are enough to follow a Hessian that turns and grows, within 3 %.
+
+    The eigenvalues are 10^x (1, ½), and their axes turn by a quarter while x goes from 0 to 3 in 300 rounds. The random
+    vector is at most 0.3 of the start of a measurement. Two products leave 0.075 of it in the other direction, so that
+    L_i is too low by ¾·0.075²/2 = 0.2 %. A round turns the axes by π/600, which is less.
+    """
 
     def inner(x, y, batch):
         turn = x * jnp.pi / 6
@@ -81,12 +91,15 @@ def test_few_products_a_round_follow_a_hessian_that_turns_and_grows():
     for place, x in enumerate(np.linspace(0, 3, 300)):
         kept, largest, hvps = asked(kept, x)
         assert 0.97 < float(largest) / 10**x < 1 + 1e-6
-        assert int(hvps) == 2 + (10 if place == 0 else 3)  # SimFBO's two, and the products
+        assert int(hvps) == 2 + (10 if place == 0 else 3)  # SimFBO's own two, and those of the measurement
 
 
 def test_a_direction_that_becomes_stiff_is_seen_after_the_power_method_has_settled():
-    """Eigenvalues 1, where u settles, and from then on one more that grows by a quarter in each round, of which u has
-    nothing left: L_i is never low by a factor of 2.5, at which steps of 1/L_i would be unstable for several rounds."""
+    """If the curvature in a direction in which u has decayed grows fast, L_i is soon right again.
+
+    One eigenvalue is 1, where u settles. From then on another one grows by a quarter in each round. L_i is never too
+    low by a factor of 2.5, at which steps of 1/L_i would be unstable for several rounds.
+    """
 
     def inner(x, y, batch):
         return 0.5 * (y[0] ** 2 + 1e-2 * x * y[1] ** 2 + 1e-3 * jnp.sum(y[2:] ** 2)) + 0 * jnp.mean(batch)
@@ -113,7 +126,10 @@ def test_a_direction_that_becomes_stiff_is_seen_after_the_power_method_has_settl
 
 
 def test_the_curvature_of_a_cohort_is_the_mean_that_its_replies_are():
-    """One of two clients of weights ¾ and ¼, g_i = h_i y²/2: L = (M/P) p_i h_i, as of the q that the server takes."""
+    """The curvature of a cohort of one is L = (M/P) p_i h_i, weighted like the reply q that the server uses.
+
+    The two clients have the weights ¾ and ¼ and the inner losses g_i = h_i y²/2.
+    """
     weights, curves = np.array([0.75, 0.25]), np.array([2.0, 8.0])
     clients = fb.Clients([{"h": np.array([h])} for h in curves], weights=weights)
     problem = fb.Bilevel(
@@ -130,7 +146,10 @@ def test_the_curvature_of_a_cohort_is_the_mean_that_its_replies_are():
 
 @pytest.mark.parametrize(("own", "expected"), [(4.0, 0.5 / 4), (0.0, 0.3)])
 def test_a_client_steps_alone_by_its_own_curvature_where_that_is_known(own, expected):
-    """The series of its own hypergradient: c/L_i; c/L of all, which the message carries, where it has not measured."""
+    """A client that computes its own hypergradient takes c/L_i for the step of its series, if it has measured.
+
+    If it has not, it takes c/L of all clients, which is in the message.
+    """
     method, layer = fb.AFBO(batch_size=None), fb.AdaptiveSteps(y_lr=0.5)
     (alone,) = (step for step in open_steps(method).values() if step.kind == "alone")
     steps = Steps(jnp.asarray(0.3), jnp.asarray(0.1), jnp.asarray(1, jnp.uint32))
@@ -141,8 +160,10 @@ def test_a_client_steps_alone_by_its_own_curvature_where_that_is_known(own, expe
     ("kind", "tau", "expected"), [("local", 4, 0.1), ("total", 4, 0.4), ("total", 20, 1.0), ("local", 1, 1.0)]
 )
 def test_several_local_steps_are_held_to_the_clients_own_curvature(kind, tau, expected):
-    """L_i = 10: each of τ steps is at most 1/L_i, and at most τ/L_i where the step is that of all τ together; a single
-    one is the server's, 1."""
+    """A local step is at most 1/L_i = 1/10; if the step is that of all τ local steps together, it is at most τ/L_i.
+
+    A single local step is that of the server, 1.
+    """
     client = SimpleNamespace(local_steps=lambda count: count)
     steps, part = Steps(*jnp.ones(2), jnp.asarray(1, jnp.uint32)), fb.parts.LocalSGD(local_steps=tau)
     found = fb.AdaptiveSteps(y_lr=0.5)._size(client, steps, jnp.asarray(10.0), OpenStep(part, kind, "y"))
@@ -151,7 +172,10 @@ def test_several_local_steps_are_held_to_the_clients_own_curvature(kind, tau, ex
 
 @pytest.mark.parametrize(("product", "factor"), [([8.0, 0.0], 0.5 / 8 / 0.25), ([1.0, 0.0], 1.0), ([-8.0, 0.0], 1.0)])
 def test_a_product_is_held_to_the_curvature_along_it(product, factor):
-    """FedNest's p ← p − s H p, of p = (1, 0) and s = ¼: no more than c⟨p, Hp⟩/‖Hp‖², but where that is negative."""
+    """The step of FedNest's p ← p − s H p is at most c⟨p, Hp⟩/‖Hp‖², unless ⟨p, Hp⟩ is negative.
+
+    Here p = (1, 0) and s = ¼.
+    """
     method, layer, p = fb.FedNest(batch_size=None), fb.AdaptiveSteps(y_lr=0.5), jnp.asarray([1.0, 0.0])
     known = layer.server_slot(method, jnp.zeros(2), jnp.zeros(2))._replace(inner=jnp.asarray(0.25))
     (phase,) = (name for name, phase in method.phases.items() if getattr(phase, "__multiplies__", False))

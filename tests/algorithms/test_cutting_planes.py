@@ -1,4 +1,4 @@
-"""Planes as such: what they say, which of them stay, and that there is always room for the next."""
+"""Do planes have the values that they should, do the right planes stay, and is there always room for the next one?"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +15,7 @@ def cut(size: float) -> Cut:
 
 
 def with_multipliers(numbers: list[float]) -> Planes:
-    """Planes 0, 1, … in that order, each with its multiplier."""
+    """Return planes 0, 1, … in this order, each with its multiplier."""
     planes = Planes.none(X, Z, CAPACITY)
     for serial, number in enumerate(numbers):
         slot = planes.free_slot()
@@ -29,7 +29,7 @@ def kept(planes: Planes) -> list[int]:
 
 
 def test_a_plane_is_the_linearisation_less_the_tolerance():
-    """h + a·(x' − x) + Σ p_i b_i·(y_i' − y_i) + c·(z' − z) − ε, written out for h = 2, ε = 0.1."""
+    """A plane's value is h + a·(x' − x) + Σ p_i b_i·(y_i' − y_i) + c·(z' − z) − ε, here for h = 2 and ε = 0.1."""
     planes = Planes.none(X, Z, CAPACITY).with_cut(cut(2.0), 0.1, X, Z, jnp.asarray(0))
     assert float(planes.values(X, Z)[0]) == pytest.approx(1.9, abs=1e-14)
     moved = {"u": X["u"] + jnp.array([0.25, 1.0]), "w": X["w"] - 3}
@@ -43,7 +43,8 @@ def test_a_plane_is_the_linearisation_less_the_tolerance():
 def test_multipliers_ascend_in_units_of_a_planes_length_and_stay_positive():
     planes = with_multipliers([0.5, 0.5])
     up = planes.ascended(X, Z, 0.2, 0.3)
-    value, length = planes.values(X, Z)[:2], 4 * np.array([1.0, 2.0])  # 4h: |b|² + |c|² for b and c twice the gaps
+    # the length is 4h, which is |b|² + |c|², since b and c are twice the gaps
+    value, length = planes.values(X, Z)[:2], 4 * np.array([1.0, 2.0])
     np.testing.assert_allclose(up.multiplier[:2], 0.5 + 0.2 * (value / length - 0.3 * 0.5), rtol=1e-14)
     assert planes.ascended(X, Z, 1e3, 0.3).multiplier.tolist() == [
         pytest.approx(0.5 + 1e3 * (0.9 / 4 - 0.15)), pytest.approx(0.5 + 1e3 * (1.9 / 8 - 0.15)), 0, 0,
@@ -54,11 +55,11 @@ def test_multipliers_ascend_in_units_of_a_planes_length_and_stay_positive():
 @pytest.mark.parametrize(
     ("multipliers", "stay"),
     [
-        ([0.0], [0]),  # the newest has had no time to pull
+        ([0.0], [0]),  # the newest plane stays, since its multiplier has not had time to grow
         ([0.3, 0.0, 0.2], [0, 2]),
         ([0.0, 0.0, 0.0], [2]),
         ([0.1, 0.1, 0.0, 0.0], [0, 1, 3]),
-        ([0.9, 0.1, 0.1, 0.0], [1, 2, 3]),  # four in four slots: the oldest goes, whatever it pulls
+        ([0.9, 0.1, 0.1, 0.0], [1, 2, 3]),  # four planes in four slots: the oldest one goes, whatever its multiplier is
     ],
 )
 def test_which_planes_stay(multipliers, stay):

@@ -1,4 +1,4 @@
-"""Losses that draw: a key of its own for each sample of each step of each client in each round, on every engine."""
+"""Do losses that draw get a new key for each sample of each step of each client in each round, on every engine?"""
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ DRAWN = fb.SingleLevel(lambda x, batch, key: jnp.mean(x[batch["i"], batch["s"]])
 
 
 def draws(rounds, steps=1, **options):
-    """The sum of what each sample drew in `steps` local steps of the last round: those of three clients, in order."""
+    """Return what each sample drew, added up over the local steps of the last round, with the clients in order."""
     method = fb.FedAvg(lr=1.0, local_steps=steps, batch_size=None)
     start = np.zeros((len(SIZES), LONGEST))
     x = [fb.solve(method, DRAWN, CLIENTS, start, rounds=n, **options).x if n else start for n in (rounds - 1, rounds)]
@@ -48,7 +48,10 @@ def draws(rounds, steps=1, **options):
 
 
 def test_each_sample_of_each_client_in_each_round_and_step_has_a_key_of_its_own():
-    """Uniform numbers, 8 of each: any that agree to 1e-6 come of one key."""
+    """In two rounds, and in a second local step, no two of the 8 samples' uniform numbers agree to 1e-6.
+
+    Numbers that agree would come from the same key.
+    """
     first, second = draws(1), draws(2)
     step = draws(1, steps=2) - first
     found = np.concatenate([first, second, step])
@@ -79,7 +82,10 @@ def client(problem, size=4):
 
 
 def test_many_steps_at_one_x_draw_anew():
-    """What does not depend on y is not computed once per sample there: it may depend on the key."""
+    """A loss that draws is drawn anew in each of many steps at one x.
+
+    A part of the loss that does not depend on y may depend on the key, so that it is not computed once for each sample.
+    """
     problem = fb.Bilevel(
         lambda x, y, batch: jnp.mean(batch["a"]) * y,
         lambda x, y, batch, key: jnp.mean(batch["a"]) * x * y * jax.random.uniform(key),
@@ -117,7 +123,11 @@ def test_only_a_loss_that_declares_a_key_gets_one():
 
 @pytest.mark.slow
 def test_minimax_and_compositional_losses_draw():
-    """F(y, r(x)) = ½y² and r(x) = x + ε with E ε = 0 have their minimum at x = 0; −f draws what f does."""
+    """Minimax and compositional losses may draw.
+
+    With F(y, r(x)) = ½y² and r(x) = x + ε, where E ε = 0, the minimum is at x = 0. In a minimax problem, −f draws the
+    same numbers as f.
+    """
     minimax = fb.Minimax(lambda x, y, batch, key: jax.random.uniform(key) * x * y - y**2)
     assert minimax.draws == ("outer", "inner")
     batch = client(minimax).outer_batch(jax.random.key(0))
@@ -129,8 +139,9 @@ def test_minimax_and_compositional_losses_draw():
     rows = fb.Clients([np.zeros(64)] * 4, [np.zeros(64)] * 4)
     method = fb.SimFBO(batch_size=None, client_lr=0.1, server_lr=0.1)
     end = fb.solve(method, compositional, rows, np.array(1.0), np.array(0.0), rounds=200)
-    assert abs(end.x) < 0.05  # the mean of 256 samples of deviation .1 deviates by .006 a round; without steps 1
-    assert abs(end.x) > 1e-4  # without noise it ends at 6e-5
+    # the mean of 256 samples of deviation 0.1 has a deviation of 0.006 in each round; without steps x would be 1
+    assert abs(end.x) < 0.05
+    assert abs(end.x) > 1e-4  # without noise x ends at 6e-5
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""What closed forms with full batches and the agreement of engines cannot see, in one table for every method.
+"""What does one round of each method draw, and how is a cohort weighted? One table has a row for every method.
 
-A round is watched from inside its losses: they note which samples of which client they are given. What is expected
-follows from a method's equations and fields alone, and stands beside it.
+Closed forms with full batches, and the agreement of engines, cannot show this. The losses of a round note which samples
+of which client they get. The expected numbers follow from the method's equations and fields, and stand beside it.
 """
 
 from dataclasses import replace
@@ -32,7 +32,7 @@ from fedbilevel.parts import (
 from fixed_steps import fixed
 
 CLIENTS, SAMPLES, DRAWN = 512, 64, 3
-T, N = 3, 3  # local steps, and terms of a series: N terms take N − 1 products
+T, N = 3, 3  # the local steps, and the terms of a series: N terms take N − 1 products
 SERIES = Neumann(terms=N)
 SGD, DRAWS = LocalSGD(local_steps=T), {"batch_size": DRAWN}
 LOOP, NESTED = {"local_steps": T, **DRAWS}, {"inner": SGD, **DRAWS}
@@ -43,10 +43,10 @@ class Row(NamedTuple):
     """What a round of a method draws, in batches of DRAWN samples.
 
     Attributes:
-        outer, inner: draws for f and for g; one that serves several products, or two ends of a difference, is one.
-        both: draws that are for f and for g at once, of pairs.
-        cohorts: the round's own, and fresh ones.
-        exchanges: on y.
+        outer, inner: the draws for f and for g. A draw for several products, or for both ends of a difference, is one.
+        both: the draws of pairs, which are for f and for g at once.
+        cohorts: the round's own cohort, and fresh ones.
+        exchanges: the exchanges on y.
     """
 
     method: Algorithm
@@ -58,14 +58,14 @@ class Row(NamedTuple):
 
 
 TABLE = {
-    # y: q, and one draw for each local step after the first, at two points each; x: the same on f. h: one draw of each.
+    # y: q, and one draw for each local step after the first, used at two points. x: the same on f. h: one draw of each.
     "FedNest": Row(
         fixed(fb.FedNest(inner=SVRG(local_steps=T), hypergradient=Implicit(solver=SERIES), outer_steps=T, **DRAWS)),
         outer=1 + 1 + (T - 1),
         inner=1 + (T - 1) + (N - 1) + 1,
         cohorts=1 + (N + 1),  # ∇y F, each product and h ask fresh clients
     ),
-    # all products of conjugate gradient on one draw
+    # all products of conjugate gradient share one draw
     "FedNest, conjugate gradient": Row(
         fixed(fb.FedNest(inner=SVRG(local_steps=T), hypergradient=Implicit(solver=CG(max_steps=2)), **DRAWS)),
         outer=1 + 1,
@@ -77,7 +77,7 @@ TABLE = {
         inner=T + (N - 1) + 1,
     ),
     "LFedNest": Row(fixed(fb.LFedNest(hypergradient=OWN, outer_steps=2, **NESTED)), outer=2, inner=T + 2 * (N - 1 + 1)),
-    # y: FedNest's; joint steps on y and x: the same draws, asked by fewer exchanges
+    # y: as in FedNest; joint steps on y and x: the same draws, which fewer exchanges ask for
     "LFedNest, SVRG": Row(
         fixed(fb.LFedNest(inner=SVRG(local_steps=T), hypergradient=OWN, **DRAWS)),
         outer=1,
@@ -89,7 +89,7 @@ TABLE = {
         outer=1,
         inner=1 + (T - 1) + (N - 1 + 1),
     ),
-    # support and query are pairs: one draw for f, all products and the cross derivative
+    # support and query samples are pairs: one draw serves f, all products and the cross derivative
     "LFedNest, pairs": Row(
         fixed(fb.LFedNest(hypergradient=LocalImplicit(solver=SERIES, paired=True), outer_steps=2, **NESTED)),
         outer=2,
@@ -103,19 +103,19 @@ TABLE = {
         cohorts=1 + (N + 1),
     ),
     "RABO": Row(fixed(fb.RABO(hypergradient=OWN, **NESTED)), outer=1, inner=T + (N - 1) + 1),
-    # a difference has both its gradients on one draw
+    # both gradients of a difference share one draw
     "RAFBO": Row(
         fixed(fb.RAFBO(hypergradient=LocalImplicit(solver=SERIES, second_order=Differences()), **NESTED)),
         outer=1,
         inner=T + (N - 1) + 1,
     ),
-    # slopes along all coordinates of x compare responses to the same N batches
+    # the slopes along all coordinates of x compare responses to the same N batches
     "RAFBO, coordinates": Row(
         fixed(fb.RAFBO(hypergradient=Coordinates(terms=N, step=0.1), **NESTED)), outer=1, inner=T + N
     ),
-    # all of (10) on one draw
+    # all of equation (10) shares one draw
     "RAFBO, printed": Row(fixed(fb.RAFBO(hypergradient=PrintedSlopes(), **NESTED)), outer=1, inner=T + 1),
-    # N exchanges: y in each, ∇y F in each, a product in each but the first; at last f and the cross derivative
+    # N exchanges: each has y and ∇y F, and each after the first has a product; then one with f and the cross derivative
     "AggITD": Row(
         fixed(fb.AggITD(inner=LocalSGD(rounds=N, local_steps=T, lr=0.1), **DRAWS)),
         outer=N + 1,
@@ -128,26 +128,26 @@ TABLE = {
     "AFBO, steps on v": Row(
         fixed(fb.AFBO(inner=MeanGradient(local_steps=T), hypergradient=SystemSteps(), **DRAWS)), outer=1, inner=T + 1
     ),
-    # one draw of either serves x, y and v
+    # one draw of f and one of g serve x, y and v
     "SimFBO": Row(fixed(fb.SimFBO(**LOOP)), outer=T, inner=T),
     "F2SA": Row(fixed(fb.F2SA(**LOOP)), outer=T, inner=T),
     "MEHA": Row(fixed(fb.MEHA(**LOOP)), outer=T, inner=T),
-    # the paper's analysis: f for x and for v, g for x, for y and for v
+    # as in the paper's analysis: f separately for x and v, g separately for x, y and v
     "SimFBO, independent batches": Row(fixed(fb.SimFBO(**LOOP, independent_batches=True)), outer=2 * T, inner=3 * T),
     "ShroFBO": Row(fixed(fb.ShroFBO(**LOOP)), outer=T, inner=T),
-    # a step and its anchor are on the same samples
+    # a step and its anchor share samples
     "CorrectedFBO": Row(fixed(fb.CorrectedFBO(**LOOP)), outer=T, inner=T),
     "FedBiO": Row(fixed(fb.FedBiO(**LOOP)), outer=T, inner=T),
-    # a momentum's two directions are on the same samples
+    # both directions of a momentum share samples
     "FedBiOAcc": Row(fixed(fb.FedBiOAcc(**LOOP)), outer=T, inner=T),
-    # outer losses are of all samples
+    # the outer losses are of all samples
     "FedEx": Row(fixed(fb.FedEx(**LOOP)), outer=0, inner=T),
     "FedAvg-S": Row(fb.FedAvgS(**LOOP), outer=T, inner=0),
     "FedLin": Row(fb.FedLin(**LOOP), outer=1 + (T - 1), inner=0),
     "FedAvg": Row(fb.FedAvg(**LOOP), outer=T, inner=0),
     "IRG": Row(fb.IRG(**DRAWS), outer=0, inner=1),
     "BiFISTA": Row(fb.BiFISTA(lr=0.1, **DRAWS), outer=0, inner=1),
-    # a plane's K steps and the way back through them are on the same samples
+    # the K steps of a plane and the way back through them share samples
     "SDBO": Row(fb.SDBO(iterations=1, estimate=LinearizedADMM(steps=2), **DRAWS), outer=1, inner=2),
     "ADBO": Row(fb.ADBO(iterations=1, estimate=LinearizedADMM(steps=2), **DRAWS), outer=1, inner=2),
 }
@@ -173,13 +173,13 @@ OTHERS = {
 
 
 class Watched:
-    """Losses that note, of each batch of DRAWN samples, its client and its places."""
+    """Losses that note the client and the places of each batch of DRAWN samples."""
 
     def __init__(self) -> None:
         self.seen: dict[str, set[tuple[int, ...]]] = {"outer": set(), "inner": set()}
 
     def note(self, name: str, batch: Any) -> Any:
-        """The batch's factor of the loss."""
+        """Note the batch, and return its factor of the loss."""
         if batch["place"].shape == (DRAWN,):
             jax.debug.callback(lambda c, p: self.seen[name].add((int(c[0]), *p.tolist())), batch["of"], batch["place"])
         return jnp.mean(batch["a"])
@@ -188,18 +188,19 @@ class Watched:
         return self.note("outer", batch) * (x @ x / 2 + x @ y + y @ y / 2)
 
     def inner(self, x: Any, y: Any, batch: Any) -> Any:
-        """Of two curvatures, so that conjugate gradient takes two products."""
+        """Compute a loss with two curvatures, so that conjugate gradient takes two products."""
         return self.note("inner", batch) * (y**2 @ jnp.array([1.0, 3.0]) / 2 - x @ y)
 
 
 def population(clients: int) -> dict[str, Any]:
-    """Each client's samples: one key for both losses would draw the same places of both."""
+    """Return each client's samples; both losses have the same number, so that one key would draw the same places of
+    both."""
     of, place = np.mgrid[:clients, :SAMPLES]
     return {"of": of, "place": place, "a": 1 + np.random.default_rng(0).uniform(size=of.shape)}
 
 
 def one_round(method: Algorithm, outer: Any, inner: Any, rows: Any, weights: Any = None, **options: Any) -> fb.Result:
-    """One round from x = y = 1, on the kind of problem that the method is for, made of these two losses."""
+    """Run one round from x = y = 1, on the kind of problem that the method solves, made of these two losses."""
     one, kind = jnp.ones(2), method.solves[0]
     problem, y0, samples = fb.Bilevel(outer, inner), one, (rows, dict(rows))
     if kind is fb.Minimax:
@@ -207,7 +208,7 @@ def one_round(method: Algorithm, outer: Any, inner: Any, rows: Any, weights: Any
     elif kind is fb.SingleLevel:
         problem, y0 = fb.SingleLevel(lambda x, batch: outer(x, one, batch)), None
     elif kind is fb.SimpleBilevel:
-        preference = lambda x: (x - 1) @ (x - 1) / 2  # noqa: E731  no slope at the start
+        preference = lambda x: (x - 1) @ (x - 1) / 2  # noqa: E731  its slope is 0 at the start
         problem = fb.SimpleBilevel(preference, lambda x, batch: inner(one, x, batch), fb.projections.ball(9.0))
         y0 = None
     clients = fb.Clients(*samples, weights=weights)
@@ -219,9 +220,12 @@ def test_every_method_has_a_row():
     assert methods - {type(row.method) for row in TABLE.values()} == WALKS
 
 
-@pytest.mark.parametrize("name", [name for name in TABLE if name != "ADBO"])  # whose phases are SDBO's
+@pytest.mark.parametrize("name", [name for name in TABLE if name != "ADBO"])  # ADBO has the phases of SDBO
 def test_draws_are_shared_where_equations_share_them_and_apart_elsewhere(name):
-    """And a fresh cohort is another one. Of 512 clients two cohorts are the same with chance 1/512, two draws never."""
+    """A method shares draws exactly where its equations do, and a fresh cohort has other clients.
+
+    Two cohorts of one of 512 clients are the same with a chance of 1/512; two draws are never the same.
+    """
     row, watched = TABLE[name], Watched()
     rows = population(CLIENTS if row.method.asks.cohorts else 1)
     with jax.disable_jit():
@@ -238,8 +242,11 @@ def test_draws_are_shared_where_equations_share_them_and_apart_elsewhere(name):
     "name", [name for name, row in TABLE.items() if row.method.asks.cohorts and name not in {*OTHERS, *NORMALISED}]
 )
 def test_a_cohort_counts_by_its_weight(name):
-    """Two like clients, one in a cohort; f does not see y, nor g x: a step on x, and each of a round's exchanges on y,
-    goes in proportion to the mean that was asked, for weights of ¾ and ¼ M p_i = 1.5 or 0.5 times as far as for ½."""
+    """Steps of a cohort are in proportion to the weight M p_i of its client, here 1.5 or 0.5 for weights of ¾ and ¼.
+
+    The two clients are alike, f does not depend on y, and g does not depend on x. The steps are compared to those with
+    weights of ½: one step on x, and one on y in each exchange of a round.
+    """
     row = TABLE[name]
     outer, inner = (lambda x, y, b: x @ x / 2 + b["a"][0] * 0), (lambda x, y, b: (y + 1) @ (y + 1) / 2 + b["a"][0] * 0)
     rows, method = {"a": np.zeros((2, 4))}, replace(row.method, batch_size=None)
@@ -249,7 +256,7 @@ def test_a_cohort_counts_by_its_weight(name):
     )
 
     def step(end: Any, exchanges: int) -> float:
-        """Which part of the way from 1 to −1 each of some like exchanges left behind."""
+        """Return the part of the way from 1 to −1 that each of several equal exchanges makes."""
         return 1 - ((float(end[0]) + 1) / 2) ** (1 / exchanges)
 
     assert step(like.x, 1) > 0

@@ -1,7 +1,7 @@
 """Where does FedAvg-S end on a saddle, with unequal clients, weights and work?
 
-f_i = ½ xᵀP_i x + xᵀC_i y − ½ yᵀA_i y + b_iᵀx + c_iᵀy with symmetric positive definite P_i, A_i and dense C_i: every
-step is affine, and τ steps z ← z − S(M_i z + m_i) are z_i + (I − S M_i)^τ (z − z_i) with z_i = −M_i⁻¹m_i.
+With f_i = ½ xᵀP_i x + xᵀC_i y − ½ yᵀA_i y + b_iᵀx + c_iᵀy, symmetric positive definite P_i and A_i and dense C_i, every
+step is affine. τ steps z ← z − S(M_i z + m_i) lead to z_i + (I − S M_i)^τ (z − z_i), where z_i = −M_i⁻¹m_i.
 """
 
 import numpy as np
@@ -44,7 +44,7 @@ def population():
 
 
 def field(own):
-    """(M, m): the direction of descent in x and ascent in y is −(M z + m)."""
+    """Return (M, m), where −(M z + m) is the direction of descent in x and of ascent in y."""
     return np.block([[own["P"], own["C"]], [-own["C"].T, own["A"]]]), np.concatenate([own["b"], -own["c"]])
 
 
@@ -61,7 +61,8 @@ def end():
 
 
 def test_it_ends_at_its_own_fixed_point(end):
-    """Σ p_i (I − (I − S_i M_i)^τ_i) (z − z_i) = 0, S_i = diag(α, β)/τ_i."""
+    """FedAvg-S ends where Σ p_i (I − (I − S_i M_i)^τ_i) (z − z_i) = 0, with S_i = diag(α, β)/τ_i, and not at the
+    saddle."""
     steps = np.diag([ALPHA] * DX + [BETA] * DY)
     left, right = 0, 0
     for p, own, tau in zip(population().weights, members(), WORK, strict=True):
@@ -75,7 +76,7 @@ def test_it_ends_at_its_own_fixed_point(end):
 
 
 def test_costs(end):
-    """One gradient in (x, y) per step."""
+    """Each local step costs one gradient in (x, y), and a reply has x and y."""
     assert end.ledger.exchanges == ROUNDS
     assert end.ledger.gradients == ROUNDS * int(WORK.sum())
     assert end.ledger.bytes_up == ROUNDS * len(WORK) * (DX + DY) * 8

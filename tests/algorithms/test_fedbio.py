@@ -1,4 +1,4 @@
-"""Do FedBiO and FedBiOAcc compute what they say, end at x*, and is the noise of the momenta as small as derived?"""
+"""Do FedBiO and FedBiOAcc compute what they say and end at x*?"""
 
 import jax
 import numpy as np
@@ -29,7 +29,10 @@ def flat(tree):
 
 @pytest.mark.slow
 def test_fedbio_is_simfbo_whose_server_takes_the_mean():
-    """γ = η, plain coefficients, no ball: z − η Σ p̃_i q_i, mini-batches, cohorts and unequal work included."""
+    """FedBiO is SimFBO with γ = η, plain coefficients and no ball: z − η Σ p̃_i q_i.
+
+    This holds with mini-batches, cohorts and unequal work.
+    """
     task = quadratic(clients=4).with_own(local_steps=WORK)
     common = {"batch_size": 2, "client_lr": LR, "independent_batches": True}
     fedbio = run(fb.FedBiO(**common), task, 3, cohort=3)
@@ -42,7 +45,8 @@ def test_fedbio_is_simfbo_whose_server_takes_the_mean():
 
 @pytest.mark.slow
 def test_fedbioacc_reaches_the_closed_form():
-    """τ = 1, full batches, everyone: gradient steps on all three, as m equals d from the first round on."""
+    """With τ = 1, full batches and all clients, m is d from the first round on: gradient steps on x, y and v lead to
+    x*, y*."""
     task = quadratic(clients=4, condition=5)
     algorithm = fb.FedBiOAcc(local_steps=1, batch_size=None, client_lr=fb.XYV(0.02, 0.5, 0.5))
     result, exact = run(algorithm, task, 3_000), solution(task.clients)
@@ -52,7 +56,10 @@ def test_fedbioacc_reaches_the_closed_form():
 
 
 def test_fedbioacc_written_out():
-    """Three rounds of the recursion in NumPy: unequal work, fading steps, t over rounds counted by the common τ."""
+    """Three rounds equal the recursion in NumPy, with unequal work and steps that fade.
+
+    t counts τ steps in each round, where τ is the common number of local steps.
+    """
     task = quadratic(clients=4, noise=0.0).with_own(local_steps=WORK)
     a, u, tau = 0.3, 7.0, 2
     algorithm = fb.FedBiOAcc(local_steps=tau, batch_size=None, client_lr=LR, forgetting=a, horizon=u)
@@ -80,7 +87,7 @@ def test_fedbioacc_written_out():
     assert result.ledger.exchanges == 3
     assert result.ledger.gradients == result.ledger.hvps == 3 * 2 * 2 * int(WORK.sum())
     assert result.ledger.bytes_up == 3 * 4 * 2 * 21 * 8
-    assert result.ledger.bytes_down == 3 * 4 * (2 * 21 * 8 + 4)  # and t
+    assert result.ledger.bytes_down == 3 * 4 * (2 * 21 * 8 + 4)  # x, y, v, their momenta, and t
 
 
 def test_forgetting_is_a_fraction():

@@ -1,4 +1,4 @@
-"""Does FedEx compute what its paper says? Rounds of the quadratic task are written out in NumPy, given the draws."""
+"""Does FedEx compute what its paper says? The tests write rounds out in NumPy with the same draws."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -38,7 +38,7 @@ def method(**fields):
 
 
 def states(algorithm, task, rounds=ROUNDS, key=KEY, **options):
-    """The state after each round."""
+    """Return the state after each round."""
     found = []
     fb.solve(
         algorithm, task.problem, task.clients, X0, Y0, rounds=rounds, key=key, eval_every=1,
@@ -48,14 +48,14 @@ def states(algorithm, task, rounds=ROUNDS, key=KEY, **options):
 
 
 def drawn(round, theta, client):
-    """The number of a client's configuration: by the key of the run, the round, the exchange and the client."""
+    """Return the number of the configuration that a client draws, by the keys of the run, the round and the client."""
     key = jax.random.split(jax.random.split(jax.random.fold_in(jax.random.key(KEY), round), 3)[2])[1]
     key = jax.random.fold_in(jax.random.fold_in(key, client), 0)
     return int(jax.random.categorical(key, jnp.log(theta)))
 
 
 def outer_loss(task, i, x, y):
-    """Of all outer samples of a client."""
+    """Return the outer loss over all outer samples of a client."""
     row = task.clients.outer.row(i)
     gaps = y - row["t"]
     each = [0.5 * gap @ d @ gap + x @ e @ y for gap, d, e in zip(gaps, row["D"], row["E"], strict=True)]
@@ -63,7 +63,7 @@ def outer_loss(task, i, x, y):
 
 
 class WrittenOut:
-    """Algorithm 2 over some clients, from uniform θ."""
+    """Algorithm 2 over some clients, from a uniform θ."""
 
     def __init__(self, task, rule):
         self.task, self.rule = task, rule
@@ -97,7 +97,7 @@ class WrittenOut:
 
 @pytest.mark.parametrize("rule", ["aggressive", "adaptive", "constant"])
 def test_equals_the_rounds_written_out(rule):
-    """Unequal weights and unequal work; all take part."""
+    """The rounds equal Algorithm 2 with each step rule, for unequal weights and work, if all clients take part."""
     task = population()
     found, expected = states(method(step_rule=rule), task), WrittenOut(task, rule)
     for round in range(1, ROUNDS + 1):
@@ -110,7 +110,8 @@ def test_equals_the_rounds_written_out(rule):
 
 
 def test_a_cohorts_weights_are_normalised():
-    """Two of three clients of unequal weights: the round is Algorithm 2's over one of the three pairs."""
+    """A cohort's weights are normalised: with two of three clients, the round is Algorithm 2 over one of the three
+    pairs."""
     task = population()
     found, pairs = states(method(), task, 1, cohort=2)[1], []
     for pair in map(np.array, combinations(range(3), 2)):
@@ -143,7 +144,10 @@ def test_without_bounds_configurations_are_within_one_of_the_start():
 
 
 def penalised(clients=4):
-    """Rows, and a penalty exp(x): configurations between −6 and 6 differ in curvature by up to e^12."""
+    """Return a problem with the penalty exp(x), and its clients.
+
+    The curvatures for configurations between −6 and 6 differ by up to e^12.
+    """
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(clients, 2, 20, 3))
     labels = rows @ [1.0, -1.0, 0.5] + 0.1 * rng.normal(size=(clients, 2, 20))
@@ -154,7 +158,10 @@ def penalised(clients=4):
 
 
 def test_the_likeliest_configuration_has_the_least_loss():
-    """Of five penalties, whose losses differ by far more than clients do; steps adapt."""
+    """With steps that adapt, the likeliest of five penalties is the one with the least loss.
+
+    The losses of the penalties differ by far more than the clients do.
+    """
     problem, clients = penalised()
     algorithm = fb.FedEx(low=-6.0, high=6.0, configurations=5, step_rule="adaptive", batch_size=None)
     result = fb.solve(algorithm, problem, clients, jnp.asarray(3.0), jnp.zeros(3), rounds=200)
@@ -174,7 +181,11 @@ def test_the_likeliest_configuration_has_the_least_loss():
 
 
 def test_steps_that_adapt_go_by_the_curvature_of_each_clients_own_configuration():
-    """At x0 = −6 the curvature is some 2; a client that draws a penalty e^6 would blow y up with steps for that."""
+    """Steps that adapt follow the curvature for the configuration that each client has drawn.
+
+    At x0 = −6 the curvature is about 2. With steps for this curvature, y would blow up at a client that draws the
+    penalty e^6.
+    """
     problem, clients = penalised()
     algorithm = fb.FedEx(low=5.0, high=6.0, configurations=2, batch_size=None)
     result = fb.solve(algorithm, problem, clients, jnp.asarray(-6.0), jnp.zeros(3), rounds=20, on_divergence="stop")
@@ -184,7 +195,7 @@ def test_steps_that_adapt_go_by_the_curvature_of_each_clients_own_configuration(
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.errors.NumericalWarning")
 def test_costs():
-    """One exchange: down y, k configurations, θ and λ; up y, ∇̃ and a loss."""
+    """A round is one exchange: y, k configurations, θ and λ to the client; y, ∇̃ and a loss back."""
     task = population()
     result = fb.solve(method(), task.problem, task.clients, X0, Y0, rounds=2)
     assert (result.ledger.exchanges, result.ledger.gradients, result.ledger.hvps) == (2, 2 * WORK.sum(), 0)

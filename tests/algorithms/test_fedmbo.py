@@ -1,4 +1,4 @@
-"""Does FedMBO compute what its paper says, and do lengths of each client's own have the variance that they should?"""
+"""Does FedMBO compute what its paper says, and do clients' own random lengths have the derived mean and variance?"""
 
 import itertools
 
@@ -42,14 +42,14 @@ def method(terms, sampling="random_per_client", **inner):
 
 
 def draw(monkeypatch, *lengths):
-    """Let whoever draws a length next get these: the clients in order, or, where there is one for all, the server."""
+    """Make these the next random lengths: for the clients in order or, if one length is for all, for the server."""
     remaining = iter(lengths)
     for module in (hypergradients, linear_solvers):
         monkeypatch.setattr(module, "uniform_below", lambda key, bound: jnp.asarray(next(remaining)))
 
 
 def test_a_round_written_out(monkeypatch):
-    """T = 2 rounds on y, v = Σ p_i N s (I − sH)^{N'_i} ∇y f_i, one step on x; T + N + 1 exchanges."""
+    """A round has T = 2 rounds on y, v = Σ p_i N s (I − sH)^{N'_i} ∇y f_i, one step on x, and T + N + 1 exchanges."""
     task = quadratic(clients=3, noise=0.0).with_own(local_steps=WORK)
     terms, lengths = 3, (2, 0, 1)
     draw(monkeypatch, *lengths)
@@ -72,8 +72,10 @@ def test_a_round_written_out(monkeypatch):
 
 @pytest.mark.slow
 def test_lengths_of_their_own_average_out(monkeypatch):
-    """Over all draws of (N'_1, .., N'_M), each as likely: the mean is the series, in a heterogeneous federation; where
-    clients are alike, the variance is Σ p_i² of that with one length for all."""
+    """Over all draws of (N'_1, .., N'_M), which are equally likely, the mean is the series, also if clients differ.
+
+    If clients are alike, the variance is Σ p_i² times the variance with one length for all.
+    """
     terms = 2
     for heterogeneity in (1.0, 0.0):
         task = quadratic(clients=2, noise=0.0, heterogeneity=heterogeneity)
@@ -105,8 +107,11 @@ def test_the_series_ends_where_its_truncated_inverse_puts_it():
 
 
 def test_a_client_draws_its_length_apart_from_its_samples():
-    """g = ½y² − xy and f = y: h = v = N s (1 − s)^N', which tells N'. By one key N' would be the place of the sample
-    modulo N in each of 12 rounds, and is so in all of them with a chance of 4⁻¹² otherwise."""
+    """A client draws its length and its samples with different keys.
+
+    For g = ½y² − xy and f = y, h = v = N s (1 − s)^N', which shows N'. With one key, N' would be the sample's place
+    modulo N in each of 12 rounds. With different keys this has a chance of 4⁻¹².
+    """
     terms, step, places, ends = 4, 0.5, [], [0.0]
 
     def outer(x, y, batch):
@@ -124,6 +129,6 @@ def test_a_client_draws_its_length_apart_from_its_samples():
     jax.effects_barrier()
     lengths = np.log(-np.diff(ends[1:]) / (terms * step)) / np.log(1 - step)
     np.testing.assert_allclose(lengths, np.round(lengths), atol=1e-9)
-    drawn = np.array(places[-2 * 12 :: 2])  # of each round's two draws for f the one for ∇y f
+    drawn = np.array(places[-2 * 12 :: 2])  # f is drawn twice in each round; this is the draw for ∇y f
     assert set(np.round(lengths).astype(int)) == set(range(terms))
     assert np.any(drawn % terms != np.round(lengths))

@@ -1,6 +1,6 @@
 """Do FedNest and its relatives compute what the paper says, and end where closed forms say?
 
-The quadratic task is heterogeneous, weighted and has cross terms of no symmetry. Float64 (conftest.py).
+The quadratic task is heterogeneous and weighted, and its cross terms have no symmetry. Float64 is on (conftest.py).
 """
 
 from dataclasses import replace
@@ -94,7 +94,10 @@ def task():
 
 @pytest.mark.parametrize("name", slow_but("cg", of=sorted(EXACT)))
 def test_reaches_the_closed_form(name, task):
-    """Unequal local work, too: β/τ_i and the correction leave x* where it is. The series: (1 − 1/κ)^120 < 1e-11."""
+    """FedNest and its relatives end at the solution, also with unequal local work.
+
+    The steps β/τ_i and the correction leave x* where it is. The series leaves (1 − 1/κ)^120 < 1e-11.
+    """
     task = quadratic(clients=8, condition=5) if name.startswith("SGD") else task
     result = run(EXACT[name], task, 120)
     exact = solution(task.clients)
@@ -103,7 +106,8 @@ def test_reaches_the_closed_form(name, task):
 
 
 def end_of_own_at(task, beta):
-    """x where Σ p_i h_i(x, y_i) = 0, y_i being a step β from y*(x) along a client's own ∇y g_i; affine in x."""
+    """Return the x with Σ p_i h_i(x, y_i) = 0, where y_i is one step β from y*(x) along −∇y g_i; the sum is affine in
+    x."""
     m = mean_matrices(task)
 
     def slope(x):
@@ -130,7 +134,10 @@ LIGHT = {
 
 @pytest.mark.parametrize("name", slow_but("LFedNest", of=LIGHT))
 def test_local_hypergradients_end_where_their_mean_vanishes(name):
-    """SVRG's steps, which are zero at y*(x), leave each client there, for any τ; one plain step β = 1 does not."""
+    """Methods with clients' own hypergradients end where the mean of these is 0, which is not x*.
+
+    SVRG's steps are 0 at y*(x), so that all clients are there, for any τ. After one plain step β = 1 they are not.
+    """
     task, (method, fields, beta) = quadratic(condition=5, noise=0.0), LIGHT[name]
     local = fb.parts.LocalImplicit(solver=fb.parts.CG(tolerance=1e-12))
     result = run(method(hypergradient=local, **fields, **STEPS), task, 120)
@@ -151,7 +158,10 @@ def test_local_hypergradients_end_where_their_mean_vanishes(name):
     ],
 )
 def test_light_variants_equal_their_equations_written_out(inner, joint, exchanges, task):
-    """Three rounds in NumPy: clients unequal in data, weights and work on y, then two steps on x along own h_i."""
+    """Three rounds equal the equations in NumPy: clients differ in data, weights and work on y.
+
+    Each client makes two steps on x along its own h_i.
+    """
     beta, alpha, s, terms, rounds = 0.6, 0.3, 0.7, 4, 1 if joint else 2
     algorithm = fixed(
         fb.LFedNest(
@@ -192,9 +202,10 @@ def test_light_variants_equal_their_equations_written_out(inner, joint, exchange
 
 @pytest.mark.parametrize(("method", "inner"), [(fb.FedNest, fb.parts.SVRG), (fb.FedNestSGD, fb.parts.LocalSGD)])
 def test_equals_algorithms_1_to_4_written_out(method, inner, task):
-    """Three epochs in NumPy, matrices in place of differentiation, with the series for v.
+    """Three epochs equal the equations in NumPy, with matrices in place of differentiation and the series for v.
 
-    Each client has its own τ_i on y. FedNest-SGD's steps there are along its own ∇y g_i, without the correction."""
+    Each client has its own τ_i on y. The steps of FedNest-SGD there are along ∇y g_i, without the correction.
+    """
     rounds, outer, terms, beta, alpha, s = 3, 2, 5, 0.6, 0.3, 0.7
     solver = fb.parts.Neumann(terms=terms, step=s)
     algorithm = method(
@@ -218,7 +229,7 @@ def test_equals_algorithms_1_to_4_written_out(method, inner, task):
         v = neumann(m["A"], s, terms) @ (m["D"] @ y - m["Dt"] + m["E"].T @ x)
         h = hypergradient(m, m, x, y, v)
         z = x
-        for _ in range(outer):  # ∇x f_i = ρx + E_i y with ρ = 1 for all: the correction is the same for everyone
+        for _ in range(outer):  # ∇x f_i = ρx + E_i y with ρ = 1 for all clients, so that all have the same correction
             z = z - alpha / outer * ((z - x) + h)
         x = z
     result = run(algorithm, task, 3, engine=fb.Reference())
@@ -234,7 +245,7 @@ class Sums(NamedTuple):
 
 
 class Draws(fb.FedNest):
-    """FedNest's hypergradient at the start, again and again: the sum and the sum of squares."""
+    """Draw FedNest's hypergradient at the start again and again, and keep the sum and the sum of squares."""
 
     def init(self, x, y):
         return Sums(x, y, jnp.zeros_like(x), jnp.zeros_like(x))
@@ -248,9 +259,10 @@ class Draws(fb.FedNest):
 
 
 def deviation(fresh, sampling, draws=24_000, terms=6, step=1.5):
-    """The largest distance, in standard errors, of the mean of draws from ∇x F + B̄ᵀ s Σ_{n<N} (I − sĀ)ⁿ ∇y F.
+    """Return the distance of the mean of all draws from ∇x F + B̄ᵀ s Σ_{n<N} (I − sĀ)ⁿ ∇y F.
 
-    Cohorts of 2 out of 6 unequal clients, mini-batches of 2.
+    It is that of the farthest entry, in standard errors. Cohorts are 2 of 6 unequal clients, and mini-batches have 2
+    samples.
     """
     task = quadratic(clients=6, heterogeneity=2.0, samples=(5, 5))
     rng = np.random.default_rng(0)
@@ -270,9 +282,12 @@ def deviation(fresh, sampling, draws=24_000, terms=6, step=1.5):
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["random_per_client", "random", None])
 def test_in_expectation_the_product_is_the_truncated_neumann_inverse(sampling):
-    """Lemma 2.2. With factors from one cohort the expectation of a product is another: that would be seen here, also if
-    all products with the Hessian, but neither ∇y F nor the last one, shared a cohort: off by 7 to 11 standard errors,
-    for which the products have to be this many, the step this long and the draws 24,000."""
+    """With fresh cohorts, the hypergradient is the truncated Neumann series in expectation (Lemma 2.2).
+
+    If one cohort made all factors, the expectation of a product would be another. The test would also see it if all
+    products with the Hessian shared a cohort, but neither ∇y F nor the last product: the mean is then off by 7 to 11
+    standard errors. For this, the test needs so many products, so long a step and 24,000 draws.
+    """
     assert deviation(True, sampling) < 5
     if sampling is None:
         assert deviation(False, sampling) > 10
@@ -292,7 +307,10 @@ APART = {"a": np.repeat(np.array([3.0, -1.0, 2.0])[:, None], 2, axis=1)}
     ],
 )
 def test_what_hypergradients_cost_a_client_where_no_system_is_solved(problem, counts):
-    """As many products, local or global; a client that makes all by itself has both gradients of f by one pass."""
+    """If no system is solved, a local hypergradient takes as many products as a global one.
+
+    A client that computes its hypergradient alone has both gradients of f from one pass.
+    """
     start = (jnp.ones(2), jnp.ones(2))
     twice, local = fb.parts.LocalSGD(local_steps=2), fb.parts.LocalImplicit()
     for algorithm in (
@@ -301,13 +319,16 @@ def test_what_hypergradients_cost_a_client_where_no_system_is_solved(problem, co
         fixed(fb.LFedNest(inner=twice)),
     ):
         ledger = fb.solve(algorithm, problem, fb.Clients(APART), *start, rounds=1, engine=fb.Reference()).ledger
-        inner = 2 * 3  # FedAvg's gradients on y
+        inner = 2 * 3  # FedAvg's gradients on y, in two local steps of three clients
         gradients = counts["gradients"] if isinstance(algorithm.hypergradient, fb.parts.Implicit) else 1
         assert ((ledger.gradients - inner) / 3, ledger.hvps / 3) == (gradients, counts["hvps"])
 
 
 def test_exchanges_are_those_of_the_paper():
-    """2T + N' + 3, with every N' from 0 to N − 1: in 40 rounds one of them is missing with a chance of 0.4 %."""
+    """A round has 2T + N' + 3 exchanges, and every N' from 0 to N − 1 occurs in 40 rounds.
+
+    The chance that one of them is missing is 0.4 %.
+    """
     rounds, inner, terms = 40, 3, 6
     hypergradient = fb.parts.Implicit(solver=fb.parts.Neumann(terms=terms, sampling="random"))
     algorithm = fixed(fb.FedNest(inner=fb.parts.SVRG(rounds=inner), hypergradient=hypergradient))
@@ -318,7 +339,7 @@ def test_exchanges_are_those_of_the_paper():
 
 
 def saddle_in_y():
-    """g with one positive and one negative curvature in y; where to start."""
+    """Return a problem whose g has one positive and one negative curvature in y, its clients, and a start."""
 
     def inner(x, y, batch):
         return jnp.mean(batch["a"]) * jnp.vdot(x, y) + 0.5 * (y[0] ** 2 - y[1] ** 2)
@@ -329,7 +350,7 @@ def saddle_in_y():
 
 @pytest.mark.parametrize("kind", [fb.parts.Implicit, pytest.param(fb.parts.LocalImplicit, marks=pytest.mark.slow)])
 def test_conjugate_gradient_stops_the_run_at_negative_curvature(kind):
-    """x has not moved by then; the error says what to do."""
+    """The error comes before x has moved, and says what to do."""
     algorithm = fixed(
         fb.FedNest(inner=fb.parts.SVRG(lr=0.1), hypergradient=kind(solver=fb.parts.CG()), batch_size=None)
     )
@@ -355,8 +376,11 @@ def test_a_start_at_negative_curvature_is_warned_of(algorithm):
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.errors.InfluenceWarning")
 def test_a_sum_reports_negative_curvature_that_it_passed():
-    """∇²yy g = −1 for x in (−½, 0), where a constant outer slope takes x = ½, 0.1, −0.3, −0.7 in round 2 alone; the run
-    goes on, and what was met there is still said at its end."""
+    """Negative curvature that a series met in one round is reported at the end of the run, although the run goes on.
+
+    ∇²yy g = −1 for x in (−½, 0). The constant outer slope takes x along ½, 0.1, −0.3, −0.7, so that only round 2 meets
+    it.
+    """
 
     def inner(x, y, batch):
         return 0.5 * jnp.where((x > -0.5) & (x < 0), -1.0, 1.0) * y**2
@@ -417,7 +441,7 @@ def test_fields_that_are_refused(make, message):
 
 
 def test_a_neumann_step_at_which_products_grow_is_refused_with_the_estimated_bound():
-    task = quadratic(heterogeneity=0.0, samples=(5, 5))  # every A_i has the largest eigenvalue 1
+    task = quadratic(heterogeneity=0.0, samples=(5, 5))  # so that the largest eigenvalue of every A_i is 1
     with pytest.raises(
         fb.errors.ConfigurationError, match=r"Neumann\.step = 2\.1 is not allowed: .* below 2/ℓ = 2: .* ℓ = 1$"
     ):
@@ -425,7 +449,10 @@ def test_a_neumann_step_at_which_products_grow_is_refused_with_the_estimated_bou
 
 
 def test_local_steps_are_checked_against_the_clients_own_hessians():
-    """Means of diag(8, 0, …), diag(0, 8, …), …: the largest eigenvalue is 2, each client's 8."""
+    """A step of clients' own series is checked against each client's Hessian, a common step against the mean.
+
+    The Hessians are diag(8, 0, …), diag(0, 8, …), …: the largest eigenvalue of their mean is 2, and that of each is 8.
+    """
     rows = np.diag([8.0] * 4)[:, None, :] * np.ones((4, 2, 1))
     problem = fb.Bilevel(
         lambda x, y, batch: jnp.sum(y) + x @ x, lambda x, y, batch: 0.5 * jnp.mean(batch["d"] @ y**2) - x @ y
@@ -451,7 +478,7 @@ def test_local_steps_are_checked_against_the_clients_own_hessians():
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "inner"), [(fb.FedNest, fb.parts.SVRG), (fb.FedMBO, fb.parts.LocalSGD)])
 def test_the_servers_step_on_y_multiplies_the_mean_change(method, inner):
-    """One full-batch local step of β/2, doubled by the server, is one of β."""
+    """One full-batch local step of β/2, doubled by the server, equals one local step of β."""
     task = quadratic(clients=4, samples=(3, 6))
 
     def solved(**fields):
