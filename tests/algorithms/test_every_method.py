@@ -152,10 +152,10 @@ TABLE = {
     "ADBO": Row(fb.ADBO(iterations=1, estimate=LinearizedADMM(steps=2), **DRAWS), outer=1, inner=2),
 }
 WALKS = {fb.FISM, fb.IRIG}
-"""Their draws are of single samples without repetition: test_fism.py."""
+"""Methods that draw single samples without repetition; test_fism.py tests their draws."""
 
 NORMALISED = {"FedEx"}
-"""Their means are divided by the cohort's weight: test_fedex.py."""
+"""Methods that divide their means by the weight of the cohort; test_fedex.py tests them."""
 
 OTHERS = {
     "FedNest, conjugate gradient": "FedNest",
@@ -169,7 +169,7 @@ OTHERS = {
     "CorrectedFBO": "ShroFBO",
     "BiFISTA": "IRG",
 }
-"""Rows whose exchanges are those of others: their means weigh a cohort by the same lines."""
+"""Rows whose means weight a cohort by the same lines of code as those of another row, which is tested."""
 
 
 class Watched:

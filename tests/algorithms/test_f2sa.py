@@ -1,4 +1,4 @@
-"""Is F2SA at the minimiser of its own penalised problem, off by 1/λ², and does it need no second derivative?"""
+"""Does F2SA end at the minimiser of its penalised problem, at a distance of O(1/λ²), without second derivatives?"""
 
 import agreement
 import jax
@@ -23,11 +23,14 @@ AGREEMENT = {
 
 
 def end(task, multiplier):
-    """x where ∇Φ_λ = 0, from Φ_λ's definition: with y± = argmin G ± F/λ each in closed form, the gradient
+    """Return the x where ∇Φ_λ = 0, from the definition of Φ_λ.
 
-    (λ/2)[∇x G(x, y₊) − ∇x G(x, y₋)] + ½[∇x F(x, y₊) + ∇x F(x, y₋)],  ∇x G = −Bᵀy + …, ∇x F = x + E y,
+    With y± = argmin G ± F/λ, which have a closed form, the gradient is
 
-    is affine in x, and is solved for its zero by its values at 0 and at the unit vectors."""
+        (λ/2)[∇x G(x, y₊) − ∇x G(x, y₋)] + ½[∇x F(x, y₊) + ∇x F(x, y₋)],  ∇x G = −Bᵀy + …, ∇x F = x + E y.
+
+    It is affine in x, so that its values at 0 and at the unit vectors determine where it is 0.
+    """
     m = mean_matrices(task)
 
     def gradient(x):
@@ -59,17 +62,20 @@ def distance(x, exact):
 
 @pytest.mark.parametrize("multiplier", [10.0, 30.0, 1e4])
 def test_it_ends_at_the_minimiser_of_the_penalised_problem(multiplier):
-    """With the same steps as SimFBO. Differences of gradients lose λε, 2e-12 at λ = 1e4; x* itself is farther away."""
+    """F2SA ends at the minimiser of the penalised problem, with the same steps as SimFBO.
+
+    Differences of gradients lose λε to rounding, which is 2e-12 at λ = 1e4; the distance from x* is larger.
+    """
     task = quadratic(condition=5)
     x = end(task, multiplier)
-    assert distance(x, solution(task.clients).x) > 1e-8  # else it could not be told from SimFBO
+    assert distance(x, solution(task.clients).x) > 1e-8  # otherwise x would not be different from SimFBO's
     assert distance(run(task, 2_000, multiplier=multiplier).x, x) < 1e-10
 
 
 def test_the_distance_from_the_solution_falls_with_the_square_of_the_multiplier():
-    """x_λ − x* = O(1/λ²): a hundredth for each factor of ten, in the closed form.
+    """The closed form has x_λ − x* = O(1/λ²): the distance falls a hundredfold if λ grows tenfold.
 
-    The next term is O(1/λ⁴), which changes the slope from λ = 10 by up to 1/10² of a constant of the problem.
+    The next term is O(1/λ⁴). At λ = 10 it changes the slope by up to 1/10² times a constant of the problem.
     """
     task = quadratic(condition=5)
     exact = solution(task.clients).x
@@ -89,9 +95,9 @@ def test_the_distance_from_the_solution_falls_with_the_square_of_the_multiplier(
     ],
 )
 def test_the_floor_of_float32(multiplier, low, high):
-    """The distance from x* is about 5/λ² + λε/30 with ε = 1.2e-7, least near λ = 1,000.
+    """In float32 the distance from x* is about 5/λ² + λε/30 with ε = 1.2e-7, and is smallest near λ = 1,000.
 
-    Both constants are those of this problem; the bounds leave a factor of three and more.
+    Both constants are those of this problem. The bounds leave a factor of three or more.
     """
     single = lambda tree: jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), tree)  # noqa: E731
     task = quadratic(condition=5)
@@ -108,7 +114,10 @@ def test_the_floor_of_float32(multiplier, low, high):
 
 
 def test_the_multiplier_of_the_precision_reaches_the_solution():
-    """(ε(1 + ‖y‖))^⅔ is about 1e-10 in float64, times what the problem has for a constant."""
+    """With the default multiplier, F2SA comes close to the solution in float64.
+
+    The distance is (ε(1 + ‖y‖))^⅔, about 1e-10, times a constant of the problem.
+    """
     task = quadratic(condition=5)
     exact = solution(task.clients)
     result = run(task, 2_000)
@@ -119,7 +128,10 @@ def test_the_multiplier_of_the_precision_reaches_the_solution():
 
 @pytest.mark.parametrize("independent", [False, True])
 def test_a_local_step_written_out(independent):
-    """The directions of one client's quadratics from the definition; with full batches draws do not differ."""
+    """A local step equals its definition for one client's quadratics.
+
+    Full batches are used, so that independent draws make no difference.
+    """
     task, multiplier = quadratic(clients=1, noise=0.0), 4.0
     f, g = ({name: leaf[0] for name, leaf in rows.row(0).items()} for rows in (task.clients.outer, task.clients.inner))
     x, y, v = np.linspace(-1, 1, 5), np.linspace(2, 0, 8), np.linspace(0, 1, 8)
@@ -140,7 +152,7 @@ def test_a_local_step_written_out(independent):
     result = fb.solve(method, task.problem, task.clients, task.x0, task.y0, rounds=1, engine=fb.Reference())
     high, low, back = y - v / multiplier, y + v / multiplier, multiplier / 2
     f_y, g_y = [outer_gradient(f, x, at) for at in (high, low)], [inner_gradient(g, x, at) for at in (high, low)]
-    d_x = hypergradient(f, g, x, y, v)  # ∇x f is affine in y, and ∇x g linear: the differences are exact
+    d_x = hypergradient(f, g, x, y, v)  # ∇x f is affine in y, and ∇x g linear, so that the differences are exact
     d_y = (g_y[0] + g_y[1]) / 2 + (f_y[0] - f_y[1]) / (2 * multiplier)
     d_v = back * (g_y[1] - g_y[0]) - (f_y[0] + f_y[1]) / 2
     for got, expected in zip(seen["step"], (d_x, d_y, d_v), strict=True):
@@ -151,7 +163,10 @@ def test_a_local_step_written_out(independent):
 
 @jax.custom_vjp
 def once(y):
-    """½‖y‖², whose gradient JAX cannot differentiate: it is made outside of it, as some attention kernels are."""
+    """Compute ½‖y‖², whose gradient JAX cannot differentiate, since it is computed outside JAX.
+
+    Some attention kernels compute their gradients in this way.
+    """
     return jnp.vdot(y, y) / 2
 
 
@@ -163,7 +178,10 @@ once.defvjp(lambda y: (once(y), y), lambda y, scale: (outside(y, jnp.broadcast_t
 
 
 def test_a_loss_that_can_be_differentiated_once_is_enough():
-    """g = ½‖y − x‖², f = ½‖y − t‖² + ½‖x‖²: y*(x) = x, so that x* = mean t/2 in each entry. SimFBO cannot run it."""
+    """F2SA solves a problem whose inner loss can be differentiated only once; SimFBO refuses it.
+
+    With g = ½‖y − x‖² and f = ½‖y − t‖² + ½‖x‖², y*(x) = x, so that x* is mean t/2 in each entry.
+    """
     targets = np.array([[1.0, 3.0], [2.0, 5.0]])
     problem = fb.Bilevel(
         lambda x, y, t: (jnp.vdot(y - t[0], y - t[0]) + jnp.vdot(x, x)) / 2, lambda x, y, t: once(y - x)
@@ -181,7 +199,7 @@ def test_a_loss_that_can_be_differentiated_once_is_enough():
 
 @jax.custom_vjp
 def counted(y, steps):
-    """½‖y‖², whose gradient is a loop of JAX that only its forward mode can differentiate."""
+    """Compute ½‖y‖², whose gradient is a loop of JAX that only forward mode can differentiate."""
     return jnp.vdot(y, y) / 2
 
 
@@ -195,7 +213,10 @@ counted.defvjp(lambda y, steps: (counted(y, steps), (y, steps)), added)
 
 @pytest.mark.parametrize("loss", [lambda y: once(y), lambda y: counted(y, jnp.argmax(y) + 2)], ids=["outside", "loop"])
 def test_methods_of_second_derivatives_say_what_they_cannot_differentiate(loss):
-    """The inner loss is a loop over samples, whose clients `Local` vectorises; F2SA runs it."""
+    """A method that needs second derivatives says that it cannot differentiate the gradient; F2SA runs.
+
+    The inner loss is a loop over samples, and `Local` vectorises it over clients.
+    """
     samples = {"t": np.random.default_rng(0).normal(size=(3, 2, 4))}
 
     def inner(x, y, batch):
@@ -213,7 +234,10 @@ def test_methods_of_second_derivatives_say_what_they_cannot_differentiate(loss):
 
 @pytest.mark.slow
 def test_a_transformer_whose_attention_has_no_second_derivatives(monkeypatch):
-    """All of it is y. F2SA computes with attention in blocks what it computes with the whole matrix of weights."""
+    """F2SA gives the same numbers with attention in blocks as with the whole matrix of attention weights.
+
+    All of the transformer is y. The attention in blocks has no second derivatives.
+    """
     monkeypatch.setattr(transformer, "BLOCK", 2)
     rng, y0 = np.random.default_rng(0), transformer.start(jax.random.key(0), side=4, width=4, layers=1, classes=3)
     clients = fb.Clients({"image": rng.normal(size=(2, 2, 4, 4)), "label": np.array([[0, 1], [2, 1]])})

@@ -18,7 +18,7 @@ def check(ends):
 
 
 def test_a_member_that_diverges_if_x_takes_long_steps():
-    """A long step on x makes a raw penalty negative; the run then goes back to an earlier row and ends below its start."""
+    """If a long step on x makes a penalty negative, the run goes back to an earlier row and ends below its start."""
     end = played("SimFBO", 6, 1, OTHER)
     check([end])
     assert end.loss < end.start

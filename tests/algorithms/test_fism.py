@@ -1,4 +1,4 @@
-"""Are FISM and IR-IG what the paper writes, and do they end where its theorems say?"""
+"""Do FISM and IR-IG compute what the paper writes, and do they end where its theorems say?"""
 
 import warnings
 
@@ -34,7 +34,7 @@ LOW, HIGH = -0.3, 0.4
 RNG = np.random.default_rng(0)
 DATA = [{"a": RNG.normal(size=(n, DIM)), "b": RNG.normal(size=n)} for n in SIZES]
 CENTER, START = np.array([0.5, -1.0, 0.1]), np.array([0.2, -0.1, 0.3])
-NUMBERS = np.split(np.arange(sum(SIZES)), np.cumsum(SIZES)[:-1])  # of each client's samples
+NUMBERS = np.split(np.arange(sum(SIZES)), np.cumsum(SIZES)[:-1])  # the numbers of each client's samples
 EVERY = {name: np.concatenate([one[name] for one in DATA]) for name in ("a", "b")}
 CLIENTS = [{**one, "number": number} for one, number in zip(DATA, NUMBERS, strict=True)]
 FIELDS = {"lr": LR, "lr_decay": A, "regularization": REGULARIZATION, "regularization_decay": B}
@@ -61,15 +61,15 @@ PROBLEM = fb.SimpleBilevel(preference, absolute_loss, fb.projections.box(LOW, HI
 
 
 def slope(x):
-    """𝓗 ∈ ∂H(x)."""
+    """Return 𝓗, a subgradient of H at x."""
     return x + 0.3 * np.sign(x - CENTER)
 
 
 def written_out(visits, refresh=False, shares=None, start=START):
-    """Algorithm 1 line by line, with f = |⟨a, x⟩ − b|: (x_{K+1}, x̂_K); its λ/m is λ here.
+    """Run Algorithm 1 line by line with f = |⟨a, x⟩ − b|; return (x_{K+1}, x̂_K). The paper's λ/m is λ here.
 
-    visits[k][i]: the samples of client i's walk in round k, in order. Answers are weighted by `shares`, by p_i/n_i
-    where that is None.
+    visits[k][i] has the samples of client i's walk in round k, in their order. Replies are weighted by `shares`, or by
+    p_i/n_i if that is None.
     """
     x, total, steps, acted = start.copy(), np.zeros(DIM), 0.0, 0
     for k, walks in enumerate(visits, start=1):
@@ -99,13 +99,13 @@ def run(algorithm, clients=ALL, problem=PROBLEM, **options):
 
 
 def same(result, expected):
-    """Some 40 steps on numbers of size 1."""
+    """Compare to 1e-12, since about 40 steps change numbers of size 1."""
     for have, want in zip((result.x, result.y), expected, strict=True):
         np.testing.assert_allclose(flattened(have), want, rtol=0, atol=1e-12)
 
 
 def noting():
-    """The problem, and a list of the samples that its loss is given from now on."""
+    """Return the problem, and a list to which its loss adds the number of each sample that it gets."""
     seen = []
 
     def loss(x, batch):
@@ -117,7 +117,7 @@ def noting():
 
 
 def visited(algorithm, clients):
-    """The run of the reference engine, and which samples each client's walk went through."""
+    """Run the reference engine; return the result and the samples that each client's walk went through."""
     problem, seen = noting()
     with jax.disable_jit():
         result = run(algorithm, clients, problem, engine=fb.Reference(), key=3)
@@ -129,7 +129,10 @@ def visited(algorithm, clients):
 
 
 def test_it_may_begin_anywhere():
-    """As the paper's x_1: the first projection brings it into X, and x̂ has the start among its terms."""
+    """x may begin outside of X, as the paper's x_1 does.
+
+    The first projection brings x into X, and x̂ has the start among its terms.
+    """
     outside = START + 2 * (HIGH - LOW)
     found = fb.solve(fb.FISM(**FIELDS), PROBLEM, ALL, tree(outside), rounds=ROUNDS)
     same(found, written_out(IN_ORDER, start=outside))
@@ -146,8 +149,11 @@ def test_weights_that_are_not_the_papers_are_said():
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_as_written(wrapped):
-    """Unequal clients of unequal weights, kinks in f and in H, a box whose sides are met, x a tree. Asynchronous, where
-    nobody is late, the mean is summed up from differences, four of size 1 here."""
+    """FISM equals Algorithm 1 line by line, also with `Asynchronous` if no reply is late.
+
+    Clients and their weights are unequal, f and H have kinks, x meets sides of its box, and x is a tree. `Asynchronous`
+    adds the mean up from differences, here four of size 1.
+    """
     algorithm = fb.FISM(**FIELDS)
     result = run(fb.Asynchronous(algorithm, wait_for=3) if wrapped else algorithm)
     same(result, written_out(IN_ORDER))
@@ -155,7 +161,7 @@ def test_as_written(wrapped):
 
 
 def test_walks_compute_no_losses():
-    """F, which no step needs, is measured where somebody asks for it."""
+    """Walks do not compute F, which no step needs; it is measured if a metric asks for it."""
     loss = fb.PerClient(lambda x, y, batch: absolute_loss(x, batch), "inner")
     result = run(fb.FISM(**FIELDS), metrics_per_client={"loss": loss})
     assert "inner_loss" not in result.history.columns
@@ -164,13 +170,17 @@ def test_walks_compute_no_losses():
 
 
 def test_weights_by_size_are_the_papers_plain_mean():
-    """And λ its own over m: for p_i in proportion to n_i all p_i/n_i are equal."""
+    """If p_i is in proportion to n_i, all p_i/n_i are equal, and the mean over clients is the paper's plain mean.
+
+    λ is then the paper's own λ over m.
+    """
     result = run(fb.FISM(**FIELDS), fb.Clients(CLIENTS, weights="size"))
     same(result, written_out(IN_ORDER, shares=np.ones(3)))
 
 
 def test_random_order():
-    """Every sample once in every round, in an order that is none of before; the numbers are those of that order."""
+    """In random order a walk takes every sample once in each round, in a new order, and the numbers are those of this
+    order."""
     result, visits = visited(fb.FISM(order="random", **FIELDS), ALL)
     assert len(visits) == ROUNDS
     for walks in visits:
@@ -184,9 +194,13 @@ def test_random_order():
     [(fb.FISM(local_steps=3, **FIELDS), None, [2, 3, 3]), (fb.FISM(**FIELDS), np.array([1, 3, 9]), [1, 3, 3])],
 )
 def test_drawn_samples(algorithm, population, lengths):
-    """As many different samples as asked for, of those that there are; a walk is weighted by p_i over its length."""
+    """A walk takes as many different samples as asked for, or all samples if there are fewer.
+
+    Its weight is p_i over its length.
+    """
     result, visits = visited(algorithm, fb.Clients(CLIENTS, weights=WEIGHTS, local_steps=population))
-    visits = [[walk[:n] for walk, n in zip(walks, lengths, strict=True)] for walks in visits]  # what follows is masked
+    # samples beyond a walk's length are masked
+    visits = [[walk[:n] for walk, n in zip(walks, lengths, strict=True)] for walks in visits]
     for walks in visits:
         assert [len(set(walk)) for walk in walks] == [len(walk) for walk in walks] == lengths
         assert all(set(walk) <= set(part) for walk, part in zip(walks, NUMBERS, strict=True))
@@ -196,7 +210,10 @@ def test_drawn_samples(algorithm, population, lengths):
 
 
 def test_fresh_subgradients_with_one_client_are_ir_ig():
-    """Equation (1): 𝓗 is taken at every step's own z. With one client FISM without that is another method."""
+    """With one client, and a subgradient of H at every step's own z, FISM is IR-IG, equation (1).
+
+    With one client and without these fresh subgradients, FISM is another method.
+    """
     visits = [[np.arange(sum(SIZES))]] * ROUNDS
     expected = written_out(visits, refresh=True, shares=np.ones(1))
     for algorithm in (fb.IRIG(**FIELDS), fb.FISM(refresh=True, **FIELDS)):
@@ -208,8 +225,11 @@ def test_fresh_subgradients_with_one_client_are_ir_ig():
 
 
 def test_weights_decide_where_it_rests():
-    """At the minimiser of Σ p_i f̄_i + λH, from linear algebra, a round of steps γ moves x by O(γ²): ten times shorter
-    steps, a hundred times less (and O(γ) of that). At that of the plain mean over samples it moves by O(γ)."""
+    """The weights p_i decide where x rests: at the minimiser of Σ p_i f̄_i + λH, which linear algebra finds.
+
+    From there, a round of steps γ moves x by O(γ²), so that steps of a tenth move x by a hundredth, up to O(γ) of that.
+    From the minimiser for the plain mean over samples, a round moves x by O(γ).
+    """
 
     def minimiser(share):
         hessian = flat.EVERY_ROW.T @ (share[:, None] * flat.EVERY_ROW) + REGULARIZATION * np.eye(flat.DIM)
@@ -229,8 +249,11 @@ def test_weights_decide_where_it_rests():
 
 
 def test_the_nearest_of_many_minimisers():
-    """x_k follows x_λ, which is O(λ) from x*: it ends within twice that distance, for what it lags behind and what the
-    order of a walk makes, O(γ). The average has the first iterates in it, and comes after."""
+    """x ends near x*, the minimiser of F that is nearest to the anchor.
+
+    x_k follows x_λ, whose distance from x* is O(λ). x ends within twice this distance, because x_k is behind x_λ, and
+    the order of a walk has an effect of O(γ). The average still has the first iterates in it, and arrives later.
+    """
     rounds = 4000
     result = flat.solved(fb.FISM(lr=0.5, regularization=0.1), rounds, every=rounds // 4)
     behind = np.linalg.norm(flat.on_path(0.1 / rounds**0.35) - flat.solution())
@@ -242,14 +265,18 @@ def test_the_nearest_of_many_minimisers():
 
 @pytest.mark.parametrize("first", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_where_balls_overlap(first):
-    """Waiting for all, and going on with two of three answers where one client takes five times as long.
+    """x ends near the point common to all balls that is nearest to the anchor, in the location task.
 
-    F = 0 on what all balls have in common. It grows as a distance does, so that x_λ = x* already for some λ > 0, and
-    x is off by no more than its walks, of three steps no longer than γ_K (|∂f| ≤ 1)."""
+    In one case the server waits for all replies. In the other one it goes on with two of three replies, and one client
+    takes five times as long.
+
+    F is 0 on what all balls have in common, and grows as a distance does outside. Therefore x_λ = x* already for some
+    λ > 0. x is off by no more than its walks, which have three steps no longer than γ_K, since |∂f| ≤ 1.
+    """
     task, rounds = location(dim=2, targets=9, clients=3), 2000
     balls = [task.clients.inner.row(i) for i in range(3)]
     centers, radii = (np.concatenate([ball[name] for ball in balls]) for name in ("center", "radius"))
-    anchor = np.array(jax.grad(task.problem.outer)(jnp.zeros(2), None, None)) * -1  # ∇H(0) = −a
+    anchor = np.array(jax.grad(task.problem.outer)(jnp.zeros(2), None, None)) * -1  # ∇H(0) = −a, where a is the anchor
     found = optimize.minimize(
         lambda x: np.sum((x - anchor) ** 2) / 2,
         np.zeros(2),
@@ -271,14 +298,18 @@ def test_where_balls_overlap(first):
 
 @pytest.mark.slow
 def test_the_rate_of_theorem_11():
-    """F(x̂_K) − F* = O(K^−b) with a = ½ + ε/2, b = ½ − ε; what it is for F = mean |s⟨v, x⟩|^p/p and H = ½‖x − hv‖².
+    """The rate of Theorem 11, F(x̂_K) − F* = O(K^−b) with a = ½ + ε/2 and b = ½ − ε, holds for one family of problems.
 
-    F is 0 where t = ⟨v, x⟩ is. x_λ has c t^{p−1} = λ (h − t), c the mean of s^p: t = (λh/c)^{1/(p−1)} where that is
-    much less than h, so F(x_k) falls as K^{−bp/(p−1)}. x̂_K has the mean of these t, weighted by γ_k: as K^{−b/(p−1)} in
-    the end, and later than K = 10,000, so that this sum itself is the yardstick. The theorem's bound is for all p.
+    The problems are F = mean |s⟨v, x⟩|^p/p and H = ½‖x − hv‖². The test compares the rates with those derived here.
 
-    A row of x for each of 16 instances that differ in s, v and h, started on their paths; standard errors are those of
-    the mean of their slopes, fitted over two decades.
+    F depends on t = ⟨v, x⟩ alone and is 0 at t = 0. With c the mean of s^p, x_λ has c t^{p−1} = λ (h − t). As long as t
+    is much less than h, t = (λh/c)^{1/(p−1)}, so that F(x_k) falls as K^{−bp/(p−1)}.
+
+    x̂_K has the mean of these t, weighted by γ_k. In the end this falls as K^{−b/(p−1)}, but only after K = 10,000.
+    Therefore the expected rate of x̂_K is that of this sum itself. The theorem's bound holds for all p.
+
+    x has a row for each of 16 instances, which differ in s, v and h, and which start on their paths. Standard errors
+    are those of the mean of the instances' slopes, which are fitted over two decades.
     """
     p, instances, rounds, epsilon, first, last = 4, 16, 10_000, 0.2, 100, 10_000
     a, b, penalty, rng = 0.5 + epsilon / 2, 0.5 - epsilon, 0.003, np.random.default_rng(0)
@@ -288,7 +319,7 @@ def test_the_rate_of_theorem_11():
     c = np.mean(s**p, axis=(0, 1))
 
     def on_path(k):
-        """t of x_λ by Newton's method, rows for each k."""
+        """Return t of x_λ by Newton's method, in a row for each k."""
         weight = penalty / np.reshape(k, (-1, 1)) ** b
         t = (weight * h / c) ** (1 / (p - 1))
         for _ in range(20):
@@ -331,9 +362,12 @@ def test_the_rate_of_theorem_11():
 
 
 def test_two_constraints():
-    """Where f is constant all of X are minimisers, and the solution is the anchor's projection onto X: box and
-    half-space here, clip(a − t·1) with Σ = 0.6, by bisection in t. A round's three steps along one 𝓗 = x − a change
-    what is left of the way by 1 − 3γ_kλ_k, whose product over 100 rounds is 4e-8. Clients walk vectorised."""
+    """If f is constant, all points of X are minimisers, and x ends at the anchor's projection onto X.
+
+    X is the intersection of a box and a half-space, and the projection is clip(a − t·1) with the sum 0.6, where
+    bisection finds t. A round has three steps along one 𝓗 = x − a. It multiplies the remaining distance by 1 − 3γ_kλ_k,
+    and the product of these factors over 100 rounds is 4e-8. Clients walk vectorised.
+    """
     anchor = np.array([1.5, 0.4, 0.2, -2.0])
     at = lambda t: np.clip(anchor - t, -0.5, 0.8)  # noqa: E731
     exact = at(optimize.brentq(lambda t: at(t).sum() - 0.6, 0.0, 3.0, xtol=1e-15))
@@ -348,8 +382,12 @@ def test_two_constraints():
 
 
 def test_cohorts():
-    """Two of three clients in each round, weighted by p_i M/P/n_i over the mean of these sums in the rounds so far, for
-    no cohort's own sum would leave the mean over cohorts that of everyone."""
+    """With cohorts of two of three clients, a reply has the weight p_i (M/P)/n_i over the mean of these sums in all
+    rounds.
+
+    The mean runs over the rounds so far. If each cohort were divided by its own sum, the mean over cohorts would not be
+    the mean over all clients.
+    """
     problem, seen = noting()
     with jax.disable_jit():
         result = run(fb.FISM(**FIELDS), problem=problem, cohort=2, engine=fb.Reference(), key=0)

@@ -1,4 +1,4 @@
-"""Clients of unequal length in cohorts, schedules that touch 0, where a run may start, subgradients of one's own."""
+"""Cohorts of clients of unequal length, schedules that reach 0, starts that are allowed, and users' subgradients."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,11 +25,14 @@ def solved(algorithm, rounds, x0=0.0, problem=problem(), clients=CLIENTS, **fiel
 
 @pytest.mark.parametrize("method", [fb.FISM, fb.IRG])
 def test_cohorts_leave_the_weights_where_they_are(method):
-    """One client a round, of weights ½ each: F = ¼x² + ¼(x − 1)² is least at ½, whatever the lengths. (A mean
-    over each cohort by itself would count samples, and end at 0.9.)
+    """With cohorts of one client, x ends where the weights say, whatever the numbers of samples are.
 
-    In the end x wanders around ½ by draws of γ_k/(n S̄)·(½ or so), with S̄ = Σ p_i/n_i = 5/9. From then on the noise of
-    γ_k = 0.1/k^0.6 after 20,000 rounds, 2.6e-4, has a standard deviation of √(γ/2·variance) < 0.02; 0.1 is five of it.
+    Both clients have the weight ½, so that F = ¼x² + ¼(x − 1)² has its minimum at ½. A mean over each cohort by itself
+    would count samples, and end at 0.9.
+
+    In the end x moves randomly around ½: a draw moves it by about γ_k/(n S̄)·½, with S̄ = Σ p_i/n_i = 5/9. After 20,000
+    rounds, γ_k = 0.1/k^0.6 is 2.6e-4. The noise then has a standard deviation of √(γ/2·variance) < 0.02, and 0.1 is
+    five times that.
     """
     end = solved(method(lr=0.1, regularization=1e-9), 20_000, cohort=1, key=3)
     assert abs(float(end.x) - 0.5) < 0.1
@@ -37,8 +40,11 @@ def test_cohorts_leave_the_weights_where_they_are(method):
 
 @pytest.mark.parametrize("steps", [optax.linear_schedule(0.3, 0.0, 2), optax.linear_schedule(0.0, 0.3, 2)])
 def test_a_step_may_begin_or_end_at_0(steps):
-    """Two clients of one sample, at 0 and 1. Without λ a round is x ← x + γ_k (½ − x), and x̂ the mean of x_k with
-    weights γ_k. Optax has schedules in float32: 1e-7."""
+    """A schedule of steps may begin or end at 0.
+
+    The two clients have one sample each, at 0 and at 1. Without λ, a round is x ← x + γ_k (½ − x), and x̂ is the mean
+    of x_k with the weights γ_k. Optax computes schedules in float32, so that 1e-7 is allowed.
+    """
     clients = fb.Clients({"b": np.array([[0.0], [1.0]])})
     found = solved(fb.FISM(lr=steps, regularization=1e-12), 4, 0.2, clients=clients)
     x, total, weighted = 0.2, 0.0, 0.0
@@ -64,8 +70,11 @@ def test_what_cannot_be_told_is_refused():
 
 
 def test_a_subgradient_of_ones_own():
-    """H = |x| + ½x² has every slope from −1 to 1 at 0. A round from 0 moves by −γ₁λ₁ times the one that is given: both
-    clients' only sample is at 0, where f is flat, too."""
+    """The user's subgradient of H is the one that a round follows.
+
+    H = |x| + ½x² has every slope from −1 to 1 at 0. A round from 0 moves x by −γ₁λ₁ times the given slope, because both
+    clients have one sample at 0, where f is flat.
+    """
     clients = fb.Clients({"b": np.zeros((2, 1))})
     for slope in (-1.0, 0.0, 0.5):
         own = problem(

@@ -1,4 +1,4 @@
-"""Is the sum of differences the table of last replies?"""
+"""Does the sum of differences equal the mean over a table of last replies?"""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,10 @@ CLIENTS, SIZE = 6, 3
 
 
 def exchanges(rng, count):
-    """For each: who answers, of those what was asked when (never older than their last), and what they say."""
+    """Return for each exchange the clients that reply, and for each of them when it was asked, and its reply.
+
+    A client is never asked before the time of its previous reply.
+    """
     asked = np.full(CLIENTS, -1)
     for t in range(count):
         who = rng.choice(CLIENTS - 1 if t < count // 2 else CLIENTS, size=rng.integers(1, 4), replace=False)
@@ -22,7 +25,7 @@ def exchanges(rng, count):
 
 
 def played(weights, count, seed=0):
-    """After each exchange: the memory, and the table {client: (asked, answer)}."""
+    """Return after each exchange the memory, and the table {client: (when it was asked, reply)}."""
     memory = LastReplies.none({"u": jnp.zeros(SIZE), "n": jnp.zeros(())})
     kept = {i: LastReply.none(memory.total) for i in range(CLIENTS)}
     table = {}
@@ -37,7 +40,11 @@ def played(weights, count, seed=0):
 
 
 def test_mean_weight_and_delay_are_those_of_the_table():
-    """The last client is silent for half the time: the mean goes without it, its delay counts from the start."""
+    """Mean, weight and delay are those of the table.
+
+    The last client is silent for half of the exchanges. Until it replies, the mean leaves it out, and its delay counts
+    from the start.
+    """
     weights = np.random.default_rng(1).uniform(0.5, 2, CLIENTS)
     weights /= weights.sum()
     for t, (memory, table) in enumerate(played(weights, 60)):
@@ -52,8 +59,12 @@ def test_mean_weight_and_delay_are_those_of_the_table():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 def test_what_rounding_leaves_in_the_sum(dtype):
-    """5,000 exchanges of one answer each, uniform in [−1, 1]. Rounding of a difference, of its weighing and of the sum:
-    at most 2, 2p and 1 times ε/2, independent in sign, so less than 3·ε/2·√n = n's standard deviation; 5 of these."""
+    """Rounding in the sum stays within five standard deviations of its derived size.
+
+    5,000 exchanges have one reply each, uniform in [−1, 1]. Rounding a difference, its product with the weight, and the
+    sum makes errors of at most 2, 2p and 1 times ε/2, whose signs are independent. Their standard deviation after n
+    exchanges is less than 3·ε/2·√n.
+    """
     count, weights = 5_000, jnp.asarray(np.arange(1, CLIENTS + 1) / 21)
 
     def one(carry, key):
@@ -74,4 +85,4 @@ def test_what_rounding_leaves_in_the_sum(dtype):
     assert off < bound
     assert bound < 1e-3 * np.max(np.abs(exact))
     delay = np.asarray(weights) @ (count - 1 - np.asarray(kept.exchange))
-    np.testing.assert_allclose(memory.delay, delay, rtol=1e-12)  # counts are weighed in float64 here
+    np.testing.assert_allclose(memory.delay, delay, rtol=1e-12)  # counts are weighted in float64 here

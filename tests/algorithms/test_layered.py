@@ -1,4 +1,4 @@
-"""Layers in general: each asks once and runs once, keeps what it began with, and is the same on every engine."""
+"""Does each layer ask once, run once and keep the structure of its state, and give the same on every engine?"""
 
 from dataclasses import replace
 from functools import partial
@@ -51,15 +51,16 @@ def test_every_layer_is_tried():
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_a_layer_asks_once_runs_once_and_keeps_what_it_began_with(kind):
-    """Called twice, what is inside would be paid for twice; called never, its reply would be another's.
+    """A layer calls `ask` once and `run` once, and keeps a state of the structure with which it began.
 
-    Nothing is computed, since calls and structures do not depend on numbers.
+    If a layer called twice, the exchange would be paid for twice. If it never called, the reply would not be that of
+    the method inside. The test computes nothing, since calls and structures do not depend on numbers.
     """
     assert jax.eval_shape(partial(calls_of, kind)) == ()
 
 
 def calls_of(kind):
-    """An exchange and a reply of a layer."""
+    """Make an exchange and a reply of the layer, and check its calls and structures."""
     task, calls = quadratic(clients=6, dim_x=6, dim_y=3, samples=(2, 2)), []
     own = {"own_block": {"local": "x"}, "own_leaves": {"own": lambda path: True}}.get(kind, {"project_x": jnp.abs})
     problem = fb.Bilevel(task.problem.outer, task.problem.inner, **own)
@@ -118,7 +119,7 @@ QUICK = ("top-k, privacy", "trimmed mean")
 
 @pytest.mark.parametrize("case", slow_but(*QUICK, of=PAIRS))
 def test_engines_agree(case):
-    """x is in a set as well; cohorts of 5 of 7 unlike clients, which chunks and devices pad."""
+    """Engines agree on layers, with x in a set and cohorts of 5 of 7 unlike clients, which chunks and devices pad."""
     method, privacy = PAIRS[case]
     task = quadratic(clients=7, dim_x=4, dim_y=3, samples=(3, 3))
     problem = fb.Bilevel(task.problem.outer, task.problem.inner, project_x=lambda x: jnp.clip(x, -0.5, 0.5))
@@ -136,7 +137,7 @@ def test_engines_agree(case):
 
 
 def rows():
-    """Replies of 6 clients and two rows of padding, whose weights are 0."""
+    """Return the replies of 6 clients and two rows of padding, and their weights, which are 0 for padding."""
     r = np.random.default_rng(3)
     return np.concatenate([r.normal(size=(6, 5)), 1e6 * np.ones((2, 5))]), np.array(
         [0.3, 0.1, 0.2, 0.2, 0.15, 0.05, 0, 0]
@@ -144,14 +145,14 @@ def rows():
 
 
 def test_rules_are_those_written_out():
-    """In NumPy, over the rows that are no padding."""
+    """Each rule equals its definition in NumPy over the rows that are not padding."""
     of, weights = rows()
     real, p = of[:6], weights[:6]
     ascending = np.sort(real, axis=0)
     np.testing.assert_allclose(parts.TrimmedMean(trim=2).of(of, weights), ascending[2:4].mean(0), rtol=1e-12)
     median = [min(v for v in column if p[column <= v].sum() >= 0.5) for column in real.T]
     np.testing.assert_allclose(parts.Median().of(of, weights), median, rtol=1e-12)
-    for draw in range(10):  # with which neighbours count, another reply wins in some of them
+    for draw in range(10):  # in some of these draws another reply would win if other neighbours counted
         drawn = np.concatenate([np.random.default_rng(draw).normal(size=(6, 5)), of[6:]])
         squares = ((drawn[:6, None] - drawn[None, :6]) ** 2).sum(-1)
         score = [np.sort(np.delete(squares[i], i))[: 6 - 1 - 2].sum() for i in range(6)]
@@ -164,7 +165,7 @@ def test_rules_are_those_written_out():
 
 
 def test_a_reply_that_is_not_finite_is_a_bad_one_as_well():
-    """And fewer replies than a rule needs, beside padding, are no number."""
+    """Each rule leaves out a reply that is not finite, and gives NaN if there are fewer replies than it needs."""
     of, weights = rows()
     for bad in (np.nan, np.inf, -np.inf):
         with_it = np.where(np.arange(8)[:, None] == 2, bad, of)
@@ -176,7 +177,11 @@ def test_a_reply_that_is_not_finite_is_a_bad_one_as_well():
 
 
 def liar(away):
-    """x and y* = x + the mean of the clients' c, of which the last client's is off by `away`; x* = −mean c/1.1."""
+    """Return a problem with y* = x + the mean of the clients' c, its clients, and the x* of the other clients, −mean
+    c/1.1.
+
+    The c of the last client is off by `away`.
+    """
     center = np.random.default_rng(0).normal(size=(8, 3)) * 0.1
     center[-1] += away
     problem = fb.Bilevel(
@@ -188,7 +193,10 @@ def liar(away):
 
 @pytest.mark.parametrize("kind", ["trimmed_mean", "median", "krum", "centred_clipping"])
 def test_one_bad_client_of_eight_does_not_move_x_far(kind):
-    """The mean is off by an eighth of 10,000. What a rule leaves is within the clients' own spread, 0.1, or a few τ."""
+    """With each rule, one bad client of eight moves x by less than 0.3; without a rule, by more than 1,000.
+
+    The mean is off by an eighth of 10,000. A rule leaves an error within the spread of the clients, 0.1, or of a few τ.
+    """
     problem, clients, best = liar(1e4)
     given = problem, clients, jnp.zeros(3), jnp.zeros(3)
     rule = parts.CentredClipping(radius=0.1) if kind == "centred_clipping" else LAYERS[kind]
@@ -234,7 +242,7 @@ class OneEntry(authoring.Compressor):
 
 
 class Telling(Layer):
-    """Tells a metric of its own, or finds a column."""
+    """A layer with a metric of its own, or with a column in its findings."""
 
     kind, place = "telling", "privacy"
 

@@ -1,4 +1,4 @@
-"""Local epochs: batches without replacement, played again in NumPy by the same keys, for unequal clients."""
+"""Are local epochs batches without replacement? NumPy repeats them with the same keys, for unequal clients."""
 
 from dataclasses import replace
 
@@ -23,7 +23,8 @@ from representatives import slow_but
 SIZES, BATCH, DIM, SEED = (7, 2, 6, 4, 3), 3, 3, 5
 """Of samples: with a rest, fewer than a batch, none, and a single batch."""
 WEIGHTS = np.array([1.0, 2.0, 0.5, 1.5, 1.0])
-SHORT, DROPPED = np.array([3, 1, 2, 2, 1]), np.array([2, 1, 2, 1, 1])  # batches of an epoch
+# batches in an epoch, with the short last batch and without it
+SHORT, DROPPED = np.array([3, 1, 2, 2, 1]), np.array([2, 1, 2, 1, 1])
 SINGLE_LEVEL = fb.SingleLevel(lambda x, batch: 0.5 * jnp.mean((batch["a"] @ x - batch["b"]) ** 2))
 BILEVEL = fb.Bilevel(
     lambda x, y, batch: 0.5 * jnp.mean((batch["a"] @ y - batch["b"]) ** 2) + 0.05 * jnp.vdot(x, x),
@@ -49,7 +50,7 @@ METHODS = {
 
 
 def with_epochs(method, epochs, drop_last=False, batch_size=BATCH):
-    """A method that makes local epochs."""
+    """Return the method with local epochs."""
     said = {"local_epochs": epochs, "drop_last": drop_last}
     if hasattr(method, "inner"):
         return replace(method, batch_size=batch_size, inner=replace(method.inner, **said))
@@ -69,7 +70,7 @@ def solved(method, problem, engine=None, rounds=2, **options):
 
 
 def batches(key, size, epochs, drop_last):
-    """The places of the samples of each step, by plain loops."""
+    """Return the places of the samples of each step, by plain loops."""
     found = []
     for epoch in range(epochs):
         drawn = jax.random.bits(jax.random.fold_in(key, epoch), (size,), jnp.uint32)
@@ -102,7 +103,10 @@ def test_fedavg_in_plain_loops(epochs, drop_last):
 
 @pytest.mark.parametrize(("drop_last", "tau"), [(False, 6), (True, 4)])
 def test_steps_are_as_many_as_is_said_before_they_are_drawn(drop_last, tau):
-    """Two epochs of 7 samples in batches of 3."""
+    """The number of steps that is known before any draw is the number of batches that are drawn.
+
+    Two epochs of 7 samples in batches of 3 have 6 batches, or 4 without the short ones.
+    """
     rows, part = {"a": np.ones((7, 2))}, LocalSGD(local_epochs=2, drop_last=drop_last)
     client = client_alone(BILEVEL, rows, rows, batch_size=3)
     assert int(part.tau(client)) == int(part.steps(client, jax.random.key(0)).tau) == tau
@@ -110,11 +114,14 @@ def test_steps_are_as_many_as_is_said_before_they_are_drawn(drop_last, tau):
 
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_fedlin_in_plain_loops(drop_last):
-    """The step is α/τ_i, by the client's own τ_i; q is on a batch with replacement, here of one sample's copies."""
+    """FedLin with local epochs equals plain loops, with the steps α/τ_i by the client's own τ_i.
+
+    q is on a batch with replacement, which makes no difference here, since a client's samples are copies of one sample.
+    """
     data = [{name: np.repeat(values[:1], len(values), 0) for name, values in one.items()} for one in rows()]
     for one in data[:1]:
-        one["b"] = rows()[0]["b"]  # client 0 alone differs in its samples
-    data[0]["a"] = np.zeros_like(data[0]["a"])  # and has gradient 0, whatever is drawn
+        one["b"] = rows()[0]["b"]  # only client 0 has different samples
+    data[0]["a"] = np.zeros_like(data[0]["a"])  # client 0's gradient is 0, whatever is drawn
     alpha, p, x = 0.3, WEIGHTS / WEIGHTS.sum(), np.ones(DIM)
     gradient = lambda one, z: one["a"].T @ (one["a"] @ z - one["b"]) / len(one["b"])  # noqa: E731
     q = sum(w * gradient(one, x) for w, one in zip(p, data, strict=True))
@@ -131,7 +138,7 @@ def test_fedlin_in_plain_loops(drop_last):
 
 
 def marks(epochs, drop_last, engine):
-    """For each client the sum over steps of 1/(batch's size) at the samples taken, by their number; in two rounds."""
+    """Return, for two rounds and each client, Σ 1/(batch size) over the steps in which each sample was taken."""
     first = np.cumsum(SIZES) - SIZES
     samples = [{"number": start + np.arange(n)} for start, n in zip(first, SIZES, strict=True)]
     method, clients = with_epochs(fb.FedAvg(lr=1.0), epochs, drop_last), fb.Clients(samples, weights=WEIGHTS)
@@ -153,7 +160,7 @@ def test_every_sample_is_seen_once_in_an_epoch(engine):
             rest = n % BATCH
             expected = sorted([1 / BATCH] * (n - rest) + [1 / max(rest, 1)] * rest)
             np.testing.assert_allclose(sorted(seen), expected, rtol=1e-12)
-    assert not np.allclose(*map(np.concatenate, rounds))  # another order in another round
+    assert not np.allclose(*map(np.concatenate, rounds))  # the order differs between rounds
     for n, seen in zip(SIZES, marks(3, False, engine)[0], strict=True):
         assert seen.sum() == pytest.approx(3 * -(-n // BATCH))
         if n % BATCH == 0:
@@ -171,7 +178,11 @@ def test_what_is_dropped_changes_from_epoch_to_epoch():
 
 @pytest.mark.parametrize("name", slow_but("FedAvg", of=METHODS))
 def test_engines_agree(name):
-    """Each method on two devices, in chunks that neither clients nor devices divide; FedAvg streamed as well."""
+    """Engines agree on each method with local epochs, with two devices and chunks that divide neither clients nor
+    devices.
+
+    FedAvg is also streamed.
+    """
     method, problem = METHODS[name]
     method = with_epochs(method, 2, drop_last=name in ("FedLin", "FedNest"))
     here = solved(method, with_compiled_losses(problem), fb.Reference())
@@ -184,7 +195,10 @@ def test_engines_agree(name):
 
 @pytest.mark.parametrize("name", slow_but("FedNestSGD", of=["FedNestSGD", "FedNest", "AFBO"]))
 def test_inner_rounds_count_their_gradients(name):
-    """By how much more than steps with τ = 1 take, which are known: see the tests of these methods."""
+    """Local epochs cost as many more gradients as they have more steps than runs with τ = 1, in each inner round.
+
+    The tests of these methods check the costs with τ = 1.
+    """
     method, problem = METHODS[name]
     rounds = method.inner.rounds
     one = replace(method, batch_size=BATCH, inner=replace(method.inner, local_steps=1))
@@ -194,9 +208,10 @@ def test_inner_rounds_count_their_gradients(name):
 
 
 def test_steps_are_those_of_the_samples_as_they_are_drawn_in_features():
-    """E ≥ 2 computes what does not depend on y once per sample; E = 1 does not: both are the same steps.
+    """With two epochs, the steps are those of the drawn samples, in each of two inner rounds.
 
-    In each of two inner rounds; the program is that of the counts above.
+    With E ≥ 2, what does not depend on y is computed once for each sample; with E = 1 it is not. Both make the same
+    steps. The program is that of the counts above.
     """
     x, y = np.ones(DIM), np.full(DIM, 0.5)
     method = with_epochs(METHODS["FedNestSGD"][0], 2)
@@ -219,7 +234,10 @@ def test_steps_are_those_of_the_samples_as_they_are_drawn_in_features():
     ("sizes", "epochs"), slow_but(((6, 6), 3), ((6, 7), 1), of=[((6, 6), 1), ((6, 6), 3), ((6, 7), 1)])
 )
 def test_floating_point_operations(sizes, epochs):
-    """As many as those of as many steps with replacement: orders are whole numbers. Of unequal clients: unknown."""
+    """An epoch takes as many operations as equally many steps with replacement, since orders are whole numbers.
+
+    If clients are unequal, the number is not known.
+    """
     rng = np.random.default_rng(0)
     clients = fb.Clients([{"a": rng.normal(size=(n, DIM)), "b": rng.normal(size=n)} for n in sizes])
     methods = fb.FedAvg(batch_size=BATCH, local_epochs=epochs), fb.FedAvg(batch_size=BATCH, local_steps=2 * epochs)
@@ -231,7 +249,7 @@ def test_floating_point_operations(sizes, epochs):
 
 
 def test_padding_has_no_part_in_a_short_batch():
-    """A client's window in a longer array: neither other clients' samples nor NaN beyond it are counted."""
+    """A short batch contains no padding: neither other clients' samples nor the NaN beyond a client's window."""
     values = {"a": jnp.array([np.nan, 1.0, 2.0, 3.0, 4.0, np.nan, np.nan])}
     window = Samples(values, jnp.asarray(1), jnp.asarray(4), longest=6, equal=False)
     alone = Samples({"a": values["a"][1:5]}, jnp.asarray(0), jnp.asarray(4), longest=4, equal=True)

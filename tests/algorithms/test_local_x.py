@@ -1,6 +1,6 @@
-"""Does x, kept and stepped by clients block by block, become what a server would have made of it?
+"""Do clients that keep blocks of x, and step on them, get the x that a server would compute?
 
-A client's losses are the quadratic task's, in its own row of x alone.
+The losses of a client are those of the quadratic task, in the client's own row of x.
 """
 
 import jax
@@ -28,7 +28,7 @@ METHODS = {
 
 
 def split_quadratic(local):
-    """(problem, clients): x has a row for each client; a sample knows whose it is."""
+    """Return the problem and its clients; x has a row for each client, and each sample has the number of its row."""
     task = quadratic(clients=CLIENTS, dim_x=DIM_X, dim_y=DIM_Y, samples=(2, 4))
 
     def rows(data):
@@ -57,7 +57,10 @@ SLOW = {"AFBO, all are first", "AFBO, local", "AFBO, global"}
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in METHODS]
 )
 def test_the_same_rows_with_and_without_the_server(name):
-    """And no x in any message: what goes down and up is y and, for some, v, less the one or two numbers beside them."""
+    """Rows of x are the same whether clients or the server keep x, and without the server no message has x.
+
+    Messages and replies have y and, for some methods, v, and without x they have one or two numbers less beside them.
+    """
     algorithm = METHODS[name]
     metrics = {"x": lambda x, y: jnp.sum(x**2)}
     kept, sent = run(algorithm, metrics=metrics), run(algorithm, local=None, metrics=metrics)
@@ -82,7 +85,7 @@ def test_the_start_is_the_callers_and_serves_again():
 
 @pytest.mark.slow
 def test_both_engines_agree_where_clients_are_late():
-    """Each block then moves once for each answer of its client."""
+    """The engines agree if clients are late; each block then moves once for each reply of its client."""
     algorithm = fb.Asynchronous(BY_STEPS, wait_for=2, delay_penalty=0.0)
     clock = fb.Clock(network=(1.0, 1.7, 0.6, 5.3), spread=0.4)
     a, b = (run(algorithm, 2, engine=engine(clock=clock)) for engine in (fb.Local, fb.Reference))

@@ -1,4 +1,4 @@
-"""Is MEHA at rest where the derivatives of its saddle problem are 0, and stable where g is not convex in y?"""
+"""Is MEHA at rest where the derivatives of its saddle problem are 0, and stable if g is not convex in y?"""
 
 import warnings
 
@@ -19,12 +19,12 @@ AGREEMENT = {
         fixed(fb.MEHA(local_steps=2, batch_size=4, penalty=20.0, proximity=0.5)), work=agreement.WORK, slow=True
     ),
 }
-SMALL = {"clients": 4, "condition": 5, "samples": (2, 2)}  # of the task: thousands of rounds take no longer than needed
+SMALL = {"clients": 4, "condition": 5, "samples": (2, 2)}  # the smallest task that needs thousands of rounds
 ONE_STEP = {"local_steps": 1, "batch_size": None, "client_lr": 1.0}
 
 
 def rest(m, c, sigma):
-    """(x, y, θ) where the three derivatives of Σ p_i ψ_i are 0, which is a linear system in them:
+    """Return the (x, y, θ) where the three derivatives of Σ p_i ψ_i are 0, by solving the linear system
 
     x + E y − c Bᵀ(y − θ) = 0,  Eᵀx + D y − Dt + c [A y − B x − c_g − (y − θ)/σ] = 0,  A θ − B x − c_g + (θ − y)/σ = 0.
     """
@@ -50,9 +50,11 @@ def distance(got, exact):
 
 @pytest.mark.parametrize("penalty", [1.0, 10.0])
 def test_it_ends_where_the_derivatives_of_the_saddle_problem_are_0(penalty):
-    """Clients differ in all matrices and in their weights, and B is not square. x* is far away at these penalties.
+    """MEHA ends where the derivatives of the saddle problem are 0.
 
-    The slowest error falls by at most 0.98 a round at both penalties, so that 3,000 rounds leave less than 1e-14.
+    Clients differ in all matrices and in their weights, and B is not square. At these penalties, x* is far away. The
+    slowest error falls at least by the factor 0.98 in a round at both penalties, so that 3,000 rounds leave less than
+    1e-14.
     """
     task = quadratic(**SMALL)
     method = fb.MEHA(**ONE_STEP, server_lr=XYV(0.02, 0.4, 0.4), penalty=penalty)
@@ -64,7 +66,7 @@ def test_it_ends_where_the_derivatives_of_the_saddle_problem_are_0(penalty):
 
 
 def test_the_distance_from_the_solution_falls_with_the_penalty():
-    """x_c − x* = O(1/c), and c(θ − y) tends to SimFBO's v, in the closed form."""
+    """In the closed form, x_c − x* is O(1/c), and c(θ − y) tends to SimFBO's v."""
     task = quadratic(**SMALL)
     exact = solution(task.clients)
     ends = {c: rest(mean_matrices(task), c, 1.0) for c in (1e3, 1e4, 1e5)}
@@ -75,7 +77,7 @@ def test_the_distance_from_the_solution_falls_with_the_penalty():
 
 @pytest.mark.parametrize("independent", [False, True])
 def test_a_step_written_out(independent):
-    """Two rounds of one client from the definition, with full batches, so that draws do not differ."""
+    """Two rounds of one client equal the definition, with full batches, so that draws do not differ."""
     task, c, sigma, lr = quadratic(clients=1, noise=0.0), 4.0, 0.3, XYV(0.02, 0.3, 0.1)
     f, g = ({name: leaf[0] for name, leaf in rows.row(0).items()} for rows in (task.clients.outer, task.clients.inner))
     x, y, theta = (np.asarray(part, float) for part in (task.x0, task.y0, task.y0))
@@ -93,7 +95,7 @@ def test_a_step_written_out(independent):
 
 
 def test_what_a_round_costs():
-    """Down and up: x and two like y, in float64, for each client of the cohort; three gradients in each local step."""
+    """A message and a reply have x and two trees like y, in float64; each local step costs three gradients."""
     task = quadratic(clients=6)
     method = fb.MEHA(local_steps=4, batch_size=2, server_lr=0.1)
     ledger = run(task, method, 3, cohort=2).ledger
@@ -104,7 +106,7 @@ def test_what_a_round_costs():
 
 
 def bent(task, curvature):
-    """The task with the least eigenvalue of G's Hessian moved to `curvature`, and the problem's matrices."""
+    """Return the problem with the least eigenvalue of G's Hessian moved to `curvature`, and the problem's matrices."""
     m = mean_matrices(task)
     values, vectors = np.linalg.eigh(m["A"])
     change = np.outer(vectors[:, 0], vectors[:, 0]) * (curvature - values[0])
@@ -118,9 +120,10 @@ def bent(task, curvature):
 
 @pytest.mark.checked
 def test_it_is_stable_where_g_curves_downwards():
-    """G has no minimum, but a stationary point: x, y and θ end where the derivatives of the saddle problem are 0.
+    """If g curves downwards, x, y and θ still end where the derivatives of the saddle problem are 0.
 
-    σ = 1 is just below 1/(2ρ) = 1/0.98. The same steps diverge with a y that is as fast as θ, and with σ above 0.6/ρ.
+    G then has no minimum, but a stationary point. σ = 1 is just below 1/(2ρ) = 1/0.98. The same steps diverge if y is
+    as fast as θ, and with σ above 0.6/ρ.
     """
     task = quadratic(**SMALL)
     problem, m = bent(task, -0.49)
@@ -145,7 +148,10 @@ def test_it_is_stable_where_g_curves_downwards():
     ],
 )
 def test_why_a_run_diverges_where_g_curves_downwards(method, words, others):
-    """The least curvature is −0.49. It is too low for σ = 3, but not for σ = 1, where steps of 50 are too long."""
+    """The reason that a diverging run gives fits the cause.
+
+    The least curvature is −0.49. It is too low for σ = 3, but not for σ = 1, with which steps of 50 are too long.
+    """
     task = quadratic(condition=5)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -161,7 +167,9 @@ def test_why_a_run_diverges_where_g_curves_downwards(method, words, others):
 
 
 def test_steps_that_adapt_follow_the_curvature_of_the_envelope():
-    """1/σ = 20 is 30 times G's largest curvature L: steps of 1/L on θ would diverge. The history has the largest
+    """Steps that adapt follow the curvature 1/σ of the envelope.
+
+    1/σ = 20 is 30 times G's largest curvature L, so that steps of 1/L on θ would diverge. The history has the largest
     curvature of g + f/4 (since c = 1) in addition to 1/σ.
     """
     task = quadratic(**SMALL)
@@ -176,9 +184,10 @@ def test_steps_that_adapt_follow_the_curvature_of_the_envelope():
 
 @pytest.mark.parametrize("times", [100.0, 1000.0])
 def test_steps_that_adapt_follow_the_curvature_of_f_too(times):
-    """f is so many times as large as usual, and the penalty is the default. Steps of 1/(L + 1/σ) on y would diverge.
+    """Steps that adapt follow the curvature of f, which is `times` as large as usual, with the default penalty.
 
-    The saddle problem is that of the usual f with a penalty which is as many times smaller.
+    Steps of 1/(L + 1/σ) on y would diverge. The saddle problem is that of the usual f with a penalty that is smaller by
+    the same factor.
     """
     task = quadratic(**SMALL)
     steep = fb.Bilevel(lambda x, y, batch: batch["times"][0] * task.problem.outer(x, y, batch), task.problem.inner)
@@ -191,9 +200,10 @@ def test_steps_that_adapt_follow_the_curvature_of_f_too(times):
 
 
 def test_steps_that_adapt_leave_a_point_where_the_losses_have_no_curvature():
-    """f does not depend on y, and g is linear at y = 0, so that 1/σ alone bounds the steps. g's minimum is at y = x.
+    """Steps that adapt leave a point at which the losses have no curvature.
 
-    After 300 rounds x has not wholly returned to 1, f's minimum: 4e-4 remain.
+    f does not depend on y, and g is linear at y = 0, so that only 1/σ bounds the steps. The minimum of g is at y = x.
+    After 300 rounds x has not wholly returned to the minimum of f, 1: 4e-4 remain.
     """
 
     def inner(x, y, batch):

@@ -1,4 +1,4 @@
-"""Steps on x by an optimizer of Optax, with every method."""
+"""Are steps on x those of an optimizer of Optax, with every method?"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -36,8 +36,12 @@ def test_plain_descent_of_rate_1_is_the_method_itself(method, task):
 
 
 def test_momentum_is_the_sum_written_out(task):
-    """FedNest's h depends on x and y alone: with x_{k+1} = x_k − m_k, m_k = 0.9 m_{k−1} + α h(x_k, y_k), each round is
-    that of a run from (x_k, y_k), since full batches draw nothing."""
+    """With momentum, x moves by the sum that is written out here: x_{k+1} = x_k − m_k, m_k = 0.9 m_{k−1} + α h(x_k,
+    y_k).
+
+    FedNest's h depends on x and y alone. Full batches draw nothing, so that each round is that of a run from (x_k,
+    y_k).
+    """
     series = fb.parts.Implicit(solver=fb.parts.Neumann(terms=2))
     method, engine = fixed(fb.FedNest(batch_size=None, hypergradient=series)), fb.Reference()
     x, y, m = np.asarray(task.x0), np.asarray(task.y0), 0.0
@@ -50,7 +54,10 @@ def test_momentum_is_the_sum_written_out(task):
 
 
 def test_adam_takes_the_direction_alone(task):
-    """Its first step is its rate in each entry, up to its ε over the slope, whatever the method's own step on x."""
+    """Adam uses only the direction of the method's step on x, not its length.
+
+    Adam's first step is its rate in each entry, up to its ε over the slope.
+    """
     engine = fb.Reference()
     for outer_lr in (1e-3, 1.0):
         method = fb.OuterOptimizer(fixed(fb.FedNest(batch_size=None, outer_lr=outer_lr)), optimizer=optax.adam(0.05))
@@ -62,7 +69,10 @@ def test_adam_takes_the_direction_alone(task):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [fb.SimFBO, fb.FedNest])
 def test_optimizers_that_find_their_step_wait_for_a_hypergradient(method, optimizer, task):
-    """Without steps a first round measures and takes nothing from x: of a gradient of 0 `prodigy` would make NaN."""
+    """Optimizers that find their own step get no gradient before the method has a hypergradient.
+
+    Without given steps, the first round measures and does not move x. `prodigy` would make NaN of a gradient of 0.
+    """
     wrapped = fb.OuterOptimizer(method(batch_size=None), optimizer=optimizer)
     np.testing.assert_array_equal(run(wrapped, task, 1).x, task.x0)
     assert 0 < np.linalg.norm(run(wrapped, task, 30).x - task.x0) < np.inf

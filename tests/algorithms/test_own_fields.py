@@ -1,4 +1,4 @@
-"""Every field that may be a client's own, of every method: its phases step by the client's number."""
+"""Does each method use every field that may be a client's own number?"""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ PROBLEMS = {
 
 
 def short(method):
-    """The method with series of two terms: their length is no number of a client's own."""
+    """Return the method with series of two terms, whose length is not a client's own number."""
     for entry in entries(method):
         if entry.field.name == "terms":
             method = replaced(method, entry.keys, 2)
@@ -47,7 +47,7 @@ def short(method):
 
 
 def field(method, path):
-    """The number in a field; that of local steps wherever it is."""
+    """Return the number in a field; `local_steps` is found in the method or in its inner part."""
     for name in path.split("."):
         method = getattr(method, name) if hasattr(method, name) else getattr(method.inner, name)
     return method
@@ -64,7 +64,10 @@ SECOND = {"FedBiOAcc", "CorrectedFBO"}
     "name", slow_but(*(name for name in METHODS if "," not in name and name not in REPEATED), of=METHODS)
 )
 def test_each_own_number_is_used_and_the_fields_value_for_all_changes_nothing(name):
-    """Rounds on two clients; sums are the same terms in the same order, to a few roundings."""
+    """A client's other number in any of these fields changes the state; the field's value for all clients does not.
+
+    The rounds are on two clients. The sums have the same terms in the same order, and agree to a few roundings.
+    """
     method = short(METHODS[name])
     method = replace(method, batch_size=None) if method.batch_size else method
     task = quadratic(clients=1 if isinstance(method, fb.IRIG) else 2, dim_x=2, dim_y=3, samples=(3, 3))

@@ -1,13 +1,14 @@
-"""Are leaves of y that are each client's own, and shared ones, those of the joint problem; and do they stay where they
-belong?
+"""Do clients' own leaves of y, and the shared leaves, solve the joint problem, and do own leaves stay with their
+client?
 
-The closed form: g_i = ½ yᵀA_i y − yᵀ(B_i x + c_i), f_i = ½‖y − t_i‖² + ½ρ‖x‖², y = (s, o_i). With Y = (s, o_1, …, o_M)
-and E_i the rows of the identity that take (s, o_i) from Y, the joint inner problem has the matrix H = Σ p_i E_iᵀA_iE_i:
+The closed form: g_i = ½ yᵀA_i y − yᵀ(B_i x + c_i), f_i = ½‖y − t_i‖² + ½ρ‖x‖² and y = (s, o_i), where s is shared and
+o_i is client i's own. With Y = (s, o_1, …, o_M), and E_i the rows of the identity that take (s, o_i) from Y, the joint
+inner problem has the matrix H = Σ p_i E_iᵀA_iE_i:
 
     Y*(x) = K x + k,   K = H⁻¹ Σ p_i E_iᵀB_i,   k = H⁻¹ Σ p_i E_iᵀc_i
     x* = [ρI + Σ p_i (E_iK)ᵀE_iK]⁻¹ Σ p_i (E_iK)ᵀ(t_i − E_i k)
 
-Clients differ in everything, in their weights too. Float64 throughout (conftest.py).
+Clients differ in everything, also in their weights. Float64 is on throughout (conftest.py).
 """
 
 import jax
@@ -62,9 +63,10 @@ ALL = fb.Bilevel(outer, inner, own=lambda path: True)
 
 
 def closed_form(shared, last=None):
-    """(x*, (M, DIM_Y) everyone's y*) where so many first entries of y are shared.
+    """Return x*, and y* of all clients in the shape (M, DIM_Y), if the first `shared` entries of y are shared.
 
-    With `last`, x* is the best point whose last entry is this number: the others solve their rows of the same system.
+    With `last`, x* is the best point whose last entry is this number; the other entries solve their rows of the same
+    system.
     """
     own = DIM_Y - shared
     takes = [np.zeros((DIM_Y, shared + CLIENTS * own)) for _ in MEMBERS]
@@ -127,9 +129,10 @@ def some(methods):
 
 @pytest.mark.parametrize("name", some(EXACT_WHERE_MIXED))
 def test_the_joint_problem_with_shared_and_own_leaves(name):
-    """Errors fall by about 1 − 0.2·λ a round, λ ≥ 0.5 the least eigenvalue of the three systems: 600 rounds leave none.
+    """Methods end at the solution of the joint problem with shared and own leaves.
 
-    The solution with all of y shared, or all own, is another by far.
+    Errors fall by the factor 1 − 0.2·λ in a round, with λ ≥ 0.5 the least eigenvalue of the three systems, so that 600
+    rounds leave none. The solutions with all of y shared, or with all of it own, are far away.
     """
     x, y = closed_form(SHARED)
     result = run(EXACT_WHERE_MIXED[name], rounds=1500 if "late" in name else 600)
@@ -140,10 +143,13 @@ def test_the_joint_problem_with_shared_and_own_leaves(name):
 
 
 def test_meha_ends_where_the_derivatives_of_its_joint_saddle_problem_are_0():
-    """With Y as above, and Θ like it, for c = 10 and σ = 1 a linear system in (x, Y, Θ):
+    """MEHA ends where the derivatives of its joint saddle problem are 0.
 
-    ρx − c Σ p_i B_iᵀE_i(Y − Θ) = 0, and with r_i(Y) = A_iE_iY − B_i x − c_i
-    Σ p_i E_iᵀ[E_iY − t_i + c (r_i(Y) − E_i(Y − Θ)/σ)] = 0,    Σ p_i E_iᵀ[r_i(Θ) + E_i(Θ − Y)/σ] = 0
+    With Y as above, Θ of the same form, c = 10 and σ = 1, they are a linear system in (x, Y, Θ). With
+    r_i(Y) = A_iE_iY − B_i x − c_i it is
+
+        ρx − c Σ p_i B_iᵀE_i(Y − Θ) = 0
+        Σ p_i E_iᵀ[E_iY − t_i + c (r_i(Y) − E_i(Y − Θ)/σ)] = 0,    Σ p_i E_iᵀ[r_i(Θ) + E_i(Θ − Y)/σ] = 0
     """
     penalty, size = 10.0, SHARED + CLIENTS * OWN
     takes = [np.zeros((DIM_Y, size)) for _ in MEMBERS]
@@ -168,21 +174,24 @@ def test_meha_ends_where_the_derivatives_of_its_joint_saddle_problem_are_0():
 
 @pytest.mark.parametrize("name", some(EXACT_WHERE_ALL_ARE_OWN))
 def test_the_problem_of_everyones_own_y(name):
-    """The means of clients' own hypergradients are the hypergradient then. No entry of y is in any message.
+    """If all of y is own, methods end at the solution, and no message has an entry of y.
 
-    The problems are those of FedBiO-Local and FedBiOAcc-Local, too. A Neumann series of n terms of step 0.2 leaves
-    (1 − 0.2·λ)ⁿ of v, λ ≥ 1: 1e-14 after 150 terms. RAFBO's differences of a quadratic's gradients have no truncation.
+    The mean of the clients' own hypergradients is then the hypergradient. These are also the problems of FedBiO-Local
+    and FedBiOAcc-Local. A Neumann series of n terms with step 0.2 leaves (1 − 0.2·λ)ⁿ of v with λ ≥ 1, which is 1e-14
+    after 150 terms. RAFBO's differences of the gradients of a quadratic have no truncation error.
     """
     x, y = closed_form(0)
     result = run(EXACT_WHERE_ALL_ARE_OWN[name], ALL, rounds=400)
     np.testing.assert_allclose(result.x, x, atol=1e-10)
     np.testing.assert_allclose(everyone(result), y, atol=1e-10)
-    sent = {"SimFBO": DIM_X, "FedBiO": DIM_X, "FedBiOAcc": 2 * DIM_X}.get(name, DIM_X + 2)  # 2: of the linear systems
+    # 2 numbers about the linear systems
+    sent = {"SimFBO": DIM_X, "FedBiO": DIM_X, "FedBiOAcc": 2 * DIM_X}.get(name, DIM_X + 2)
     assert result.ledger.bytes_up == 400 * CLIENTS * sent * 8
 
 
 def test_a_short_series_of_each_client_ends_beside_the_solution():
-    """20 terms of step 0.1, as many as by default, leave up to 0.9²⁰ = 0.12 of v."""
+    """A series of 20 terms with step 0.1, as by default, leaves up to 0.9²⁰ = 0.12 of v, and x ends beside the
+    solution."""
     short = fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=20, step=0.1))
     result = run(fb.RABO(**ALONE | {"hypergradient": short}, inner=ROUNDS_ON_Y), ALL, rounds=400)
     assert 1e-3 < np.abs(result.x - closed_form(0)[0]).max() < 0.12
@@ -203,7 +212,10 @@ LAYERS = {
     "name", ["OuterOptimizer", *[pytest.param(name, marks=pytest.mark.slow) for name in ("TopK", "Asynchronous")]]
 )
 def test_layers_leave_the_solution_where_it_is(name):
-    """Where all directions are 0, EF21's memory, late replies and momentum change nothing: x* is the fixed point."""
+    """Layers leave the solution x*, y* where it is.
+
+    Where all directions are 0, EF21's memory, late replies and momentum change nothing, so that x* is a fixed point.
+    """
     method, rounds = LAYERS[name]
     x, y = closed_form(SHARED)
     result = run(method, rounds=rounds)
@@ -212,7 +224,7 @@ def test_layers_leave_the_solution_where_it_is(name):
 
 
 def test_x_stays_in_its_set():
-    """The box cuts off x* in its last entry alone, and x ends at the best point of this side."""
+    """The box cuts off x* in its last entry only, and x ends at the best point of this side of the box."""
     bound = 0.15
     assert closed_form(SHARED)[0][-1] > bound
     box = fb.projections.box(np.full(DIM_X, -1.0), np.array([1.0, 1.0, bound]))
@@ -223,7 +235,10 @@ def test_x_stays_in_its_set():
 
 
 def test_noise_is_on_what_is_sent_and_not_on_own_leaves():
-    """One round: the step on own leaves is the client's own and has no noise, to the bit of its sum."""
+    """Privacy adds noise to what is sent, and none to a client's step on its own leaves.
+
+    In one round, own leaves are the same as without privacy, up to the rounding of a sum.
+    """
     privacy = fb.Privacy(clip=1e6, noise_multiplier=1e-7, delta=1e-5)  # nothing is clipped
     plain, noisy = run(SIMFBO, rounds=1), run(SIMFBO, rounds=1, privacy=privacy)
     off = np.abs(everyone(noisy) - everyone(plain)).max(0)
@@ -233,7 +248,7 @@ def test_noise_is_on_what_is_sent_and_not_on_own_leaves():
 
 
 def stiff(adapts):
-    """A run where the first client, of weight 0.1, has 40 times the curvature: L_1 = 40·λ, Σ p_i L_i about a tenth."""
+    """Run with a first client of weight 0.1 and 40 times the curvature: L_1 = 40·λ, and Σ p_i L_i is about L_1/10."""
     samples = [{**one, "A": one["A"] * (40 if i == 0 else 1)} for i, one in enumerate(SAMPLES)]
     return run(adapts, ALL, rounds=600, clients=fb.Clients(samples, weights=WEIGHTS)), samples
 
@@ -242,9 +257,10 @@ def stiff(adapts):
     "name", ["SimFBO", *[pytest.param(name, marks=pytest.mark.slow) for name in ("FedBiO", "AFBO", "LFedNest")]]
 )
 def test_steps_that_adapt_are_each_clients_own(name):
-    """The common step 1/Σ p_i L_i is above 2/L_1: with it the first client's own leaves would diverge.
+    """With steps that adapt, own leaves follow the curvature of their client, and are y* at the end.
 
-    Under LFedNest x still moves by some 1e-3 in a round, and y follows it.
+    The common step 1/Σ p_i L_i is above 2/L_1; with it, the own leaves of the first client would diverge. Under
+    LFedNest x still moves by about 1e-3 in a round, and y follows it.
     """
     adapts = {
         "SimFBO": fb.SimFBO(**SINGLE),
@@ -262,9 +278,9 @@ def test_steps_that_adapt_are_each_clients_own(name):
 
 
 def test_steps_written_out():
-    """Three rounds in NumPy, cohorts of two: shared entries move by γ (M/P) Σ p_i d_i, a client's own ones by γ d_i.
+    """Three rounds equal NumPy: shared entries move by γ (M/P) Σ p_i d_i, and a client's own ones by γ d_i.
 
-    A client that is not asked keeps its own.
+    Cohorts have two clients. A client that is not asked keeps its own leaves as they are.
     """
     lr, cohort = fb.XYV(0.05, 0.1, 0.2), 2
     result = run(fb.SimFBO(**SINGLE, server_lr=lr, client_lr=0.3), rounds=3, cohort=cohort, key=5)
@@ -304,7 +320,7 @@ CASES = {
     "name", [pytest.param("SimFBO"), *some(["ShroFBO"]), pytest.param("AFBO, late", marks=pytest.mark.slow)]
 )
 def test_engines_agree(name):
-    """Chunks, devices and a cohort of three: the same x, y, history and bytes as the reference, to rounding."""
+    """With chunks, devices and a cohort of three, x, y, history and bytes are the reference's, to rounding."""
     clients = fb.Clients([{k: np.repeat(a, 2 + i % 2, 0) for k, a in one.items()} for i, one in enumerate(SAMPLES)])
     cohort = None if "late" in name else 3
     devices = min(2, jax.local_device_count())
@@ -330,7 +346,10 @@ STREAMED = {"cohort": 2, "engine": fb.Local(stream=True), "metrics_per_client": 
 
 @pytest.mark.parametrize("name", ["SimFBO", "steps that adapt"])
 def test_a_run_whose_own_leaves_are_on_disk_has_the_numbers_of_one_in_memory(name):
-    """The same program computes them; it gets the states of the cohort instead of a table of all states."""
+    """A run with own leaves on disk has the numbers of a run in memory.
+
+    The same program computes them. It gets the states of the cohort instead of a table of all states.
+    """
     method = SIMFBO if name == "SimFBO" else fb.SimFBO(**SINGLE)
     there = run(method, rounds=6, **STREAMED)
     here = run(method, rounds=6, **STREAMED | {"engine": fb.Local()})
@@ -349,7 +368,10 @@ def flat_rows(y):
 
 
 def test_a_killed_run_with_own_leaves_on_disk_is_resumed_to_the_bit(tmp_path):
-    """The rounds after the last checkpoint, which have changed the table, are not in the resumed run twice."""
+    """A killed run with own leaves on disk is resumed to the bit.
+
+    The rounds after the last checkpoint have changed the table; the resumed run does not contain their changes twice.
+    """
 
     class Killed(BaseException):
         """End the run as `kill -9` would: nothing more is saved."""
@@ -390,7 +412,10 @@ def test_a_run_that_diverges_goes_back_to_tables_of_an_earlier_row():
 
 
 def test_own_leaves_that_are_not_finite_are_not_written_to_disk():
-    """g is −10 oᵀo in the own leaves, which grow without the server's numbers."""
+    """Own leaves that are not finite are not written to disk.
+
+    g has the term −10³⁰ Σ o⁸ in the own leaves o, which grow without the server's numbers.
+    """
     lost = fb.Bilevel(outer, lambda x, y, batch: inner(x, y, batch) - 1e30 * jnp.sum(y["own"] ** 8), own=MIXED.own)
     with pytest.raises(fb.errors.NonFiniteError) as error:
         run(SIMFBO, lost, rounds=50, cohort=2, engine=fb.Local(stream=True), on_divergence="stop")
@@ -398,9 +423,9 @@ def test_own_leaves_that_are_not_finite_are_not_written_to_disk():
 
 
 def test_a_run_whose_own_leaves_are_not_finite_saves_the_state_before_the_round(tmp_path):
-    """The gradient of √0 · 0 is NaN, and this term has no derivative in the server's variables, which stay finite.
+    """If own leaves become NaN, the error's result and the checkpoint have the state before this round.
 
-    The error's result, and the checkpoint, have the numbers of a run that ends before that round.
+    The gradient of √0 · 0 is NaN. This term has no derivative in the server's variables, which stay finite.
     """
 
     def broken(x, y, batch):
@@ -419,9 +444,9 @@ def test_a_run_whose_own_leaves_are_not_finite_saves_the_state_before_the_round(
 
 
 def test_metrics_are_of_each_clients_own_y():
-    """On its inner samples too, with blocks of several clients in one."""
+    """Metrics of clients use each client's own y, also on inner samples and in blocks of several clients."""
     measures = {"f": outer, "g": PerClient(inner, "inner")}
-    heads = {"heads": lambda x, y: jnp.sum(y["own"][1])}  # (M, OWN)
+    heads = {"heads": lambda x, y: jnp.sum(y["own"][1])}  # own leaves have the shape (M, OWN)
     result = run(SIMFBO, rounds=6, metrics=heads, metrics_per_client=measures)
     row = result.history.rows[-1]
     each = np.array([outer(result.x, result.own(i), SAMPLES[i]) for i in range(CLIENTS)])
@@ -442,7 +467,7 @@ def test_a_result_is_read_back_with_its_own_leaves(tmp_path):
 
 
 def test_a_client_who_was_never_there():
-    """Its own leaves solve A_oo o = (B x + c)_o − A_os s, at the shared s and x."""
+    """For a client that was not in the run, own leaves solve A_oo o = (B x + c)_o − A_os s at the shared s and x."""
     result = run(SIMFBO, rounds=20)
     a, b, c, _ = MEMBERS[0]
     new = fb.personalise(MIXED, result, SAMPLES[0])

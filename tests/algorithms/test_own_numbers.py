@@ -1,6 +1,7 @@
-"""Clients that differ, from each other and from round to round: what the papers' boxes say of τ_i, α_i and a_i.
+"""Do clients that differ, from each other and between rounds, follow the papers' algorithms in τ_i, α_i and a_i?
 
-Written out in NumPy on the quadratic task, whose clients differ in everything and have unequal weights.
+The algorithms are written out in NumPy on the quadratic task, whose clients differ in everything and have unequal
+weights.
 """
 
 import agreement
@@ -48,13 +49,16 @@ def with_own(task, **own):
 
 
 def means(task):
-    """Each client's matrices of f and g, the means over its samples."""
+    """Return each client's matrices of f, and those of g, as means over its samples."""
     rows = task.clients.outer, task.clients.inner
     return [[{k: m.mean(0) for k, m in of.row(i).items()} for i in range(len(task.clients))] for of in rows]
 
 
 def test_fedout_is_algorithm_2_with_unequal_steps(task):
-    """x_{i,ν+1} = x_{i,ν} − (α/τ_i)[∇x f_i(x_{i,ν}) − ∇x f_i(x) + h], x ← Σ p_i x_{i,τ_i}; ∇x f_i = x + E_i y."""
+    """FedNest with unequal numbers of steps on x is Algorithm 2 (FedOut), written out in NumPy:
+
+    x_{i,ν+1} = x_{i,ν} − (α/τ_i)[∇x f_i(x_{i,ν}) − ∇x f_i(x) + h],  x ← Σ p_i x_{i,τ_i},  where ∇x f_i = x + E_i y.
+    """
     alpha, p, (f, g) = 0.3, task.clients.weights, means(task)
     method = fixed(
         fb.FedNest(
@@ -87,7 +91,11 @@ def test_fedout_is_algorithm_2_with_unequal_steps(task):
 
 
 def test_what_unequal_steps_on_x_cost_is_counted_exactly(task):
-    """A corrected step costs two gradients, but the first, which is along h; a step of LFedNest one, and N products."""
+    """The ledger counts unequal steps on x exactly.
+
+    A corrected step costs two gradients, except for the first one, which is along h. A step of LFedNest costs one
+    gradient and N products.
+    """
     few, many = (with_own(task, own={"outer_steps": steps}) for steps in ([1] * len(STEPS), STEPS))
     phases = {}
     series, own_series = (kind(solver=Neumann(terms=2)) for kind in (Implicit, LocalImplicit))
@@ -106,16 +114,19 @@ def test_what_unequal_steps_on_x_cost_is_counted_exactly(task):
 
 @pytest.mark.slow
 def test_theorem_2_with_mixed_optimizers(task):
-    """Drift vanishes with the local steps: SimFBO's weights are p_i‖a_i‖₁, ShroFBO's p_i. The a_i written out."""
+    """With mixed optimizers, SimFBO solves the problem with the weights p_i‖a_i‖₁, and ShroFBO that with p_i.
+
+    The local steps are so short that drift vanishes. The a_i are written out in NumPy.
+    """
     norms = []
     for tau, mu, alpha in zip(STEPS, *OPTIMIZERS.values(), strict=True):
         q = m = 0.0
-        for _ in range(tau):  # all directions 1
+        for _ in range(tau):  # all directions are 1
             m = mu * m + 1
             q = (1 - alpha) * q + m
         norms.append(q)
-    assert norms[1] == pytest.approx(sum((1 - 0.6**k) / 0.4 for k in (1, 2)))  # heavy ball
-    assert norms[2] == pytest.approx(sum(0.8**k for k in range(3)))  # FedProx
+    assert norms[1] == pytest.approx(sum((1 - 0.6**k) / 0.4 for k in (1, 2)))  # closed form for heavy ball
+    assert norms[2] == pytest.approx(sum(0.8**k for k in range(3)))  # closed form for FedProx
     own = with_own(task, local_steps=STEPS, own=OWN_OPTIMIZERS)
     w = task.clients.weights * np.array(norms)
     reweighted, posed = solution(task.clients, w / w.sum()).x, solution(task.clients).x
@@ -128,7 +139,7 @@ def test_theorem_2_with_mixed_optimizers(task):
 
 
 def test_step_sizes_of_clients_are_those_of_their_own_loops(task):
-    """LFedNest's rounds on y with two local steps, and AFBO's client steps, are those of each client alone."""
+    """AFBO's client steps on y, with two local steps, are those of each client's own step size."""
     _, g = means(task)
     lr, x, y = [0.01, 0.05, 0.1, 0.2], np.array(task.x0), np.array(task.y0)
     method = fixed(fb.AFBO(inner=fb.parts.MeanGradient(local_steps=2, lr=1.0), batch_size=None))
@@ -142,7 +153,7 @@ def test_step_sizes_of_clients_are_those_of_their_own_loops(task):
 
 
 def test_a_table_of_steps_is_followed_round_by_round(task):
-    """Two rounds are one with the first row, and one with the second from where that ended."""
+    """Two rounds follow the two rows of a table of steps: they equal a round with each row, one after the other."""
     method = fb.FedAvg(lr=0.1, batch_size=None)
     problem = fb.SingleLevel(lambda x, batch: task.problem.outer(x, task.y0, batch))
     table = np.array([STEPS, STEPS[::-1]])
@@ -172,7 +183,7 @@ def test_a_resumed_run_draws_the_same_numbers(task, tmp_path):
 
 
 def test_local_sgd_and_svrg_take_clients_local_steps(task):
-    """τ_i of y are `local_steps`, whatever x's are: both kinds of inner rounds count them."""
+    """Both kinds of inner rounds on y take τ_i from `local_steps`, whatever the numbers of steps on x are."""
     for inner, each in ((LocalSGD(), 1), (SVRG(), 2)):
         series = Implicit(solver=Neumann(terms=1))
         kind = fb.FedNest if each == 2 else fb.FedNestSGD
@@ -188,7 +199,7 @@ def test_local_sgd_and_svrg_take_clients_local_steps(task):
 
 @pytest.mark.parametrize("engine", slow_but(fb.Reference(), of=[fb.Reference(), fb.Local(), fb.Local(devices=2)]))
 def test_inner_rounds_by_round_are_those_of_runs_with_each_number(task, engine):
-    """AFBO's K^t, FedNest's T: two rounds with 1 and 2 inner rounds, and then one step on x each."""
+    """Two rounds with 1 and 2 inner rounds equal two runs with these numbers, with one step on x each (AFBO's K^t)."""
     constant = lambda count: fixed(fb.AFBO(inner=fb.parts.MeanGradient(rounds=count, lr=0.2), batch_size=None))  # noqa: E731
     found = fb.solve(constant(lambda k: 1 + k), task.problem, task.clients, task.x0, task.y0, rounds=2, engine=engine)
     x, y = task.x0, task.y0
@@ -219,7 +230,7 @@ def test_inner_rounds_are_whole_numbers_and_a_schedule_is_part_of_a_run(task, tm
 
 
 def test_steps_by_round_are_those_of_runs_with_each(task):
-    """α and β by round, of the method and of its part: two rounds are one with each pair of values."""
+    """Two rounds with α and β given by round equal two runs with each pair of values."""
     start = task.problem, task.clients, task.x0, task.y0
     by_round = lambda a, b: lambda k: jax.numpy.where(k < 1, a, b)  # noqa: E731
     method = lambda alpha, beta: fixed(fb.FedNest(inner=SVRG(lr=beta), outer_lr=alpha, batch_size=None))  # noqa: E731
@@ -234,7 +245,8 @@ def test_steps_by_round_are_those_of_runs_with_each(task):
 
 
 def test_each_schedule_of_a_count_has_its_own_program(task):
-    """A second one in the same process, and one that reads something changed."""
+    """A rule for a count has its own compiled program: a second rule has, and a rule that reads a value that has
+    changed."""
     count = [1]
 
     def ran(rule):
