@@ -1,6 +1,6 @@
-"""Do RABO and RAFBO compute what their equations say, and is each estimator what it claims to be?
+"""Do RABO and RAFBO compute their equations, and is each estimator what it claims to be?
 
-The quadratic task is heterogeneous, weighted and has cross terms of no symmetry. Float64 (conftest.py).
+The quadratic task is heterogeneous and weighted, and its cross terms have no symmetry. Float64 is on (conftest.py).
 """
 
 from dataclasses import replace
@@ -108,7 +108,7 @@ def one_client(task):
 
 
 def ask_alone(method, client, at, key):
-    """The reply of a client who finds a hypergradient by itself, its update that hypergradient alone."""
+    """Return the reply of a client that computes its own hypergradient; the update has only this hypergradient."""
     if isinstance(method.hypergradient, CoordinateSlopes):
         return method.hypergradient.slopes(client, at, key)
     reply = method.hypergradient.local_hypergradient(client, at, key)
@@ -117,7 +117,7 @@ def ask_alone(method, client, at, key):
 
 @pytest.fixture(scope="module")
 def replies(task):
-    """By method, the reply of one client who is asked for its hypergradient at (X, Y)."""
+    """Return, for each method, the reply of one client that is asked for its hypergradient at (X, Y)."""
 
     @jax.jit
     def ask(x, y):
@@ -129,7 +129,7 @@ def replies(task):
 
 @pytest.fixture(scope="module")
 def dense(task):
-    """That client's ∇x f, and the rest of its hypergradient, which comes through y."""
+    """Return this client's ∇x f, and the rest of its hypergradient, which comes through y."""
     _, f, g = members(task)[0]
     direct = X + f["E"] @ Y
     return direct, hypergradient(f, g, X, Y, np.linalg.solve(g["A"], outer_gradient(f, X, Y))) - direct
@@ -145,7 +145,10 @@ def test_estimates_are_the_dense_hypergradient(name, replies, dense):
 
 
 def test_differences_see_the_same_series(replies, dense):
-    """Quadratic losses have no third derivatives: what is left is rounding, ε^⅔ and ε^½ times numbers of size 10."""
+    """Differences give the same short series as exact products, up to rounding of size ε^⅔ or ε^½ times 10.
+
+    Quadratic losses have no third derivatives, so that nothing else is left. The numbers have a size of up to 10.
+    """
     exact, adjoint, coordinate = (
         through_y(replies, f"{name}, 3 terms", dense) for name in ("RABO", "adjoint", "coordinate")
     )
@@ -155,8 +158,11 @@ def test_differences_see_the_same_series(replies, dense):
 
 
 def test_what_is_printed_points_the_other_way(replies, dense):
-    """One inner step s makes −s times the printed δ. Through y the printed direction is −Bᵀb where BᵀA⁻¹b is wanted, A
-    being positive definite: a cosine of −0.86 here, of −0.95 in the median over 200 draws of the task."""
+    """The direction printed in the paper points away from the hypergradient.
+
+    One inner step s makes −s times the printed δ. Through y, the printed direction is −Bᵀb where BᵀA⁻¹b is wanted, and
+    A is positive definite. The cosine is −0.86 here, and −0.95 in the median over 200 draws of the task.
+    """
     printed, once = (through_y(replies, name, dense) for name in ("printed", "coordinate, 1 term"))
     assert off(once, -ONCE.step * printed) < 1e-6
     cosine = printed @ dense[1] / np.linalg.norm(printed) / np.linalg.norm(dense[1])
@@ -164,8 +170,11 @@ def test_what_is_printed_points_the_other_way(replies, dense):
 
 
 def test_counts(replies):
-    """∇x f and ∇y f by one pass, then N products, or N pairs of gradients, or N steps from x
-    and from each of the d = 3 points beside it."""
+    """The counts of a hypergradient are those of its equations.
+
+    ∇x f and ∇y f take one pass. Then follow N products, or N pairs of gradients, or N steps from x and from each of the
+    d = 3 points beside it.
+    """
     gradients = {name: int(reply.gradients) for name, reply in replies.items()}
     products = {name: int(reply.hvps) for name, reply in replies.items()}
     assert (gradients["RABO, 3 terms"], products["RABO, 3 terms"]) == (1, 3)
@@ -176,8 +185,11 @@ def test_counts(replies):
 
 
 def test_drawn_coordinates_are_unbiased(task):
-    """Every draw has what comes through y along its coordinates, times d/|P|, and nothing elsewhere; each coordinate is
-    drawn in |P|/d of 3,000 draws, within five standard errors. So the mean over draws is the hypergradient."""
+    """The mean over drawn coordinates is the hypergradient.
+
+    A draw has what comes through y along its d coordinates, times |P|/d, and nothing elsewhere. Each coordinate is in a
+    share d/|P| of 3,000 draws, within five standard errors.
+    """
     count = 2
     algorithm = fixed(fb.RAFBO(hypergradient=fb.parts.Coordinates(count=count, terms=3, step=0.7), **STEPS))
     _, f, g = members(task)[0]
@@ -199,10 +211,15 @@ def test_drawn_coordinates_are_unbiased(task):
     ids=["printed", "coordinates"],
 )
 def test_the_squared_error_of_slopes_goes_as_the_square_of_the_perturbation(kind, sign):
-    """∇y g_i = y − c_i x²/2, entry by entry, is not linear in x. (10) is −c_i (x + μ/2), and one step s = 1 from y, to
-    c_i x²/2, moves by c_i (x + μ/2). After a round on y to y = c̄x²/2 and with w_i = ∇y f_i = y − t_i the round's h is
-    ±Σ p_i c_i w_i (x + μ/2): its squared error as an estimate of the slopes is μ²/4 Σ_p (Σ_i p_i c_ip w_ip)². The bound
-    of Lemma 3, 2|P| ℓ² μ² ‖∇y f‖²/4, holds for it with ℓ the Lipschitz constant of ∇²xy g: see test_errata.py."""
+    """The squared error of slopes is in proportion to the square of the perturbation μ.
+
+    ∇y g_i = y − c_i x²/2, entry by entry, is not linear in x. Equation (10) gives −c_i (x + μ/2). One step s = 1 from y
+    goes to c_i x²/2, whose difference quotient in x is c_i (x + μ/2).
+
+    After a round on y, y = c̄x²/2. With w_i = ∇y f_i = y − t_i the round's h is ±Σ p_i c_i w_i (x + μ/2). As an
+    estimate of the slopes its squared error is μ²/4 Σ_p (Σ_i p_i c_ip w_ip)². The bound of Lemma 3, 2|P| ℓ² μ² ‖∇y
+    f‖²/4, holds for it if ℓ is the Lipschitz constant of ∇²xy g: see test_errata.py.
+    """
 
     def inner(x, y, batch):
         return y @ y / 2 - y @ (jnp.mean(batch["c"], axis=0) * x**2) / 2
@@ -224,7 +241,7 @@ def test_the_squared_error_of_slopes_goes_as_the_square_of_the_perturbation(kind
 
 
 def test_equals_the_equations_written_out(task):
-    """Three rounds of RABO in NumPy, two inner rounds of two steps each."""
+    """Three rounds of RABO equal the equations in NumPy, with two inner rounds of two steps each."""
     inner = fb.parts.LocalSGD(rounds=2, local_steps=2, lr=0.5)
     algorithm = fixed(
         fb.RABO(inner=inner, hypergradient=fb.parts.LocalImplicit(solver=SHORT), outer_lr=0.2, batch_size=None)
@@ -242,22 +259,26 @@ def test_equals_the_equations_written_out(task):
 
 @pytest.mark.parametrize("name", slow_but("RABO, cg", of=["RABO, cg", "RABO, global", "adjoint, global"]))
 def test_ends_where_its_hypergradients_vanish(name, task):
-    """For "global" x*; else where the mean of the clients' own hypergradients is zero, which is another point. With one
-    local step FedAvg rests at y*(x). Exchanges: T + N + 1 and T + 1."""
+    """Methods with a global hypergradient end at x*; the others end where the mean of clients' own hypergradients is 0.
+
+    That is another point. With one local step, FedAvg rests at y*(x). A round has T + N + 1 exchanges, or T + 1.
+    """
     exact, biased = solution(task.clients).x, end_of_own(task)
     assert off(biased, exact) > 0.05
     everywhere = name in GLOBAL
     result = run((LOCAL | GLOBAL)[name], task, 300)
     assert off(result.x, exact if everywhere else biased) < 1e-6
     assert result.ledger.exchanges == 300 * (1 + TERMS + 1 if everywhere else 2)
-    if name == "adjoint, global":  # of 5 clients: on y, ∇y f, two for each of N products, ∇x f
+    if name == "adjoint, global":  # of 5 clients: one on y, one for ∇y f, two for each of N products, and one for ∇x f
         assert (result.ledger.gradients, result.ledger.hvps) == (300 * 5 * (1 + 1 + 2 * TERMS + 1), 0)
 
 
 @pytest.mark.slow
 def test_on_whole_models_methods_of_other_papers_are_the_same(task):
-    """With full batches LFedNest with one step on x is RABO, and FedNest-SGD FedMBO, with an exchange more, whose
-    drifts are zero. Sums in another order are off by rounding."""
+    """On whole models, LFedNest is RABO, and FedNest-SGD is FedMBO, if batches are full and there is one step on x.
+
+    FedNest-SGD has one more exchange, whose drifts are 0. Sums in another order are off by rounding.
+    """
     everyone, alone = fb.parts.Implicit(solver=SHORT), fb.parts.LocalImplicit(solver=SHORT)
     fields = {"inner": fb.parts.LocalSGD(rounds=2, lr=1.0), "outer_lr": 0.2, "batch_size": None}
     ends = []
@@ -267,7 +288,7 @@ def test_on_whole_models_methods_of_other_papers_are_the_same(task):
         np.testing.assert_allclose(same.y, one.y, rtol=1e-13)
         assert same.ledger.exchanges == one.ledger.exchanges + 3 * more
         ends.append(one.x)
-    assert off(*ends) > 1e-3  # the clients differ
+    assert off(*ends) > 1e-3  # the two pairs differ, since the clients differ
 
 
 def test_with_products_that_are_means_over_all_it_is_fedmbo_draw_by_draw():
@@ -282,7 +303,7 @@ def test_with_products_that_are_means_over_all_it_is_fedmbo_draw_by_draw():
 
 
 def test_problems_that_need_no_inverse():
-    """Compositional ones, where v = ∇y f: "coordinate" takes it, too."""
+    """A compositional problem, in which v = ∇y f, needs no inverse; differences along coordinates solve it as well."""
     task = compositional(clients=4)
     x, y = (jnp.arange(1.0, 1.0 + start.size).reshape(start.shape) for start in (task.x0, task.y0))
     ask = jax.jit(lambda method: ask_alone(method, one_client(task), (x, y), jax.random.key(0)).update)
@@ -328,7 +349,8 @@ NINE = fb.parts.Neumann(terms=9)
 
 
 def hypergradient_program(part, pixels, batch_size):
-    """That of a client's own hypergradient, x being a layer that makes four features of so many pixels."""
+    """Return the program of a client's own hypergradient, where x is a layer that makes four features of `pixels`
+    pixels."""
 
     def loss(x, y, batch):
         return jnp.mean((jnp.tanh(batch @ x) @ y) ** 2) + jnp.sum(y**2)
@@ -348,7 +370,7 @@ def hypergradient_program(part, pixels, batch_size):
 
 
 def loops(jaxpr):
-    """The bodies of all loops in a program, as text."""
+    """Yield the bodies of all loops in a program, as text."""
     for equation in jaxpr.eqns:
         for inner in (value for value in equation.params.values() if hasattr(value, "jaxpr")):
             if equation.primitive.name in ("while", "scan"):
@@ -382,8 +404,11 @@ def test_pairs_need_a_partner_each():
 
 
 def test_a_pairs_step_is_checked_against_a_batch():
-    """Sample s curves y_s alone, by 8: all four have the largest eigenvalue 2, two of them 4, or 8 where one is drawn
-    twice; 0.6·4 ≥ 2 > 0.6·2."""
+    """The step of a series on pairs is checked against the curvature of a batch.
+
+    Sample s curves only y_s, by 8. The largest eigenvalue of all four samples is 2, and that of two samples is 4, or 8
+    if one is drawn twice: 0.6·4 ≥ 2 > 0.6·2.
+    """
 
     def inner(x, y, batch):
         return 4 * jnp.mean(jnp.sum(batch * (y - x) ** 2, axis=1))
@@ -397,7 +422,7 @@ def test_a_pairs_step_is_checked_against_a_batch():
         fb.solve(algorithm, problem, clients, *start, rounds=1, engine=fb.Reference())
 
     once(2, paired=False)
-    once(32, paired=True)  # all samples
+    once(32, paired=True)  # a batch of all samples
     with pytest.raises(
         fb.errors.ConfigurationError, match=r"0\.6 .* below 2/ℓ = 0\.(5|25): .* a batch's own .* ℓ = (4|8)$"
     ):
@@ -405,20 +430,26 @@ def test_a_pairs_step_is_checked_against_a_batch():
 
 
 def passes(part, pixels=10_000):
-    """What a client's hypergradient costs, in products of a batch's 2 samples with x or with a slope of 4 features."""
+    """Return a client's cost of a hypergradient, in products of a batch's 2 samples with x or a slope of 4 features."""
     return count(hypergradient_program(part, pixels, 2)) / (2 * 2 * pixels * 4)
 
 
 @pytest.mark.parametrize("part", [PAIRED, PAIRED_BY_DIFFERENCES], ids=["exact", "differences"])
 def test_a_pair_sees_its_samples_once(part):
-    """Of what has pixels, for f and g each: features, and ∇x by going back through them once, 2·pixels·4 operations
-    for each of a batch's 2 samples. What else has the shape of x counts once for each entry."""
+    """A hypergradient on pairs goes through the pixels of its samples twice for f and twice for g.
+
+    It computes features, and ∇x by going back through them once, with 2·pixels·4 operations for each of a batch's 2
+    samples. Anything else with the shape of x counts once for each entry.
+    """
     assert 2 * 2 <= passes(part) < 5  # the rest: ∇x f − ∇²xy g v and the like
 
 
 def test_each_printed_slope_takes_a_pass_of_its_own():
-    """Two for f, and for g one at x and one beside it for each of |P|, where (7) takes two: no fewer in all. By
-    differences (7) takes what it takes exactly, but for its products on 4 features of 10,000 pixels."""
+    """Each printed slope takes one more pass, so that (10) takes no fewer passes than the hypergradient (7).
+
+    (10) takes two passes for f, and for g one at x and one beside it for each of |P| slopes, where (7) takes two for g.
+    By differences, (7) takes as many as with exact products, except for products on 4 features of 10,000 pixels.
+    """
     one, nine = (passes(fb.parts.PrintedSlopes(count=count)) for count in (1, 9))
     assert nine - one == pytest.approx(8, rel=0.01)
     assert 2 + 1 + 1 <= one < 5.5  # the rest: ‖x‖, h and the like, a quarter for each entry of x
@@ -427,8 +458,11 @@ def test_each_printed_slope_takes_a_pass_of_its_own():
 
 
 def test_both_ends_of_a_difference_see_the_samples_once():
-    """N = 2: the product has a batch of its own, of which features are made for it, once for both ends. Exactly: two
-    passes for f and two for g's ∇²xy, and one for the product."""
+    """Both ends of a difference go through the samples once.
+
+    With N = 2 the product has a batch of its own, and its features are made once for both ends. With exact products, f
+    takes two passes, ∇²xy g two, and the product one.
+    """
     twice = fb.parts.Neumann(terms=2)
     exact, differences = (
         passes(fb.parts.LocalImplicit(solver=twice, second_order=kind))
@@ -440,7 +474,11 @@ def test_both_ends_of_a_difference_see_the_samples_once():
 
 @pytest.mark.slow
 def test_each_hypergradient_is_asked_for_by_itself(task):
-    """At y*(x) that of `Coordinates` is the mean of clients' own, which RABO's is too; AFBO's v belongs to a run."""
+    """check_hypergradient can ask for slopes along coordinates and for clients' own hypergradients, but not for AFBO's.
+
+    At y*(x), that of `Coordinates` is the mean of clients' own hypergradients, and RABO's is too. AFBO's v belongs to a
+    run.
+    """
     alone = {
         "slopes": fixed(fb.RAFBO(hypergradient=fb.parts.Coordinates(terms=TERMS, step=1.0), batch_size=None)),
         "own": fixed(fb.RABO(hypergradient=fb.parts.LocalImplicit(solver=SERIES), batch_size=None)),

@@ -30,7 +30,7 @@ def inner(x, y, batch):
 
 @pytest.fixture(scope="module")
 def rounds():
-    """One round of each method, and what each client held and has."""
+    """Return x, y, the clients' samples, and a function that runs one round of a method by name."""
     rng = np.random.default_rng(0)
     rows = [
         [{"input": rng.normal(size=(n, INPUTS)), "target": rng.normal(size=n)} for n in sizes]
@@ -47,8 +47,10 @@ def rounds():
 
 @functools.partial(jax.jit, static_argnames="settled")
 def dense(x, y, outer_batch, inner_batch, settled):
-    """∇x f − ∇²xy g [∇²yy g]⁻¹ ∇y f with matrices, ∇²xy g at y or, `settled`, at the client's own y*(x); g is quadratic
-    in y."""
+    """Return ∇x f − ∇²xy g [∇²yy g]⁻¹ ∇y f with matrices, for a g that is quadratic in y.
+
+    ∇²xy g is taken at y or, if `settled`, at the client's own y*(x).
+    """
     flat, back = ravel_pytree(x)
     f_x, f_y = jax.grad(outer, (0, 1))(x, y, outer_batch)
     hessian = jax.hessian(inner, 1)(x, y, inner_batch)
@@ -58,7 +60,7 @@ def dense(x, y, outer_batch, inner_batch, settled):
 
 
 def mean_over_holders(parts, shape):
-    """Σ p_i u_i / Σ p_i over those who hold the entry: the first units, along the last axis."""
+    """Return Σ p_i u_i / Σ p_i over the clients that hold the entry; they hold the first units, along the last axis."""
     total, held = np.zeros(shape), np.zeros(shape)
     for weight, kept, part in zip(WEIGHTS, KEPT, parts, strict=True):
         total[..., :kept] += weight * np.asarray(part)
@@ -70,9 +72,13 @@ def mean_over_holders(parts, shape):
     ("name", "tolerance"), [("RABO", 1e-9), pytest.param("coordinate", 1e-6, marks=pytest.mark.slow)]
 )
 def test_a_round_is_that_of_the_sliced_problems(name, tolerance, rounds):
-    """Conjugate gradient leaves 1e-12; forward differences ε^½ times κ < 13, the series less: (1 − 0.8·0.2)^300.
+    """A round equals that of the sliced problems, with matrices in NumPy.
 
-    "coordinate" follows y_N(x), which has by then reached the client's own y*(x): its derivative is taken there."""
+    Conjugate gradient leaves an error of 1e-12. Forward differences leave ε^½ times κ < 13, and the series leaves less,
+    (1 − 0.8·0.2)^300.
+
+    "coordinate" follows y_N(x), which has reached the client's own y*(x), so that the derivative is taken there.
+    """
     x, y, (outer_rows, inner_rows), found = rounds
     slope = jax.jit(jax.grad(inner, 1))
     steps = [-0.3 * slope(x[:, :k], y[:k], row) for k, row in zip(KEPT, inner_rows, strict=True)]
@@ -85,6 +91,6 @@ def test_a_round_is_that_of_the_sliced_problems(name, tolerance, rounds):
 
 @pytest.mark.slow
 def test_coordinates_are_the_submodels(rounds):
-    """Per client: a step on y, ∇f, and N steps from x and from each of its 2·(units held) neighbours."""
+    """A client takes a step on y, ∇f, and N steps from x and from each neighbour of x in an entry that it holds."""
     gradients = rounds[3]("coordinate").ledger.gradients
     assert gradients == sum(1 + 1 + 300 * (1 + INPUTS * kept) for kept in KEPT)

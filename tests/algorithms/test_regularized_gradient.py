@@ -1,4 +1,4 @@
-"""Are IRG and BiFISTA what they are written to be, and do they follow the minimisers of F + λH to the solution?"""
+"""Do IRG and BiFISTA compute their equations, and do they follow the minimisers of F + λH to the solution?"""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ FIELDS = {"lr": 0.4, "regularization": 0.3, "regularization_decay": 0.25}
 
 
 def slope(x):
-    """∇F: the clients' means, weighted."""
+    """Return ∇F, the weighted mean of the clients' gradients."""
     return flat.EVERY_ROW.T @ (flat.SHARE * (flat.EVERY_ROW @ x - flat.EVERY_TARGET))
 
 
@@ -37,7 +37,7 @@ def irg():
 
 
 def bifista(momentum=5.0):
-    """z_k from k = 0 on, where x_{−1} = x_0; steps of one size, of which x̂ is then the plain mean."""
+    """Run BiFISTA with z_k from k = 0 on, where x_{−1} = x_0; all steps have one size, so that x̂ is the plain mean."""
     x = before = flat.START
     seen = []
     for k in range(ROUNDS):
@@ -52,7 +52,8 @@ def bifista(momentum=5.0):
     [(fb.IRG(lr_decay=0.7, **FIELDS), irg), (fb.BiFISTA(momentum=5.0, **FIELDS), bifista)],
 )
 def test_as_written(algorithm, expected):
-    """A box that is met, clients of unequal size and weight."""
+    """Four rounds equal the equations in NumPy, with a box whose sides x meets and clients of unequal sizes and
+    weights."""
     result = fb.solve(algorithm, flat.PROBLEM, flat.CLIENTS, flat.START, rounds=ROUNDS)
     for have, want in zip((result.x, result.y), expected(), strict=True):
         np.testing.assert_allclose(have, want, rtol=0, atol=1e-12)
@@ -68,8 +69,11 @@ def test_as_written(algorithm, expected):
     ],
 )
 def test_the_nearest_of_many_minimisers(algorithm, penalty):
-    """x_K is at x_λ, the minimiser of F + λ_K H that SciPy finds, to a twentieth of what that is from x*, which SciPy
-    finds too: with steps of a size λ may go fast to 0, and x* is near that much earlier."""
+    """x_K is at x_λ, the minimiser of F + λ_K H, much more precisely than x_λ is at x*.
+
+    SciPy finds both points. The distance of x_K from x_λ is less than a twentieth of that of x_λ from x*. If steps have
+    one size, λ may go to 0 fast, and x is near x* much earlier.
+    """
     rounds = 2000
     result = flat.solved(algorithm, rounds, every=rounds // 4)
     there = flat.on_path(penalty(rounds))

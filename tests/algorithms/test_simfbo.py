@@ -1,7 +1,7 @@
 """Does SimFBO compute what its paper says, and do its two theorems hold on closed forms?
 
-The problem is the quadratic task: heterogeneous, weighted, with a non-symmetric cross term (equal clients would hide
-every weighting mistake). Float64 throughout (conftest.py).
+The problem is the quadratic task: heterogeneous and weighted, with a cross term of no symmetry. Equal clients would
+hide every mistake in the weights. Float64 is on throughout (conftest.py).
 """
 
 import itertools
@@ -60,7 +60,7 @@ def relative_error(x, exact):
 
 
 def weights_of(coefficients, work):
-    """a_k written out from the definitions in the paper's section 2.3 and FedNova, and its 1-norm."""
+    """Return the a_k, written out from the definitions in the paper's section 2.3 and in FedNova."""
     a = {
         "Plain": lambda tau: np.ones(tau),
         "Momentum": lambda tau: np.array([sum(0.6**j for j in range(tau - k)) for k in range(tau)]),
@@ -70,9 +70,10 @@ def weights_of(coefficients, work):
 
 
 def local_loop(coefficients, d, start, eta, tau):
-    """z after τ steps: gradient steps, heavy ball, or FedProx, whose loss is the client's own plus (α/2η)‖z − start‖².
+    """Return z after τ steps: gradient steps, heavy ball, or FedProx.
 
-    `start` and `eta` are vectors; each entry has its step size.
+    The loss of FedProx is the client's own plus (α/2η)‖z − start‖². `start` and `eta` are vectors: each entry has its
+    own step size.
     """
     z, buffer = start, np.zeros_like(start)
     for _ in range(tau):
@@ -87,7 +88,7 @@ def local_loop(coefficients, d, start, eta, tau):
 
 
 def affine(task, i):
-    """(S, s) with (d_x, d_y, d_v) = S z − s at z = (x, y, v): on a quadratic the directions are affine in z."""
+    """Return (S, s) with (d_x, d_y, d_v) = S z − s at z = (x, y, v), as directions are affine in z on a quadratic."""
     _, f, g = members(task)[i]
     zero = np.zeros((8, 8))
     slopes = np.block([[np.eye(5), f["E"], g["B"].T],  # ∇x f − ∇²xy g v = x + E y + Bᵀ v
@@ -97,7 +98,7 @@ def affine(task, i):
 
 
 def spread(xyv):
-    """Three numbers as a vector with an entry for each of x, y and v."""
+    """Return three numbers as a vector that has an entry for each of x, y and v."""
     return np.repeat(np.array(xyv), (5, 8, 8))
 
 
@@ -106,7 +107,10 @@ def run(algorithm, task, rounds, **options):
 
 
 def test_reaches_the_closed_form():
-    """τ = 1, full batches, everyone: plain gradient steps on all three, so x* to rounding."""
+    """SimFBO reaches x*, y* and v* to rounding if τ = 1, batches are full, and all clients take part.
+
+    Its rounds are then plain gradient steps on x, y and v.
+    """
     task = quadratic(condition=10)
     algorithm = fixed(fb.SimFBO(local_steps=1, batch_size=None, client_lr=1.0, server_lr=fb.XYV(0.02, 0.5, 0.5)))
     result = run(algorithm, task, 2500)
@@ -119,8 +123,10 @@ def test_reaches_the_closed_form():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "momentum"])
 def test_theorems_1_and_2(name):
-    """Unequal work, local steps so short that drift vanishes: SimFBO solves the problem with weights
-    w_i ∝ p_i‖a_i‖₁, ShroFBO the one that was asked."""
+    """With unequal work, SimFBO solves the problem with weights w_i ∝ p_i‖a_i‖₁, and ShroFBO the original problem.
+
+    The local steps are so short that drift vanishes.
+    """
     task = quadratic(clients=8, condition=5).with_own(local_steps=WORK)
     coefficients = COEFFICIENTS[name]
     norms = np.array([a.sum() for a in weights_of(coefficients, WORK)])
@@ -128,7 +134,7 @@ def test_theorems_1_and_2(name):
     common = {"batch_size": None, "client_lr": 1e-13, "local_optimizer": coefficients}
     server = fb.XYV(*(lr / norms.max() for lr in SERVER))
     reweighted, true = solution(task.clients, w / w.sum()).x, solution(task.clients).x
-    assert relative_error(reweighted, true) > 1e-2  # else the two theorems could not be told apart
+    assert relative_error(reweighted, true) > 1e-2  # otherwise the two theorems could not be distinguished
     simfbo = run(fixed(fb.SimFBO(server_lr=server, **common)), task, 1_600)
     shrofbo = run(fixed(fb.ShroFBO(server_lr=server, **common)), task, 1_600)
     assert relative_error(simfbo.x, reweighted) < 1e-8
@@ -137,7 +143,10 @@ def test_theorems_1_and_2(name):
 
 @pytest.mark.slow
 def test_equal_work_makes_the_two_coincide_with_cohorts_and_unequal_weights_too():
-    """The estimate of ρ is then ‖a‖₁ in every round, whatever the cohort."""
+    """With equal work, SimFBO and ShroFBO have the same rounds, also with cohorts and unequal weights.
+
+    The estimate of ρ is then ‖a‖₁ in every round, whatever the cohort is.
+    """
     task = quadratic(samples=(5, 5))
     a, b = (
         run(fixed(method(local_steps=3, batch_size=4)), task, 5, cohort=3).state for method in (fb.SimFBO, fb.ShroFBO)
@@ -149,7 +158,7 @@ def test_equal_work_makes_the_two_coincide_with_cohorts_and_unequal_weights_too(
     ("method", "name"), [(fb.SimFBO, "momentum"), *((fb.ShroFBO, name) for name in sorted(COEFFICIENTS))]
 )
 def test_equals_local_loops_written_out(method, name):
-    """Three rounds against local loops and (4)-(8) in NumPy, with matrices in place of differentiation."""
+    """Three rounds equal local loops and equations (4) to (8) in NumPy, with matrices in place of differentiation."""
     task = quadratic(clients=8, noise=0.0, samples=(4, 4)).with_own(local_steps=WORK)
     eta, gamma, radius = fb.XYV(0.03, 0.2, 0.1), fb.XYV(0.05, 0.1, 0.2), 0.4
     algorithm = method(
@@ -175,17 +184,20 @@ def written_out(task, coefficients, eta, gamma, radius, normalised, rounds=3):
         if np.linalg.norm(z[13:]) > radius:
             z[13:] *= radius / np.linalg.norm(z[13:])
             touched = True
-    assert touched  # the projection took part
+    assert touched  # the projection changed v in some round
     return z
 
 
 def test_local_loops_of_drawn_length():
-    """One client with τ drawn from 1..4 in each round: ρ is its ‖a‖₁ in that round, so that (8) is (5)."""
+    """If the number of local steps is drawn in each round, equation (8) equals (5) for one client.
+
+    τ is drawn from 1..4, and ρ is the client's ‖a‖₁ in that round.
+    """
     task, coefficients = quadratic(clients=1, noise=0.0).with_own(local_steps=(1, 4)), COEFFICIENTS["momentum"]
     eta, gamma = fb.XYV(0.03, 0.2, 0.1), fb.XYV(0.05, 0.1, 0.2)
     algorithm = fixed(fb.ShroFBO(batch_size=None, client_lr=eta, server_lr=gamma, local_optimizer=coefficients))
     result = run(algorithm, task, 8, eval_every=1)
-    work = np.diff(result.history["gradients"]).astype(int) // 2  # a gradient of g and one of f for each step
+    work = np.diff(result.history["gradients"]).astype(int) // 2  # a step has a gradient of g and one of f
     assert set(work) > {1, 4}
     slopes, shift = affine(task, 0)
     z = np.zeros(21)
@@ -198,10 +210,11 @@ def test_local_loops_of_drawn_length():
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [fb.SimFBO, fb.ShroFBO])
 def test_cohorts_are_unbiased(method, monkeypatch):
-    """The mean of one round over all cohorts of P out of M, each as likely, is the round of everyone.
+    """The mean of one round over all cohorts of P of M clients, which are equally likely, is the round of all clients.
 
-    From a state in the middle of a run, with unequal work and weights; the state is affine in the cohort's sum, so
-    states average as sums do. (ShroFBO would fail this with ρ estimated from the same cohort, by some 10 %.)
+    The round begins with a state from the middle of a run, with unequal work and weights. The new state is affine in
+    the cohort's sum, so that states average as sums do. (ShroFBO would fail by about 10 % if the same cohort estimated
+    ρ.)
     """
     task = quadratic(clients=4, samples=(5, 5)).with_own(local_steps=np.array([1, 4, 2, 3]))
     algorithm = fixed(method(batch_size=None))
@@ -222,7 +235,7 @@ def test_cohorts_are_unbiased(method, monkeypatch):
 
 @pytest.mark.slow
 def test_independent_batches_have_the_same_mean():
-    """Drawn separately or not, full batches are the same numbers; apart, ∇f is taken for x and for v."""
+    """With full batches, independent draws give the same numbers; ∇f is then computed separately for x and for v."""
     task = quadratic(clients=8, samples=(5, 5)).with_own(local_steps=WORK)
     a, b = (run(fixed(fb.SimFBO(batch_size=None, independent_batches=flag)), task, 3) for flag in (False, True))
     for left, right in zip(jax.tree.leaves(a.state), jax.tree.leaves(b.state), strict=True):
@@ -231,12 +244,12 @@ def test_independent_batches_have_the_same_mean():
 
 
 def test_server_optimizer_sees_q():
-    """With heavy-ball momentum μ on the server: m ← μm + q, iterate ← iterate − γm."""
+    """An optimizer on the server sees q: with heavy-ball momentum μ, m ← μm + q and iterate ← iterate − γm."""
     task, momentum = quadratic(samples=(5, 5)), optax.sgd(1.0, momentum=0.5)
     algorithm = fixed(fb.SimFBO(local_steps=1, batch_size=None, server_lr=SERVER, server_optimizer=momentum))
     both = zip(task.clients.weights, (affine(task, i) for i in range(len(task.clients))), strict=True)
     slopes, shift = (sum(part) for part in zip(*((p * s, p * b) for p, (s, b) in both), strict=True))
-    q = -shift  # the start is 0
+    q = -shift  # since the start is 0
     one = -spread(SERVER) * q
     two = one - spread(SERVER) * (0.5 * q + slopes @ one - shift)
     found = np.concatenate(run(algorithm, task, 2).state.iterate)
@@ -262,7 +275,7 @@ def test_schedules_are_read_at_the_round():
 
 @pytest.mark.parametrize("name", sorted(COEFFICIENTS))
 def test_coefficients_are_what_the_steps_make_of_each_gradient(name):
-    """Any seven gradients d_k: z moves by −η Σ a_k d_k, in which a_k are the paper's; and their sum is `total`."""
+    """For any seven gradients d_k, the steps move z by −η Σ a_k d_k with the paper's a_k, whose sum is `total`."""
     gradients = np.random.default_rng(0).normal(size=7)
     for tau in (1, 2, 7):
         coming = iter(gradients)
@@ -273,7 +286,7 @@ def test_coefficients_are_what_the_steps_make_of_each_gradient(name):
 
 
 def test_projection():
-    v = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([[4.0]])}  # norm 5 over the whole tree
+    v = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([[4.0]])}  # its norm over the whole tree is 5
     inside = project_ball(v, 6.0)
     assert jax.tree.all(jax.tree.map(jnp.array_equal, inside, v))
     assert float(optax.tree.norm(project_ball(v, 2.0))) == pytest.approx(2.0, rel=1e-15)
@@ -285,10 +298,10 @@ def test_projection():
 def test_ledger_counts_one_exchange_and_the_local_work():
     task = quadratic(clients=8, samples=(5, 5)).with_own(local_steps=WORK)
     result = run(fixed(fb.ShroFBO(batch_size=None)), task, 3)
-    numbers = 5 + 8 + 8  # x, y, v in float64
+    numbers = 5 + 8 + 8  # x, y and v in float64
     assert result.ledger.exchanges == 3
     assert result.ledger.bytes_down == 3 * 8 * numbers * 8
-    assert result.ledger.bytes_up == 3 * 8 * (numbers + 2) * 8  # and ‖a_i‖₁, and 1
+    assert result.ledger.bytes_up == 3 * 8 * (numbers + 2) * 8  # with ‖a_i‖₁ and 1
     assert result.ledger.gradients == result.ledger.hvps == 3 * 2 * WORK.sum()
 
 
@@ -296,8 +309,11 @@ def test_ledger_counts_one_exchange_and_the_local_work():
     ("method", "apart"), [(fb.SimFBO, False), pytest.param(fb.ShroFBO, True, marks=pytest.mark.slow)]
 )
 def test_local_variance_reduction_is_full_batches_where_samples_differ_by_a_constant(method, apart):
-    """Samples differ in c and t alone: what a draw adds to a direction is the same at z_k and z_0, and leaves with it.
-    Of each client 2τ_i directions on a draw and one on all samples."""
+    """If samples differ by constants, local variance reduction with batches equals full batches.
+
+    Samples differ in c and t only. A draw then adds the same to a direction at z_k and at z_0, so that their difference
+    does not contain it. Each client computes 2τ_i directions on draws and one on all samples.
+    """
     task = quadratic(clients=8, noise=1.0, samples=(4, 4)).with_own(local_steps=WORK)
     common = {"client_lr": fb.XYV(0.03, 0.2, 0.1), "independent_batches": apart}
     anchored, drawn, whole = (
@@ -312,7 +328,7 @@ def test_local_variance_reduction_is_full_batches_where_samples_differ_by_a_cons
 
 @pytest.mark.slow
 def test_v_may_begin_anywhere_in_the_ball():
-    """`init` of a subclass: from x*, y* and v* nothing moves."""
+    """A subclass may start v anywhere in the ball: from x*, y* and v* nothing moves."""
     task = quadratic(clients=4).with_own(local_steps=np.ones(4, int))
     exact = solution(task.clients)
 

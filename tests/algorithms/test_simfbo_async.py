@@ -1,4 +1,4 @@
-"""Do SimFBO and ShroFBO, made asynchronous, go by everyone's last replies, and end where the synchronous ones do?"""
+"""Do asynchronous SimFBO and ShroFBO use the last replies of all clients, and end where the synchronous methods do?"""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def run(algorithm, task, rounds, clock=CLOCK):
 
 @pytest.mark.parametrize("method", slow_but(fb.SimFBO, of=[fb.SimFBO, fb.ShroFBO]))
 def test_equals_the_events_written_out(method):
-    """Fifteen rounds against tests/algorithms/events.py, clients working unequally."""
+    """Fifteen rounds equal the simulation in tests/algorithms/events.py, with unequal work."""
     task, algorithm = (
         drawn().with_own(local_steps=WORK),
         fb.Asynchronous(method(**STEPS), wait_for=2, delay_penalty=0.0),
@@ -56,7 +56,8 @@ def test_equals_the_events_written_out(method):
 
 @pytest.mark.slow
 def test_reaches_the_solution_from_late_replies():
-    """One local step each: at rest all last replies are those of the point of rest, so that it is x*."""
+    """With one local step each, x ends at x* also with late replies, since at rest all last replies are those of this
+    point."""
     task = drawn()
     simfbo = fb.SimFBO(local_steps=1, client_lr=1.0, batch_size=None, server_lr=fb.XYV(0.004, 0.06, 0.06))
     algorithm = fb.Asynchronous(simfbo, wait_for=2, delay_penalty=0.0)

@@ -1,7 +1,7 @@
 """Do FedLin and FedAvg end where their mathematics says, on least squares with unequal clients and unequal work?
 
-f_i(x) = ½ mean_n (a_n·x − b_n)², so ∇f_i = P_i x − q_i, and τ steps of size s from x are x_i + (I − s P_i)^τ (x − x_i)
-with x_i the client's own minimiser.
+With f_i(x) = ½ mean_n (a_n·x − b_n)², ∇f_i = P_i x − q_i. τ steps of size s from x end at x_i + (I − s P_i)^τ
+(x − x_i), where x_i is the client's own minimiser.
 """
 
 import agreement
@@ -48,14 +48,14 @@ def population():
 
 
 def solve_weighted(w, matrices, points):
-    """The z with Σ w_i W_i (z − z_i) = 0."""
+    """Return the z with Σ w_i W_i (z − z_i) = 0."""
     left = sum(w_i * matrix for w_i, matrix in zip(w, matrices, strict=True))
     return np.linalg.solve(left, sum(w_i * m @ z for w_i, m, z in zip(w, matrices, points, strict=True)))
 
 
 @pytest.fixture(scope="module")
 def ends():
-    """(x after one round, result) of each method, from x = 1."""
+    """Return for each method x after one round, and the result of all rounds, both from x = 1."""
     clients, *_ = population()
 
     def play(method, **options):
@@ -72,7 +72,7 @@ def test_fedlin_ends_at_the_solution(ends):
 
 
 def test_fedavg_ends_at_its_own_fixed_point(ends):
-    """Σ p_i (I − (I − sP_i)^τ_i) (x − x_i) = 0, which is not x*."""
+    """FedAvg ends where Σ p_i (I − (I − sP_i)^τ_i) (x − x_i) = 0, which is not x*."""
     clients, hessians, q = population()
     own = [np.linalg.solve(h, r) for h, r in zip(hessians, q, strict=True)]
     progress = [
@@ -100,7 +100,7 @@ def test_a_round_written_out(ends, method):
 
 
 def test_costs(ends):
-    """FedLin: one gradient for q, then two in each step but the first."""
+    """FedLin costs one gradient for q, and two for each local step except the first; FedAvg one for each local step."""
     fedlin, fedavg = (ends[cls][1].ledger for cls in (fb.FedLin, fb.FedAvg))
     assert (fedlin.exchanges, fedavg.exchanges) == (2 * ROUNDS, ROUNDS)
     assert fedlin.gradients == ROUNDS * int(np.sum(2 * WORK - 1))

@@ -1,4 +1,4 @@
-"""Compressed replies: the limit with and without the memory, on clients that differ, the bytes, and both engines."""
+"""Compressed replies: the limit with and without the memory if clients differ, the bytes, and agreement of engines."""
 
 import dataclasses
 
@@ -14,13 +14,13 @@ from fedbilevel.core.tree import XYV
 RNG = np.random.default_rng(0)
 CLIENTS, DIM = 5, 6
 WEIGHTS = np.array([0.3, 0.25, 0.2, 0.15, 0.1])
-CURVES = RNG.uniform(0.5, 1.5, (CLIENTS, DIM))  # ∇²yy g_i is diagonal, and another for each client
+CURVES = RNG.uniform(0.5, 1.5, (CLIENTS, DIM))  # ∇²yy g_i is diagonal, and each client has another one
 CENTERS, TARGETS = RNG.normal(size=(2, CLIENTS, DIM))
 SHAPE = fb.SimFBO(local_steps=1, batch_size=None, server_lr=XYV(0.025, 0.05, 0.05), client_lr=0.1)
 
 
 def problem():
-    """g_i = ½‖y − x − c_i‖² in the norm of H_i, f_i = ½‖y − t_i‖² + ‖x‖²/20."""
+    """Return g_i = ½‖y − x − c_i‖² in the norm of H_i, and f_i = ½‖y − t_i‖² + ‖x‖²/20."""
     return fb.Bilevel(
         lambda x, y, batch: jnp.mean(jnp.sum((y - batch["target"]) ** 2, 1)) / 2 + jnp.sum(x**2) / 20,
         lambda x, y, batch: jnp.mean(jnp.sum(batch["curve"] * (y - x - batch["center"]) ** 2, 1)) / 2,
@@ -34,7 +34,7 @@ def population():
 
 
 def best():
-    """y*(x) = x + b with b = H̄⁻¹ Σ p H c; Φ = ½‖x + b − t̄‖² + ‖x‖²/20."""
+    """Return x*: y*(x) = x + b with b = H̄⁻¹ Σ p H c, so that Φ = ½‖x + b − t̄‖² + ‖x‖²/20."""
     curve = WEIGHTS @ CURVES
     return (WEIGHTS @ TARGETS - (WEIGHTS @ (CURVES * CENTERS)) / curve) / 1.1
 
@@ -44,7 +44,7 @@ def run(method, rounds=4000, **options):
 
 
 class Forgetful(Layer):
-    """Send the largest entries of a reply, and forget the rest."""
+    """Send the largest entries of a reply, and forget the others."""
 
     kind, place = "forgetful", "coded"
 
@@ -59,7 +59,7 @@ def test_with_the_memory_the_limit_is_exact_and_without_it_it_is_not(layer, low,
 
 
 def test_late_and_short_replies_share_a_memory():
-    """With a fifth of the entries and the first two of five replies the limit is still exact."""
+    """With a fifth of the entries, and the first two of five replies, the limit is still exact."""
     clock = fb.Clock(compute=[0.1, 0.2, 0.3, 0.5, 0.8], network=0.0)
     slower = dataclasses.replace(SHAPE, server_lr=XYV(0.005, 0.02, 0.02))
     method = layered(fb.Asynchronous(slower, wait_for=2, delay_penalty=0.0), TopK(share=0.2))
@@ -72,7 +72,8 @@ def test_late_and_short_replies_share_a_memory():
 
 
 def test_cohorts_of_some_come_to_the_same_limit():
-    """Clients that are not asked keep their g_i, and so does the server."""
+    """With cohorts of three clients the limit is the same, since clients that are not asked, and the server, keep their
+    g_i."""
     result = run(layered(SHAPE, TopK(share=0.3)), rounds=4000, cohort=3, key=2)
     np.testing.assert_allclose(result.x, best(), atol=1e-11)
 
@@ -86,13 +87,16 @@ def test_all_entries_are_the_method_itself_and_engines_agree():
 
 @pytest.mark.parametrize("engine", [fb.Reference(), fb.Local()])
 def test_the_ledger_counts_what_is_sent(engine):
-    """4 of 18 entries, 8 bytes each, their places in 4, and two numbers: whether the client is new, and its delay."""
+    """A reply has 4 of 18 entries in 8 bytes each, their places in 4 bytes each, and two numbers.
+
+    The two numbers say whether the client is new, and what its delay is.
+    """
     ledger = run(layered(SHAPE, TopK(share=0.2)), rounds=2, engine=engine).ledger
     assert ledger.bytes_up == 2 * CLIENTS * (4 * (8 + 4) + 2 * 8)
     assert ledger.bytes_down == 2 * CLIENTS * (3 * DIM * 8 + 4)
 
 
 def test_places_that_are_none_are_left_out():
-    """A site of a federation sends what it likes."""
+    """Places that do not exist are left out; the site of a federation can send any numbers."""
     whole = Scatter(lambda vector: vector, 4)((jnp.asarray([1.0, 2.0, 3.0, 4.0]), jnp.asarray([-1, 0, 4, 10**9])))
     np.testing.assert_array_equal(whole, [2, 0, 0, 0])

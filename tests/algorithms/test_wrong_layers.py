@@ -1,4 +1,5 @@
-"""What a layer of one's own returns wrongly: the error names layer and function, what it got, and what is allowed."""
+"""If a user's layer returns something wrong, the error names layer and function, what was returned, and what is
+allowed."""
 
 import warnings
 from abc import abstractmethod
@@ -60,7 +61,7 @@ class ShortOnBothSides(ShortReply):
 @pytest.mark.parametrize("others", [(), (fb.Asynchronous(wait_for=2),)])
 @pytest.mark.parametrize("engine", [fb.Local(), fb.Reference()])
 def test_an_update_of_another_shape_is_no_mean_of_all_entries(engine, others):
-    """x has 6 entries and y 3: one entry would be added to all of them."""
+    """An update of another shape is refused: x has 6 entries and y 3, and one entry would be added to all of them."""
     shapes = r"Reply.update must have the shapes of the update that `run` returned"
     text = rf"ShortReply.reply: {shapes}: \.x is float\d+\[1\], not .*\[6\]"
     refused(lambda: run(ShortReply(), *others, engine=engine), text)
@@ -77,7 +78,7 @@ ROW = np.ones(3)
 
 
 def replying(**changes):
-    """A layer whose replies have something else in some fields."""
+    """Return a layer that changes some fields of its replies."""
     reply = lambda self, asked, kept, client, run: (run(asked, client)._replace(**changes), kept)  # noqa: E731
     return type("Changing", (Own,), {"reply": reply})()
 
@@ -222,7 +223,7 @@ def test_fields_helpers_and_functions_that_a_class_declares_abstract_are_names_o
 
 
 class Signs(Compressor):
-    """Signs, times the mean size of the entries or not; without it each difference moves every entry by 1."""
+    """Signs, multiplied by the mean size of the entries or not; without it, each difference moves every entry by 1."""
 
     scaled: bool = static(default=True)
 
@@ -239,7 +240,10 @@ def product(wire):
 
 
 def test_a_code_that_is_no_contraction_is_warned_of():
-    """Of entries of size 0.001 the signs are off by about 1000 times their size, in the square 10⁶."""
+    """A code that is not a contraction is warned of.
+
+    For entries of size 0.001, the signs are off by about 1000 times their size, which is 10⁶ in the square.
+    """
     with pytest.warns(NumericalWarning, match=r"Signs.coded is not a contraction: .* size 0\.001"):
         run(Signs(scaled=False))
     with warnings.catch_warnings():

@@ -11,7 +11,10 @@ nearly normal ones is off by √(2/1,000) = 4 % at any moment, and by less over 
 
 
 def tracking(clients, apart, x_pull=0.0, **kinds):
-    """f_i = ½‖y − ξ‖² + (r/2)‖x‖², g = ½‖y − x‖²: y*(x) = x, ∇Φ = x − E ξ + r x; clients' E ξ are `apart`, ξ by 5."""
+    """Return the problem with f_i = ½‖y − ξ‖² + (r/2)‖x‖² and g = ½‖y − x‖², and its samples ξ.
+
+    y*(x) = x and ∇Φ = x − E ξ + r x. The clients' E ξ differ by `apart`, and the samples of a client by 5.
+    """
     rng = np.random.default_rng(0)
     rows = 5 * rng.normal(size=(clients, 50, DIM))
     rows += apart * rng.normal(size=(clients, 1, DIM)) - rows.mean(1, keepdims=True)
@@ -23,7 +26,7 @@ def tracking(clients, apart, x_pull=0.0, **kinds):
 
 
 def measured(square, method, problem, clients, start, rounds, **options):
-    """The mean of a square over the points of rounds 0 to T − 1, for each coordinate; and the result."""
+    """Return the mean of a square over the points of rounds 0 to T − 1 and over all coordinates, and the result."""
     metrics = {"square": lambda x, y: jnp.mean(square(x) ** 2)}
     start = jnp.asarray(start)
     found = fb.solve(method, problem, clients, start, start, rounds=rounds, eval_every=1, metrics=metrics, **options)
@@ -31,7 +34,7 @@ def measured(square, method, problem, clients, start, rounds, **options):
 
 
 def expected(slope, start, noise, rounds):
-    """The same mean of E z₀² for z ← z − slope z + noise of this covariance."""
+    """Return the mean over these rounds of E z₀² for z ← z − slope z + noise, where `noise` is the covariance."""
     moments, step, values = np.outer(start, start), np.eye(len(start)) - slope, []
     for _ in range(rounds):
         values.append(moments[0, 0])
@@ -40,6 +43,6 @@ def expected(slope, start, noise, rounds):
 
 
 def lyapunov(k, q):
-    """P with K P + P Kᵀ = Q."""
+    """Return the P that solves K P + P Kᵀ = Q."""
     eye = np.eye(len(k))
     return np.linalg.solve(np.kron(k, eye) + np.kron(eye, k), q.ravel()).reshape(q.shape)
