@@ -1,6 +1,6 @@
-"""Slips of the papers that docs/reference/errata.md lists: what is printed fails, what is right holds.
+"""The papers' errors that docs/reference/errata.md lists: what is printed fails, and the corrected statement holds.
 
-Each problem fulfils the paper's assumptions, if need be on the points that are visited, and its numbers are known.
+Each problem fulfils the paper's assumptions, if necessary on the points that are visited, and its numbers are known.
 """
 
 import functools
@@ -25,9 +25,11 @@ EXACTLY = fb.parts.Neumann(terms=1, step=1.0)
 
 
 def on_log_cosh(algorithm, rounds):
-    """(x, y) before each round, from (1, 1), of 2 clients with f = log cosh y, g = ½(y − x)²: ∇Φ = tanh x.
+    """Run on f = log cosh y and g = ½(y − x)² for two clients, from (1, 1); return x and y before each round.
 
-    f ≥ 0 is Lipschitz with 1, and so are its gradient, y*(x) = x and tanh; ∇²g is constant; no noise, no masks."""
+    ∇Φ = tanh x. f ≥ 0 has the Lipschitz constant 1, and so have its gradient, y*(x) = x and tanh. ∇²g is constant.
+    There is no noise, and there are no masks.
+    """
     problem = fb.Bilevel(lambda x, y, b: jnp.sum(jnp.log(jnp.cosh(y))), lambda x, y, b: jnp.sum((y - x) ** 2) / 2)
     clients, one = fb.Clients(np.ones((2, 1, 1)), np.ones((2, 1, 1))), jnp.ones(1)
     points = {"x": lambda x, y: x[0], "y": lambda x, y: y[0]}
@@ -41,7 +43,7 @@ def dual_pruning(method, alpha, beta, **fields):
 
 
 def written_out(alpha, beta, rounds):
-    """The same of RABO: y ← y − β(y − x), x ← x − α tanh y."""
+    """Return the same points of RABO in NumPy: y ← y − β(y − x), x ← x − α tanh y."""
     x, y, points = 1.0, 1.0, []
     for _ in range(rounds):
         points.append((x, y))
@@ -51,19 +53,25 @@ def written_out(alpha, beta, rounds):
 
 
 def test_rabo_needs_a_step_on_y_in_proportion_to_that_on_x():
-    """Corollary 1 and Theorem 2 have β ≤ 1/(NTQ). In Q rounds of T steps y then changes by at most QTβ = 1/N of its
-    largest distance from y*(x), and x runs along a gradient at a wrong y. The mean of ‖∇Φ‖² = tanh² x stays above ½ at
-    any Q, where (26) says 2V₁/(αQ): V = Φ + (M/L)‖y − y*‖², V₁ = log cosh 1, no noise, no masks. T = 1, N = C_x* = 2.
+    """RABO's Corollary 1 and Theorem 2 allow steps on y that are too small: β ≤ 1/(NTQ).
 
-    Theorem 1 itself allows any small β: its β ≥ 1/μ − 1/(2αLMμ) is negative for small α. It comes from
-    2αLM(1 − βμ) ≤ 1, where line (34b) needs (2αLM + 2)(1 − βμ) ≤ 1, that is β ≥ (1 + 2αLM)/(2μ(1 + αLM)) > 1/(2μ):
-    too much for β ≤ 1/(2ℓ) of the same theorem, since ℓ ≥ μ. The 2 is Lemma 6's, of ‖a + b‖² ≤ 2‖a‖² + 2‖b‖². With
-    (1 + βμ/2)‖a‖² + (1 + 2/(βμ))‖b‖² in its place, e = y − y*(x) and h the step's direction,
+    In Q rounds of T steps, y then changes by at most QTβ = 1/N of its largest distance from y*(x), and x moves along a
+    gradient at a wrong y. The mean of ‖∇Φ‖² = tanh² x stays above ½ at any Q, where (26) says 2V₁/(αQ). Here
+    V = Φ + (M/L)‖y − y*‖², V₁ = log cosh 1, T = 1 and N = C_x* = 2, without noise and masks.
+
+    Theorem 1 itself allows any small β: its bound β ≥ 1/μ − 1/(2αLMμ) is negative for small α. It comes from
+    2αLM(1 − βμ) ≤ 1. But line (34b) needs (2αLM + 2)(1 − βμ) ≤ 1, that is β ≥ (1 + 2αLM)/(2μ(1 + αLM)) > 1/(2μ). This
+    contradicts β ≤ 1/(2ℓ) of the same theorem, since ℓ ≥ μ. The 2 is that of Lemma 6, from ‖a + b‖² ≤ 2‖a‖² + 2‖b‖².
+
+    The corrected bound has (1 + βμ/2)‖a‖² + (1 + 2/(βμ))‖b‖² in its place. With e = y − y*(x) and h the direction of
+    the step,
 
         V⁺ − V ≤ −(α/2)‖∇Φ‖² + [(α/2) M² − (M/L) βμ/2]‖e‖² + [(M/L)(1 + 2/(βμ)) L²α² − (α/2)(1 − αL_f)]‖h‖²,
 
-    since ‖∇Φ − h‖ ≤ M‖y⁺ − y*(x)‖ and ‖y⁺ − y*(x)‖² ≤ (1 − βμ)‖e‖². With β ≥ 8αLM/μ the first bracket is negative, and
-    the second where α(2L_f + 4LM) ≤ 1: the mean is at most 2V₁/(αQ) without noise. Here L_f = L = M = μ = ℓ = 1."""
+    since ‖∇Φ − h‖ ≤ M‖y⁺ − y*(x)‖ and ‖y⁺ − y*(x)‖² ≤ (1 − βμ)‖e‖². The first bracket is negative if β ≥ 8αLM/μ, and
+    the second one if also α(2L_f + 4LM) ≤ 1. Without noise, the mean is then at most 2V₁/(αQ). Here
+    L_f = L = M = μ = ℓ = 1.
+    """
     algorithm, mean_of = functools.partial(dual_pruning, fb.RABO), lambda points: np.mean(np.tanh(points[0]) ** 2)
     own = fb.parts.LocalImplicit(solver=EXACTLY)
     for rounds in (400, 1_600, 6_400):
@@ -71,8 +79,9 @@ def test_rabo_needs_a_step_on_y_in_proportion_to_that_on_x():
         small, enough, bound = 1 / (2 * rounds), 8 * alpha, 2 * np.log(np.cosh(1)) / (alpha * rounds)
         assert alpha <= 1 / 6
         assert enough <= 1 / 2
-        assert 1 - 1 / (2 * alpha) < 0  # Theorem 1's least β
-        assert np.all((2 * alpha + 2) * (1 - np.linspace(0, 1 / 2)) > 1)  # what its proof needs, at any β ≤ 1/(2ℓ)
+        assert 1 - 1 / (2 * alpha) < 0  # Theorem 1's bound from below on β
+        # the condition that its proof needs fails at any β ≤ 1/(2ℓ)
+        assert np.all((2 * alpha + 2) * (1 - np.linspace(0, 1 / 2)) > 1)
         if rounds == 400:
             for beta in (small, enough):
                 found = on_log_cosh(algorithm(alpha=alpha, beta=beta, hypergradient=own), 60)
@@ -81,14 +90,19 @@ def test_rabo_needs_a_step_on_y_in_proportion_to_that_on_x():
         points = written_out(alpha, enough, rounds)
         assert bound / 10 < mean_of(points) <= bound
         lyapunov = np.log(np.cosh(points[0])) + (points[0] - points[1]) ** 2
-        assert lyapunov[-1] < lyapunov[0]  # (26) with Δ = V_{Q+1} − V₁, as printed, would bound a mean by less than 0
+        # with Δ = V_{Q+1} − V₁, as printed, (26) would bound a mean of squares by less than 0
+        assert lyapunov[-1] < lyapunov[0]
 
 
 @pytest.mark.parametrize(("alpha", "beta"), slow_but((0.1, 1.0), of=[(0.1, 1.0), (0.01, 1.0), (0.1, 1 / 200)]))
 def test_rafbo_with_the_printed_slopes_climbs(alpha, beta):
-    """Theorem 2 and Remark 3 are about (10): δ → ∇²yx g, and h = ∇x f + δᵀ∇y f where ∇x f − ∇²xy g [∇²yy g]⁻¹ ∇y f is
-    wanted. Here δ = −1 and h = −tanh y: y > 0 stays so, x and y never fall, and ‖∇Φ‖ = tanh x is at least tanh 1 in
-    every round, at any α and any β ≤ 1. RAFBO by differences goes down with the same steps."""
+    """RAFBO with the printed slopes (10) goes uphill, at any α and any β ≤ 1, although Theorem 2 and Remark 3 are about
+    it.
+
+    (10) makes δ → ∇²yx g and h = ∇x f + δᵀ∇y f, where ∇x f − ∇²xy g [∇²yy g]⁻¹ ∇y f is wanted. Here δ = −1 and
+    h = −tanh y. y > 0 stays positive, x and y never fall, and ‖∇Φ‖ = tanh x is at least tanh 1 in every round. RAFBO by
+    differences goes downhill with the same steps.
+    """
     method, rounds = functools.partial(dual_pruning, fb.RAFBO, alpha, beta), 100
     x, y = on_log_cosh(method(hypergradient=fb.parts.PrintedSlopes()), rounds)
     assert np.all(np.diff(x) > 0)
@@ -101,15 +115,21 @@ def test_rafbo_with_the_printed_slopes_climbs(alpha, beta):
 
 
 def test_rabo_lemma_6_needs_the_square_of_a_lipschitz_constant():
-    """‖y⁺ − y*(x⁺)‖² ≤ 2‖y⁺ − y*(x)‖² + 2‖y*(x) − y*(x⁺)‖², and the last is within L²‖x⁺ − x‖², not within L‖x⁺ − x‖².
-    For y*(x) = 3x, from y⁺ = y*(x), the left side is 9 where the printed bound is 6, for a step of 1."""
+    """RABO's Lemma 6 has a Lipschitz constant L where it needs L².
+
+    ‖y⁺ − y*(x⁺)‖² ≤ 2‖y⁺ − y*(x)‖² + 2‖y*(x) − y*(x⁺)‖², and the last square is at most L²‖x⁺ − x‖², not L‖x⁺ − x‖².
+    With y*(x) = 3x, y⁺ = y*(x) and a step of 1, the left side is 9, and the printed bound is 6.
+    """
     left = (3.0 * 0 - 3.0 * 1) ** 2
     assert 2 * 3.0 * 1 < left <= 2 * 3.0**2 * 1
 
 
 def test_rabo_the_bound_behind_remark_2_grows_with_the_clients():
-    """The last line of Theorem 1's proof has 4N(L_f + 4M_f)σ_f²/√(C_x* Q). With all N clients in each entry, C_x* = N,
-    four times the clients double it, where Remark 2 has O(1/√(NQ)), which they halve."""
+    """The bound behind RABO's Remark 2 grows with the number N of clients, where the remark says that it falls.
+
+    The last line of the proof of Theorem 1 has 4N(L_f + 4M_f)σ_f²/√(C_x* Q). If all N clients hold each entry,
+    C_x* = N. Four times as many clients then double the bound, but halve the O(1/√(NQ)) of Remark 2.
+    """
     printed, remark = (
         np.array([scale / np.sqrt(n * 1_000) for n, scale in rows])
         for rows in ([(8, 4 * 8), (32, 4 * 32)], [(8, 1), (32, 1)])
@@ -119,15 +139,21 @@ def test_rabo_the_bound_behind_remark_2_grows_with_the_clients():
 
 
 def test_rabo_the_offset_l_belongs_into_the_exponent():
-    """L_VS takes the logarithm of a sum with e^(Δf) + l. An l < 0 can make this sum negative, of which there is
-    no logarithm; e^(Δf + l) is positive."""
+    """The offset l of L_VS belongs into the exponent.
+
+    L_VS takes the logarithm of a sum with e^(Δf) + l. If l < 0, this sum can be negative, and then has no logarithm.
+    e^(Δf + l) is positive.
+    """
     margins, offset = np.array([-3.0, -2.0]), -0.5
     assert np.exp(margins).sum() + 2 * offset < 0 < np.exp(margins + offset).sum()
 
 
 def test_rabo_line_10_has_the_sign_of_the_other_direction():
-    """G = (y_T − y₀)/β and y₀ − β mean G, as printed, make 2y₀ − y_T. Of g = ½y², T = 2 steps β = ½ lead from y₀ = 1 to
-    y_T = ¼; as printed y would be at 1¾, higher than it began. The library's client step is β/T."""
+    """Line 10 of RABO moves y in the wrong direction.
+
+    As printed, G = (y_T − y₀)/β and y₀ − β mean G make 2y₀ − y_T. For g = ½y², T = 2 steps with β = ½ lead from y₀ = 1
+    to y_T = ¼. As printed, y would be at 1¾, higher than at the start. The library's client step is β/T.
+    """
     problem = fb.Bilevel(lambda x, y, b: jnp.sum(x * y), lambda x, y, b: y @ y / 2)
     inner = fb.parts.LocalSGD(local_steps=2, lr=2 * 0.5)
     method = fixed(fb.RABO(inner=inner, batch_size=None))
@@ -140,16 +166,19 @@ def test_rabo_line_10_has_the_sign_of_the_other_direction():
 
 
 def printed_slopes(problem, x, y, mu):
-    """h by (10) of a client alone, with f = Σ y: Σ_p δ_p over the entries of y, for each entry of x."""
+    """Return h by (10) for a client alone, with f = Σ y: Σ_p δ_p over the entries of y, for each entry of x."""
     part, rows = fb.parts.PrintedSlopes(perturbation=mu), jnp.ones((1, 1))
     client = client_alone(problem, rows, rows)
     return np.asarray(part.slopes(client, (jnp.asarray(x), jnp.asarray(y)), jax.random.key(0)).update)
 
 
 def test_rabo_lemma_3_is_about_slopes_and_not_about_the_hypergradient():
-    """f = Σ y_p, g = Σ a_p y_p²/2 − c_p x_p² y_p/2: the hypergradient is c x/a. δ_p = −c_p (x_p + μ/2) is off its limit
-    by c_p μ/2; but that limit is −a_p times the hypergradient, entry by entry. So (10) is off by a relative error
-    between 1 + min a and 1 + max a = 2 at any small μ, where Lemma 3's σ_J falls in proportion to μ."""
+    """RABO's Lemma 3 bounds the error of slopes, not that of the hypergradient.
+
+    With f = Σ y_p and g = Σ a_p y_p²/2 − c_p x_p² y_p/2 the hypergradient is c x/a. δ_p = −c_p (x_p + μ/2) differs from
+    its limit by c_p μ/2. But this limit is −a_p times the hypergradient, entry by entry. So the relative error of (10)
+    is between 1 + min a and 1 + max a = 2 at any small μ, whereas σ_J of Lemma 3 falls in proportion to μ.
+    """
     rng = np.random.default_rng(0)
     a, c, x = np.linspace(0.2, 1.0, 5), rng.uniform(0.5, 1, 5), rng.normal(size=5)
     problem = fb.Bilevel(
@@ -157,15 +186,20 @@ def test_rabo_lemma_3_is_about_slopes_and_not_about_the_hypergradient():
     )
     for mu in (1e-1, 1e-3, 1e-5):
         found, exact = printed_slopes(problem, x, np.zeros(5), mu), c * x / a
-        np.testing.assert_allclose(found + c * x, -c * mu / 2, rtol=1e-4)  # what differences make
+        np.testing.assert_allclose(found + c * x, -c * mu / 2, rtol=1e-4)  # the error of the differences
         assert 1.2 - mu < np.linalg.norm(found - exact) / np.linalg.norm(exact) < 2 + mu
 
 
 def test_rabo_lemma_3_has_the_constant_of_the_wrong_derivative():
-    """σ_J² = 2 P* ℓ_{g,1}² μ² ℓ_{f,0}²/4, but a difference of ∇y g is off by at most μ/2 times the Lipschitz constant
-    of ∇²g, ℓ_{g,2}. g = y² − sin(kx) sin(ky)/k² has ∇²g of rows (sin sin, −cos cos), (−cos cos, 2 + sin sin): a norm of
-    at most 4 = ℓ_{g,1} for all k, ℓ_{g,2} ≥ k. At kx = π/2, y = 0 the slope is 0, the difference
-    (1 − cos kμ)/(kμ) ≈ kμ/2."""
+    """The constant of RABO's Lemma 3 is that of the wrong derivative.
+
+    It is σ_J² = 2 P* ℓ_{g,1}² μ² ℓ_{f,0}²/4. But the error of a difference of ∇y g is at most μ/2 times the Lipschitz
+    constant ℓ_{g,2} of ∇²g.
+
+    g = y² − sin(kx) sin(ky)/k² has a ∇²g with the rows (sin sin, −cos cos) and (−cos cos, 2 + sin sin). Its norm is at
+    most 4 = ℓ_{g,1} for all k, and ℓ_{g,2} ≥ k. At kx = π/2, y = 0 the slope is 0, and the difference is (1 − cos
+    kμ)/(kμ) ≈ kμ/2.
+    """
     k, mu = 100.0, 1e-3
     problem = fb.Bilevel(
         lambda x, y, b: jnp.sum(y) + 0 * jnp.sum(x),
@@ -190,15 +224,20 @@ UNEQUAL = fb.Bilevel(
 
 @pytest.mark.parametrize("kind", slow_but("masks", of=["masks", "clients"]))
 def test_rabo_what_masks_and_unequal_clients_bend_stays_at_every_step(kind):
-    """(26) has α in front of E_h, which w₁ and w₂ make, and of δ_f²: both would vanish with α → 0, αQ → ∞. They do not.
+    """The errors that masks and unequal clients cause do not vanish with the step α, although RABO's (26) says so.
 
-    Its proof puts an upper bound of E‖x⁺ − x‖² into U₁, whose factor −1/(2α) + L_f/2 is negative. Without that step
-    2α(N/C_x*)(σ_f² + δ_f² + E_h) of U₂ stays, and over α/2 has no α.
+    (26) has α in front of E_h, which comes from w₁ and w₂, and in front of δ_f². Both would vanish with α → 0, αQ → ∞.
+    Its proof puts an upper bound of E‖x⁺ − x‖² into U₁, whose factor −1/(2α) + L_f/2 is negative. Without this step,
+    2α(N/C_x*)(σ_f² + δ_f² + E_h) of U₂ remains, and this over α/2 contains no α.
 
-    Masks: f = ½(Σy − 1)², g = ½‖y − x‖² for all, y of two entries, of which each of two clients holds one: its own
-    h = y_i − 1 is 0 at x = y_i = 1, where Φ = ½(2x − 1)² has the slope 2. Clients: f_i = ½(y − t_i)²,
-    g_i = ½(y − x − c_i sin x)², t = (0, 2), c = (−½, ½): y* = x, Φ' = x − 1, but Σ h_i/2 = Σ (1 + c_i cos x)(x − t_i)/2
-    = x − 1 − cos(x)/2 is 0 elsewhere. Both are points of rest, whatever α, over which the mean of ‖∇Φ‖² is Φ'²."""
+    The test has two points of rest, which do not depend on α, so that the mean of ‖∇Φ‖² over rounds is Φ'² there.
+
+    Masks: f = ½(Σy − 1)², g = ½‖y − x‖² for all clients, y has two entries, and each of two clients holds one of them.
+    A client's own h = y_i − 1 is 0 at x = y_i = 1, where Φ = ½(2x − 1)² has the slope 2.
+
+    Clients: f_i = ½(y − t_i)², g_i = ½(y − x − c_i sin x)², t = (0, 2), c = (−½, ½). Then y* = x and Φ' = x − 1, but Σ
+    h_i/2 = Σ (1 + c_i cos x)(x − t_i)/2 = x − 1 − cos(x)/2 is 0 at another point.
+    """
     if kind == "masks":
         problem, start, slope = MASKED, (jnp.ones(1), jnp.ones(2)), 2.0
         clients = fb.Clients(np.ones((2, 1, 1)), np.ones((2, 1, 1)), capacity=[0.5, 0.5])
@@ -217,7 +256,7 @@ def test_rabo_what_masks_and_unequal_clients_bend_stays_at_every_step(kind):
         np.testing.assert_allclose(found.x, start[0], rtol=1e-12)
         np.testing.assert_allclose(found.y, start[1], rtol=1e-12)
         moved = fb.solve(method, problem, clients, start[0] + 0.1, start[1] + 0.1, rounds=5)
-        assert abs(moved.x[0] - start[0][0] - 0.1) > 1e-3 * alpha  # it does step elsewhere
+        assert abs(moved.x[0] - start[0][0] - 0.1) > 1e-3 * alpha  # from another point, the same step does move x
 
 
 # -------------------------------------------------------------------------------------------------- SimFBO, ShroFBO
@@ -226,18 +265,22 @@ def test_rabo_what_masks_and_unequal_clients_bend_stays_at_every_step(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("runs", [[(4, 100)], [(4, 400), (8, 100), (8, 400)]])
 def test_simfbo_table_1_has_the_rounds_of_full_participation(runs):
-    """Table 1 says O(1/ε) rounds with partial participation; Theorems 1 and 2 say O(1/(Pε²)), and O(1/ε) where all
-    take part with τ̄ in proportion to 1/ε. On z = (x, y, v) as in test_rates_of_simfbo_theorem_1_and_shrofbo_theorem_2
-    the noise in v is s² = σ²/(Pτ) + V (n − P)/(P (n − 1)), V the variance of clients' means: the second part, which P
-    clients out of n make, is there for all τ. With the best of steps the mean of ‖∇Φ‖² over four times the rounds is
-    then half of what it was; where all take part and τ grows with T, a quarter."""
+    """SimFBO's Table 1 has the rounds of full participation, O(1/ε), for partial participation.
+
+    Theorems 1 and 2 say O(1/(Pε²)), and O(1/ε) if all clients take part and τ̄ is in proportion to 1/ε.
+
+    For z = (x, y, v) as in test_rates_of_simfbo_theorem_1_and_shrofbo_theorem_2, the variance of the noise in v is
+    s² = σ²/(Pτ) + V (n − P)/(P (n − 1)), where V is the variance of the clients' means. The second part comes from
+    taking P of n clients, and does not depend on τ. With the best steps, the mean of ‖∇Φ‖² over four times as many
+    rounds is then half as large. If all clients take part and τ grows with T, it is a quarter.
+    """
     n, few, unit = 8, 4, np.array([0.25, 1, 1])
     problem, rows = tracking(n, 3.0)
     goal, sigma2, apart = rows.mean((0, 1)), rows.var(1).mean(), rows.mean(1).var(0).mean()
     k = np.array([[0, 0, 0.25], [-1, 1, 0], [0, -1, 1]])
 
     def best(p, tau, rounds):
-        """The least mean over steps, and its step."""
+        """Return the least mean over all steps, and the step that has it."""
         s2 = sigma2 / (p * tau) + apart * (n - p) / (p * (n - 1))
         of = lambda a: expected(a * k, [1.0, 1.0, 0.0], a**2 * s2 * np.diag([0, 0, 1.0]), rounds)  # noqa: E731
         return min((of(step), step) for step in np.geomspace(0.02, 0.6, 35))
@@ -260,9 +303,12 @@ def test_simfbo_table_1_has_the_rounds_of_full_participation(runs):
 
 
 def test_simfbo_combinations_of_equation_4_are_no_variance_reduction():
-    """(4) combines directions at z_k on the samples of step k, with weights a_k that do not depend on the draws. SVRG's
-    steps d(z_k; ξ_k) − d(z₀; ξ_k) + d(z₀) need the draws at z₀. For d(z; ξ) = z + ξ, ξ = ±1, they come to the same sum
-    1 + (1 − η) for every draw of two samples from z₀ = 1. The best weights miss it by a third of its size."""
+    """The combinations of SimFBO's equation (4) are no variance reduction.
+
+    (4) combines directions at z_k on the samples of step k, with weights a_k that do not depend on the draws. SVRG's
+    steps d(z_k; ξ_k) − d(z₀; ξ_k) + d(z₀) also need the draws at z₀. For d(z; ξ) = z + ξ with ξ = ±1, SVRG's steps have
+    the same sum 1 + (1 − η) for every draw of two samples from z₀ = 1. The best weights miss it by a third of its size.
+    """
     eta = 0.1
     draws = [(first, second) for first in (-1, 1) for second in (-1, 1)]
     directions = np.array([(1 + first, 1 - eta * (1 + first) + second) for first, second in draws])
@@ -272,10 +318,14 @@ def test_simfbo_combinations_of_equation_4_are_no_variance_reduction():
 
 
 def test_simfbo_equation_3_makes_heavy_ball_only_for_vanishing_steps():
-    """(3) multiplies a client's k-th step by a_k, where a = ((1 − μ^τ)/(1 − μ), …, 1) is how much of the k-th gradient
-    is in the sum of heavy ball's steps. So its local iterate takes the largest step first. On the direction d = z,
-    μ = 0.9, η = 0.05, τ = 10, from z = 1, heavy ball ends at −0.311, which is 1 − η Σ a_k d_k at its own points, and
-    (3) at 0.093. For small η both are 1 − η Σ a_k + O(η²)."""
+    """SimFBO's equation (3) makes heavy ball only in the limit of small steps.
+
+    (3) multiplies a client's k-th step by a_k. a = ((1 − μ^τ)/(1 − μ), …, 1) says how much of the k-th gradient is in
+    the sum of the steps of heavy ball. So the local iterate of (3) makes its largest step first.
+
+    For the direction d = z, μ = 0.9, η = 0.05 and τ = 10, from z = 1, heavy ball ends at −0.311, which is 1 − η Σ a_k
+    d_k at its own points, and (3) ends at 0.093. For small η both are 1 − η Σ a_k + O(η²).
+    """
     mu, tau = 0.9, 10
     a = (1 - mu ** (tau - np.arange(tau))) / (1 - mu)
 
@@ -310,10 +360,14 @@ def series(terms):
 @pytest.mark.parametrize("terms", slow_but(2, of=[2, 5]))
 @pytest.mark.parametrize("name", ["FedNest", "AFBO"])
 def test_the_bias_of_a_series_is_there_where_the_gradient_of_f_is_constant(name, terms):
-    """FedNest's (15) and Theorem 3.1, and AFBO's Theorem 1, have b = κ ℓ_{f,1} (1 − 1/κ)^N, ℓ_{f,1} being the Lipschitz
-    constant of ∇f: it is 0 for f = ⟨c, y⟩. The inverse is multiplied by ∇y f itself, which ℓ_{f,0} = |c| bounds:
-    b = κ ℓ_{f,0} (1 − 1/κ)^N. With g = ½ h y² − x y the series of N terms with step s is off H⁻¹ by H⁻¹(1 − sh)^N: for
-    h = μ = ½, s = 1/ℓ = ½, κ = 4 that makes 2 |c| (3/4)^N."""
+    """The bias of a series is b = κ ℓ_{f,0} (1 − 1/κ)^N, not κ ℓ_{f,1} (1 − 1/κ)^N.
+
+    FedNest's (15) and Theorem 3.1, and AFBO's Theorem 1, have ℓ_{f,1}, the Lipschitz constant of ∇f, which is 0 for
+    f = ⟨c, y⟩. But the inverse is multiplied by ∇y f itself, and its bound is ℓ_{f,0} = |c|.
+
+    With g = ½ h y² − x y, the error of the series of N terms with step s is H⁻¹(1 − sh)^N. For h = μ = ½, s = 1/ℓ = ½
+    and κ = 4 this makes 2 |c| (3/4)^N.
+    """
     c, kappa, alpha = np.array([0.6, -0.8]), 4, 0.1
     problem = fb.Bilevel(lambda x, y, b: c @ y + 0 * jnp.sum(x), lambda x, y, b: y @ y / 4 - x @ y)
     method = {
@@ -329,7 +383,11 @@ def test_the_bias_of_a_series_is_there_where_the_gradient_of_f_is_constant(name,
 
 
 def test_fednest_inner_loss_of_a_composition_has_a_half():
-    """Section 2.4 takes ∇²yy g_i = I and ∇²xy g_i = −∇r_iᵀ: those of ½‖y − r(x)‖², and half of those of ‖y − r(x)‖²."""
+    """FedNest's inner loss of a composition lacks a factor of one half.
+
+    Section 2.4 takes ∇²yy g_i = I and ∇²xy g_i = −∇r_iᵀ. These belong to ½‖y − r(x)‖², and are half of those of
+    ‖y − r(x)‖².
+    """
     x, y = jnp.array([0.3, -0.7]), jnp.array([1.0, 2.0, -1.0])
     r = lambda x: jnp.array([jnp.sin(x[0]), x[0] * x[1], x[1] ** 2])  # noqa: E731
     for half, share in ((0.5, 1), (1.0, 2)):
@@ -339,11 +397,14 @@ def test_fednest_inner_loss_of_a_composition_has_a_half():
 
 
 def test_fednest_theorem_31_needs_the_start_over_the_root_of_k():
-    """It bounds the mean of ‖∇f‖² by O(ᾱ σ²/√K + 1/(min(ᾱ₁, ᾱ₂, ᾱ₃) K) + b²). Without noise and bias that is O(1/K).
-    But where α = ᾱ/√K is the least of (16) the descent lemma leaves Δ/(αK) = Δ/(ᾱ√K), which Theorem 3.2 has.
+    """The bound of FedNest's Theorem 3.1 needs the term of the start over √K, not over K.
 
-    f = ½‖y‖², g = ½‖y − x‖², T = 1, β = β̄ α: y ← y − β(y − x), x ← x − α y, ∇f = x. With z = (x, y) that is
-    z ← z − α K z to first order in α, and the mean of x² is z₀ᵀRz₀/(αK), KᵀR + RK = e_x e_xᵀ."""
+    It bounds the mean of ‖∇f‖² by O(ᾱ σ²/√K + 1/(min(ᾱ₁, ᾱ₂, ᾱ₃) K) + b²). Without noise and bias this is O(1/K). But
+    if α = ᾱ/√K is the least number of (16), the descent lemma leaves Δ/(αK) = Δ/(ᾱ√K), which Theorem 3.2 has.
+
+    With f = ½‖y‖², g = ½‖y − x‖², T = 1 and β = β̄ α, y ← y − β(y − x), x ← x − α y, and ∇f = x. For z = (x, y) this is
+    z ← z − α K z to first order in α, and the mean of x² is z₀ᵀRz₀/(αK) with KᵀR + RK = e_x e_xᵀ.
+    """
     bar, ratio, means = 0.8, 4.0, {}
     problem, rows = tracking(2, 0.0)
     problem = fb.Bilevel(lambda x, y, b: y @ y / 2 + 0 * jnp.sum(x), problem.inner)
@@ -362,18 +423,22 @@ def test_fednest_theorem_31_needs_the_start_over_the_root_of_k():
     k, z = np.array([[0, 1.0], [-ratio, ratio]]), np.ones(2)
     left = z @ lyapunov(k.T, np.diag([1.0, 0])) @ z / bar
     off = [abs(mean * np.sqrt(rounds) / left - 1) for rounds, mean in means.items()]
-    assert off[2] < off[1] < off[0] < 0.2  # a constant over √K
+    assert off[2] < off[1] < off[0] < 0.2  # the mean is a constant over √K
     assert off[2] < 0.05
-    assert means[1_600] * 1_600 > 3.5 * means[100] * 100  # and none over K
+    assert means[1_600] * 1_600 > 3.5 * means[100] * 100  # and no constant over K
 
 
 def test_afbo_algorithm_1_as_printed_never_moves_y_in_one_inner_round():
-    """Line 12 takes y^(t+1) = y^(t,K−1), and line 10 makes y^(t,K) last: for K = 1 that is the y of before. The loop
-    of lines 5 to 7 has no step, so that its E gradients are one gradient E times. g = ½(y − x)², x = 1, from y = 0."""
+    """AFBO's Algorithm 1, as printed, never moves y if there is one inner round.
+
+    Line 12 takes y^(t+1) = y^(t,K−1), but line 10 makes y^(t,K) last. For K = 1, line 12 therefore takes the y from
+    before. The loop of lines 5 to 7 has no step, so that its E gradients are E times the same one. The test has
+    g = ½(y − x)² and x = 1, from y = 0.
+    """
     x, beta, eta, rounds = 1.0, 0.5, 0.3, 20
 
     def gradients(y, moves):
-        """Four of them, with a local step after each, or none."""
+        """Return four gradients, with a local step after each one if `moves`."""
         found = []
         for _ in range(4):
             found.append(y - x)
@@ -383,7 +448,7 @@ def test_afbo_algorithm_1_as_printed_never_moves_y_in_one_inner_round():
     def end(last):
         y = 0.0
         for _ in range(rounds):
-            y = [y, y - beta * np.mean(gradients(y, True))][last]  # y^(t,0), y^(t,1)
+            y = [y, y - beta * np.mean(gradients(y, True))][last]  # y^(t,0) and y^(t,1)
         return y
 
     assert end(last=-2) == 0.0  # as printed
@@ -393,11 +458,14 @@ def test_afbo_algorithm_1_as_printed_never_moves_y_in_one_inner_round():
 
 
 def test_afbo_aphe_needs_a_product_of_random_length():
-    """APHE multiplies by all of its N_i factors I − H/ℓ, as H_i of section 3.2 does: times N/ℓ that tends to 0. With a
-    length drawn uniformly from 0 to N − 1 the mean is Σ_{n<N} (I − H/ℓ)^n/ℓ, which tends to H⁻¹, and is the default
-    here. Whether l begins at 0, with a p_{i,−1} that is not defined, or at 1 changes one factor.
+    """AFBO's APHE needs a product of random length.
 
-    g = ½yᵀHy − xᵀy, f = ⟨c, y⟩, ℓ = 2."""
+    As H_i of section 3.2, APHE multiplies all of its N_i factors I − H/ℓ. Times N/ℓ, this tends to 0. If the length is
+    drawn uniformly from 0 to N − 1, the mean is Σ_{n<N} (I − H/ℓ)^n/ℓ, which tends to H⁻¹. This is the default here.
+    Whether l begins at 0, with a p_{i,−1} that is not defined, or at 1, changes one factor.
+
+    The test has g = ½yᵀHy − xᵀy, f = ⟨c, y⟩ and ℓ = 2.
+    """
     h, c, alpha, rows = np.array([0.5, 1.0, 1.5]), np.array([1.0, -2.0, 0.5]), 0.1, np.ones((2, 1, 1))
     problem = fb.Bilevel(lambda x, y, b: c @ y + 0 * jnp.sum(x), lambda x, y, b: y @ (h * y) / 2 - x @ y)
     ends = []
@@ -414,8 +482,11 @@ def test_afbo_aphe_needs_a_product_of_random_length():
 
 @pytest.mark.slow
 def test_afbo_with_all_in_time_has_delays_of_0():
-    """The text below Theorem 1, and Lemma 1, take τ_i = 1 for the synchronous case; line 14 sets τ_i = 0 for who has
-    just replied, and line 15 then steps along H^{t − τ_i} = H^t. With τ_i = 1 it would be along H^{t−1}."""
+    """If all clients reply in time, AFBO's delays are 0, not 1.
+
+    The text below Theorem 1, and Lemma 1, take τ_i = 1 for the synchronous case. But line 14 sets τ_i = 0 for a client
+    that has just replied, and line 15 then steps along H^{t − τ_i} = H^t. With τ_i = 1 it would step along H^{t−1}.
+    """
     alpha, rounds = 0.3, 6
     problem = fb.Bilevel(lambda x, y, b: 1 - jnp.cos(x[0]), lambda x, y, b: y @ y / 2)
     rows, one = np.ones((3, 1, 1)), np.ones(1)
@@ -440,7 +511,7 @@ def test_afbo_with_all_in_time_has_delays_of_0():
 
 
 def walked(lr, penalty, x, goal, scale, rounds, bound):
-    """FISM's x of one client with one sample: f = scale/2 (x − goal)², H = ½(x − 1)², |x| ≤ bound."""
+    """Run FISM for one client with one sample, f = scale/2 (x − goal)², H = ½(x − 1)² and |x| ≤ bound; return its x."""
     problem = fb.SimpleBilevel(
         lambda x: jnp.sum((x - 1) ** 2) / 2,
         lambda x, batch: scale * jnp.sum((x - goal) ** 2) / 2 + 0 * jnp.sum(batch),
@@ -451,11 +522,16 @@ def walked(lr, penalty, x, goal, scale, rounds, bound):
 
 
 def test_fism_lemma_5_has_the_bound_of_the_wrong_function():
-    """Its middle term 4m C_f²/(γ_k λ_k μ_H³)(1 − λ_{k−1}/λ_k)² comes from Lemma 4, ‖x*_k − x*_{k−1}‖ ≤ (C_H/μ_H)|1 −
-    λ_{k−1}/λ_k|, and so has C_H, as β_k in Theorem 9's proof does. f = εx²/2 on |x| ≤ 1 has C_f = ε, H = ½(x − 1)² has
-    μ_H = 1 and C_H = 2, x*_k = λ_k/(ε + λ_k). From x₁ = x*₁, where FISM rests in its first round, V₂(x*₁) = 0."""
+    """FISM's Lemma 5 has the bound C_f where it needs C_H.
+
+    The middle term of the lemma, 4m C_f²/(γ_k λ_k μ_H³)(1 − λ_{k−1}/λ_k)², comes from Lemma 4,
+    ‖x*_k − x*_{k−1}‖ ≤ (C_H/μ_H)|1 − λ_{k−1}/λ_k|. Therefore it needs C_H, as β_k in the proof of Theorem 9 has.
+
+    f = εx²/2 on |x| ≤ 1 has C_f = ε, H = ½(x − 1)² has μ_H = 1 and C_H = 2, and x*_k = λ_k/(ε + λ_k). From x₁ = x*₁,
+    where FISM rests in its first round, V₂(x*₁) = 0.
+    """
     epsilon, gamma, a, b = 1e-4, 0.5, 0.6, 0.35
-    first, second = epsilon * 2 ** (b / 2), epsilon * 2 ** (-b / 2)  # λ₁, λ₂
+    first, second = epsilon * 2 ** (b / 2), epsilon * 2 ** (-b / 2)  # λ₁ and λ₂
     rest, moved = (one / (epsilon + one) for one in (first, second))
     x2, x3 = (walked(gamma, first, rest, 0.0, epsilon, rounds, 1.0) for rounds in (1, 2))
     assert x2 == pytest.approx(rest, rel=1e-12)
@@ -468,17 +544,26 @@ def test_fism_lemma_5_has_the_bound_of_the_wrong_function():
 
 
 def test_fism_estimate_2_begins_with_a_sum():
-    """V_{k,j+1} ≤ V_{k,j} + γ²‖g − (λ/m)𝓗‖² − …: the step of line 9 is along g + (λ/m)𝓗, and so is the square. At z = x
-    the other terms are 0; f = ½(x − 1)² = H and λ/m = 1 make g = 𝓗 = −1 at x = 0, γ = ½ a step of 1."""
+    """FISM's estimate (2) needs the square of a sum, ‖g + (λ/m)𝓗‖², not of a difference.
+
+    The estimate is V_{k,j+1} ≤ V_{k,j} + γ²‖g − (λ/m)𝓗‖² − …. But the step of line 9 is along g + (λ/m)𝓗, and so is the
+    square. At z = x the other terms are 0. f = ½(x − 1)² = H and λ/m = 1 make g = 𝓗 = −1 at x = 0; γ = ½ makes a step
+    of 1.
+    """
     end = walked(0.5, 1.0, 0.0, 1.0, 1.0, 1, 10.0)
     assert end**2 > 0.5**2 * (-1 - -1) ** 2
     assert end**2 == pytest.approx(0.5**2 * (-1 + -1) ** 2, rel=1e-12)
 
 
 def test_fism_last_line_before_4_has_a_difference():
-    """V_{k,I+1}(x) ≤ V_k(x) + γ²(4m²I A₁ + 2m² C_f A₂) − 2γ(F(x_k) + (Iλ/m) H(x_k) − F(x) + (Iλ/m) H(x)) would be below
-    0 at x = x_k, where its left side is a square: the last sign is −. m = I = λ = 1, f = H = ½(x − 1)² on |x| ≤ 1 has
-    C_f = C_H = 2, A₁ = C_f² + 2C_H² and A₂ = C_f + C_H; at x_k = 0, H = ½."""
+    """The last line before FISM's (4) needs a difference, … − F(x) − (Iλ/m) H(x).
+
+    V_{k,I+1}(x) ≤ V_k(x) + γ²(4m²I A₁ + 2m² C_f A₂) − 2γ(F(x_k) + (Iλ/m) H(x_k) − F(x) + (Iλ/m) H(x)), as printed,
+    would be below 0 at x = x_k, where its left side is a square. The last sign has to be −.
+
+    m = I = λ = 1 and f = H = ½(x − 1)² on |x| ≤ 1 have C_f = C_H = 2, A₁ = C_f² + 2C_H² and A₂ = C_f + C_H. At x_k = 0,
+    H = ½.
+    """
     gamma, noise = 0.01, 0.01**2 * (4 * (4 + 2 * 4) + 2 * 2 * 4)
     left = walked(gamma, 1.0, 0.0, 1.0, 1.0, 1, 1.0) ** 2
     assert noise - 2 * gamma * (0.5 + 0.5) < 0 < left  # as printed
