@@ -354,8 +354,7 @@ def test_a_hypergradient_far_below_x_is_not_rounded_off(method):
 
 def one_stiff(count):
     """Return a problem with clients of curvature 1 and one of curvature 1,000, with its start, and its solution x.
-    f_i = ½‖y − o_i‖² and g_i = ½c_i‖y − t_i − x‖² have y* = Σct/Σc + x. With a ridge of 0.05‖x‖² on x the solution is
-    x = (mean o − Σct/Σc)/1.1."""
+    f_i = ½‖y − o_i‖² + 0.05‖x‖² and g_i = ½c_i‖y − t_i − x‖², so that y* = Σct/Σc + x, x = (mean o − Σct/Σc)/1.1."""
     rng = np.random.default_rng(0)
     c, (t, o) = np.where(np.arange(count) == count // 2, 1e3, 1.0), rng.normal(size=(2, count, 1, 3))
     data = {"c": c[:, None], "t": t, "o": o}
