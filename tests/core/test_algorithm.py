@@ -1,4 +1,4 @@
-"""May an exchange name the algorithm's own phases and nothing else?"""
+"""May an exchange name only the algorithm's own phases?"""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from fedbilevel.core.errors import ConfigurationError
 
 
 class Keeps(authoring.Algorithm):
-    """Counts the rounds in which a client took part."""
+    """Count the rounds in which a client took part."""
 
     def init(self, x, y):
         return SimpleNamespace(x=x, y=y)
@@ -43,7 +43,8 @@ def test_the_allow_list_is_what_is_marked():
     [
         (lambda client, message, key: authoring.Reply(message), "<lambda>"),
         (Keeps.visit, "visit"),
-        (Keeps().visit, "visit"),  # equal configurations, yet another object: its fields need not be the client's
+        # an equal configuration, but another object, whose fields may differ from those of the client
+        (Keeps().visit, "visit"),
         (fb.SimFBO().local_updates, "local_updates"),
         (Keeps().unmarked, "unmarked"),
         ("visit", "'visit'"),
@@ -84,7 +85,7 @@ def test_a_method_without_a_round_is_no_algorithm():
 
 
 def made(name, **body):
-    """A class of that name on the command line, as a user's module defines it."""
+    """Return a class with this name on the command line, as a user's module would define it."""
     return type("Made", (Keeps,), {"name": name, "__module__": "users", "__qualname__": "Made", **body})
 
 
@@ -94,8 +95,9 @@ def test_a_class_with_a_name_is_listed(monkeypatch):
 
     first = made("made-up")
     assert algorithm.ALGORITHMS["made-up"] is first
-    assert made("made-up") is algorithm.ALGORITHMS["made-up"] is not first  # a notebook's cell, run twice
-    assert "Keeps" not in {cls.__name__ for cls in algorithm.ALGORITHMS.values()}  # it has no name
+    # the class of a notebook's cell that was run twice
+    assert made("made-up") is algorithm.ALGORITHMS["made-up"] is not first
+    assert "Keeps" not in {cls.__name__ for cls in algorithm.ALGORITHMS.values()}  # `Keeps` has no name
 
 
 def test_a_name_is_taken_once():

@@ -1,4 +1,4 @@
-"""What a method of one's own returns is checked before the first round: the error names class and hook."""
+"""Is each return value of a user's method checked before the first round, with an error that names class and hook?"""
 
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,7 +18,7 @@ class State(NamedTuple):
 
 
 class Descent(Algorithm):
-    """A correct method, of which each case below gets one hook wrong."""
+    """A correct method; each case below makes one hook of it wrong."""
 
     def init(self, x, y):
         return State(x, y)
@@ -89,8 +89,8 @@ SERVER = {
 
 
 def made(hook, function):
-    """`Descent` with that hook; what is wrong with a class shows where it is made, all else in `solve`."""
-    function.__name__ = hook  # by which an exchange finds a phase
+    """Return `Descent` with this hook; some mistakes show where the class is made, and all others in `solve`."""
+    function.__name__ = hook  # an exchange finds a phase by this name
     return type("Mine", (Descent,), {hook: phase(function) if hook == "gradient" else function})
 
 
@@ -102,7 +102,8 @@ def made(hook, function):
 def test_a_wrong_return_is_refused_with_class_and_hook(hook, function, words):
     with pytest.raises(fb.errors.ConfigurationError) as error:
         solved(made(hook, function))
-    assert str(error.value).rpartition("`: ")[2].startswith(f"Mine.{hook}")  # after the user's line, where it raised
+    # the error begins with the user's line that raised it
+    assert str(error.value).rpartition("`: ")[2].startswith(f"Mine.{hook}")
     assert words in str(error.value)
 
 
@@ -117,13 +118,16 @@ def test_the_reference_says_the_same(hook, function, words):
 
 
 def test_what_is_right_passes():
-    """The mean over two entries of (b − y)² has the slope y − b in each. b is 1 for one client and 0 for the other, so
-    that y steps by 0.1 (½ − y): by 0.05 to 0.05, and by 0.045 to 0.095."""
+    """A correct method passes.
+
+    The mean over two entries of (b − y)² has the slope y − b in each entry. b is 1 for one client and 0 for the other.
+    So y steps by 0.1 (½ − y): by 0.05 to 0.05, and by 0.045 to 0.095.
+    """
     np.testing.assert_allclose(solved(Descent).y, [0.095, 0.095], rtol=1e-12)
 
 
 def test_what_a_client_keeps_has_one_form():
-    """A number would be spread over the two entries that the client keeps."""
+    """A client's state keeps its form; a number would be spread over the two entries that the client keeps."""
 
     class Mine(Descent):
         def init_client(self, x, y):
@@ -154,7 +158,7 @@ def test_a_value_without_annotation_is_no_silent_constant():
     with pytest.raises(fb.errors.ConfigurationError, match=r"Mine\.decay = 0\.9 has no annotation; .*decay: float ="):
         type("Mine", (Descent,), {"decay": 0.9})
     with pytest.raises(fb.errors.ConfigurationError, match=r"Mine\.local_steps = 3 has no annotation; .*: int = "):
-        type("Mine", (fb.FedBiO,), {"local_steps": 3})  # the field of the base would go on saying 5
+        type("Mine", (fb.FedBiO,), {"local_steps": 3})  # the field of the base class would still be 5
     with pytest.raises(fb.errors.ConfigurationError, match=r"Mine\.client_lr = XYV"):
         type("Mine", (fb.FedBiO,), {"client_lr": XYV(1, 1, 1)})
 

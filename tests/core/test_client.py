@@ -1,4 +1,4 @@
-"""Does every client get its own samples, all of them and no others, however they were handed over?"""
+"""Does every client get all of its own samples and no others, whatever the form of the population is?"""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ def entries(seed=0):
 
 
 def stacked(data, filler):
-    """Padded to the longest, the padding filled with something that may not be used."""
+    """Pad the samples to the longest client, with numbers that must not be used."""
 
     def pad(*leaves):
         out = np.full((len(leaves), SIZES.max(), *leaves[0].shape[1:]), filler, leaves[0].dtype)
@@ -35,7 +35,7 @@ def stacked(data, filler):
 
 
 def ragged(data):
-    """The same rows in another order, with a gap between them."""
+    """Return the same rows in another order, with a gap between clients."""
     order, gap = [2, 0, 3, 1], 5
     start, flat, position = np.zeros(4, np.int64), [], 0
     for i in order:
@@ -70,19 +70,19 @@ def test_stacking_copies_nothing():
 
 
 def window(rows, i, longest=4, equal=False):
-    """Client i's samples as an engine hands them to a phase."""
+    """Return client i's samples as an engine gives them to a phase."""
     return Samples(rows.values, jnp.asarray(rows.start[i]), jnp.asarray(rows.size[i]), longest, equal)
 
 
 def alone(own):
-    """The same client's samples as the only ones there are."""
+    """Return this client's samples as those of the only client."""
     size = len(jax.tree.leaves(own)[0])
     return Samples(own, jnp.asarray(0), jnp.asarray(size), size, True)
 
 
 @pytest.mark.parametrize("form", ["list", "stacked", "ragged"])
 def test_draws_depend_on_the_key_and_the_client_alone(form):
-    """Not on padding, on the place in the flat arrays, nor on the other clients."""
+    """Draws do not depend on padding, on the place in the flat arrays, or on the other clients."""
     data = entries()
     rows = populations(data)[form].inner
     for i, own in enumerate(data):
@@ -100,16 +100,16 @@ def test_draws_are_uniform_with_replacement():
         share = 1 / size
         error = np.sqrt(share * (1 - share) / count)
         assert np.all(np.abs(np.bincount(drawn) / count - share) <= 5 * error)
-        assert len(drawn) > size  # more draws than samples: with replacement
+        assert len(drawn) > size  # there are more draws than samples, so that draws are with replacement
 
 
 def loss(x, y, batch):
-    """A mean over samples plus a term without any."""
+    """Compute a mean over samples, plus a term that does not depend on samples."""
     return jnp.mean(jnp.log1p(jnp.exp(batch["u"] @ y * x)) * batch["t"]) + jnp.sum(x**2) * jnp.sum(jnp.cosh(y))
 
 
 def test_a_padded_full_batch_gives_the_loss_of_the_true_samples():
-    """Value, gradients and second derivatives, for unequal sizes."""
+    """A padded full batch gives the value, gradients and second derivatives of the samples, for unequal sizes."""
     data = entries()
     x, y = jnp.asarray(0.7), jnp.asarray([0.3, -1.1])
     extended = Bilevel(loss, loss).over_batches()
@@ -133,7 +133,7 @@ def test_a_padded_full_batch_gives_the_loss_of_the_true_samples():
 
 
 def test_what_lies_in_the_padding_reaches_no_gradient():
-    """Where the loss of the padding, or of the next client's samples, is infinite: 0·∞ would be NaN."""
+    """If the loss of the padding or of the next client's samples is infinite, no gradient becomes NaN from 0·∞."""
     data = np.array([[1.0, 2.0, 0.0, 0.0], [3.0, 4.0, 5.0, 6.0]])
     samples = Samples(data.ravel(), jnp.asarray(0), jnp.asarray(2), 4, False)
     logarithm = lambda x, y, batch: jnp.mean(jnp.log(x * batch))  # noqa: E731
@@ -145,7 +145,7 @@ def test_what_lies_in_the_padding_reaches_no_gradient():
 
 @pytest.mark.parametrize("key", [None, 5])
 def test_samples_in_turn_are_each_its_own(key):
-    """Every sample once, in its own order without a key, read where it lies or from a copy."""
+    """`in_turn` takes every sample once, in the client's own order if there is no key, in place or from a copy."""
     order = None if key is None else jax.random.key(key)
     numbered = Clients(*[[np.arange(n) + 10 * i for i, n in enumerate(SIZES)]] * 2).inner
     for i, size in enumerate(SIZES):
@@ -160,7 +160,11 @@ def test_samples_in_turn_are_each_its_own(key):
 
 
 def test_one_client_reads_samples_in_turn_without_a_copy():
-    """A walk through vectorised clients holds all their samples in its program's memory, one client's walk none."""
+    """Samples of a single client are read in turn without a copy.
+
+    If clients are vectorised, a walk holds all their samples in its program's memory; a single client's walk holds
+    none.
+    """
     values = np.ones((500, 64))
 
     def memory(apart):

@@ -1,4 +1,4 @@
-"""Is every mistake in describing a population refused, in words that name the field?"""
+"""Is every mistake in the description of a population refused with the name of the field?"""
 
 import jax
 import numpy as np
@@ -93,7 +93,7 @@ def test_bad_samples_are_refused(case, field):
 
 
 def test_a_number_beyond_the_precision_of_jax_is_named():
-    """The largest number of float32 is 3.4e38."""
+    """A number above the largest float32, 3.4e38, is named if JAX computes in float32."""
     words = r"holds -1e\+39, which is infinite in float32, first in sample 2 of client 1, entry \(1,\)$"
     with jax.enable_x64(False):
         Clients(with_value(-3e38))
@@ -126,7 +126,7 @@ def test_bad_weights_are_refused(weights, words):
 
 
 def test_large_weights_sum_to_one():
-    """The sum of these, 3.5e308, is beyond what a float holds."""
+    """Large weights are normalised, although their sum, 3.5e308, is too large for a float."""
     np.testing.assert_allclose(Clients(GOOD, GOOD, weights=[1e308, 1e308, 1.5e308]).weights, [2 / 7, 2 / 7, 3 / 7])
 
 
@@ -140,7 +140,7 @@ def test_bad_local_steps_are_refused(steps):
 
 
 class Frame:
-    """What is asked of a data frame, of pandas or of polars: its columns' names, and each column's array."""
+    """What the library uses of a data frame of pandas or polars: the names of the columns, and each column's array."""
 
     def __init__(self, **columns):
         self.data, self.columns = columns, list(columns)

@@ -1,4 +1,4 @@
-"""Are hyperparameters checked when built, fixed or traced as declared, and able to follow a schedule or a sweep?"""
+"""Are hyperparameters checked when they are set, static or traced as declared, and able to follow schedules?"""
 
 import json
 
@@ -23,7 +23,7 @@ from fedbilevel.core.tree import XYV
 
 @config
 class Example:
-    """One field of each kind."""
+    """A class with one field of each kind."""
 
     count: int = static(default=3)
     lr: XYV = step_sizes(default=XYV(x=0.1, y=0.2, v=0.3))
@@ -32,7 +32,10 @@ class Example:
 
 
 def test_hyperparameters_are_what_json_holds():
-    """Numbers and words, several counts as a list; an optax optimizer, a tuple of functions, is left out."""
+    """`hyperparameters` returns what JSON can hold: numbers and words, and several counts as a list.
+
+    An optax optimizer is a tuple of functions, and is left out.
+    """
     each = LocalImplicit(solver=Neumann(terms=np.array([2, 3])))
     several, optimizer = (hyperparameters(one) for one in (AFBO(hypergradient=each), SimFBO()))
     assert several["hypergradient.solver.terms"] == [2, 3]
@@ -115,7 +118,7 @@ def test_configurations_are_frozen_and_take_names_only():
 
 
 def test_numbers_are_arguments_and_static_fields_are_not():
-    """A changed number reuses the compiled program; a changed count makes another."""
+    """A changed number uses the same compiled program; a changed count needs another one."""
     traces = []
 
     @jax.jit
@@ -178,7 +181,10 @@ def test_a_sweep_is_a_vmap_over_the_algorithm(form):
 
 
 def test_a_schedule_may_reach_zero_wherever_it_is_evaluated():
-    """Compiled engines see a tracer there, the others a number; the same run must not end in one of them alone."""
+    """A schedule may be 0 in some rounds, on every engine.
+
+    Compiled engines evaluate it with a tracer and the others with a number; a run must not fail on one of them only.
+    """
     falling = SimFBO(server_lr=optax.linear_schedule(0.1, 0.0, 2), local_optimizer=Momentum(decay=0.5))
     for round in (2, jnp.asarray(2)):
         assert float(at(falling, round).server_lr.x) == 0.0
@@ -215,7 +221,7 @@ def test_what_a_field_cannot_hold_is_refused_before_a_run(make, words):
 
 
 def test_a_local_optimizer_of_ones_own():
-    """Steps twice as long in q are steps of twice the size."""
+    """A user's local optimizer is used: steps that are twice as long in q equal steps of twice the size."""
 
     class Double(authoring.LocalOptimizer):
         def step(self, q, memory, d):

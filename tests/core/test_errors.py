@@ -1,4 +1,4 @@
-"""Errors as values: what is wrong stands in fields, the text is made where it is shown."""
+"""Do errors have fields that say what is wrong, and a text that is made only when it is shown?"""
 
 import copy
 

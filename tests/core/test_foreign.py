@@ -1,6 +1,6 @@
-"""Are samples taken as other libraries hold them, value by value, and what is refused mended by the call in its error?
+"""Are samples read correctly from the objects of other libraries, and does the call in a refusal solve the problem?
 
-The packages are no dependencies: without one its tests are skipped.
+The packages are not dependencies. The tests of a package that is not installed are skipped.
 """
 
 import subprocess
@@ -19,7 +19,7 @@ T = np.arange(12) % 3
 
 
 def held(clients, key=None):
-    """The samples of each client, of the leaf `key`."""
+    """Return the samples of each client, of the leaf `key`."""
     rows = [clients.outer.row(i) for i in range(len(clients))]
     return [np.asarray(row if key is None else row[key]).tolist() for row in rows]
 
@@ -35,7 +35,7 @@ def said(given, **options):
 
 
 def mended(given, **names):
-    """Paste what the refusal says, an expression of the names: it makes clients."""
+    """Evaluate the expression that the refusal suggests, with these names, and return the clients that it makes."""
     code = said(given).rpartition(": ")[2]
     return fb.Clients(eval(code, names))
 
@@ -114,7 +114,7 @@ def test_what_a_class_of_ones_own_does_to_an_item_is_done(torch):
         def __getitem__(self, i):
             return -super().__getitem__(i)[0]
 
-        def __getitems__(self, places):  # PyTorch wants both
+        def __getitems__(self, places):  # PyTorch needs both methods
             return [self[i] for i in places]
 
     numbered = Numbered(torch.tensor(U))
@@ -221,7 +221,8 @@ def test_partitions_of_flwr_datasets_are_taken(hugging_face, datasets, tmp_path,
     natural.dataset = datasets.Dataset.from_dict({"site": T.tolist(), "u": U.tolist()})
     assert held(fb.Clients(natural), "u") == [U[site == T].tolist() for site in (0, 1, 2)]
 
-    monkeypatch.setattr("flwr_datasets.federated_dataset.event", lambda *_: None)  # it would report its use
+    # otherwise flwr-datasets would report its use
+    monkeypatch.setattr("flwr_datasets.federated_dataset.event", lambda *_: None)
     file = tmp_path / "rows.csv"
     file.write_text("\n".join(["t", *map(str, T)]))
     options = {"dataset": "csv", "data_files": {"train": str(file), "test": str(file)}, "shuffle": False}
@@ -235,7 +236,7 @@ def test_partitions_of_flwr_datasets_are_taken(hugging_face, datasets, tmp_path,
 
 
 def test_a_frame_is_grouped_by_the_call_that_is_said(frame):
-    clients = mended(frame, frame=frame)  # sites in pandas's order, without their own column
+    clients = mended(frame, frame=frame)  # sites are in the order of pandas, without their own column
     assert clients.outer.values.keys() == {"u", "t"}
     assert held(clients, "u") == [at(U[:, 0], site) for site in "abc"]
     assert held(clients, "t") == [at(T, site) for site in "abc"]
@@ -272,7 +273,7 @@ def test_what_is_missing_in_a_frame_is_refused(pd):
 def test_frames_of_polars():
     pl = pytest.importorskip("polars")
     frame = pl.DataFrame({"u": U[:, 0], "site": SITES, "t": T})
-    clients = mended(frame, frame=frame)  # sites as they appear
+    clients = mended(frame, frame=frame)  # sites are in the order in which they appear
     assert held(clients, "u") == [at(U[:, 0], site) for site in "bac"]
     text = said(frame.partition_by("t"))
     names = {"frame": frame}
@@ -318,7 +319,7 @@ def test_items_are_stacked_and_what_reads_or_streams_them_is_refused_without_tor
 
 
 class Partitioner:
-    """As much of those of flwr-datasets as is used: NumPy's arrays are their datasets."""
+    """What the library uses of the partitioners of flwr-datasets; NumPy's arrays serve as data sets."""
 
     num_partitions = 2
 
@@ -327,7 +328,7 @@ class Partitioner:
 
 
 class Federated:
-    """As much of a FederatedDataset."""
+    """What the library uses of a FederatedDataset."""
 
     def __init__(self, *splits):
         self.splits = splits
@@ -355,7 +356,7 @@ def test_inner_samples_alone_are_refused_with_what_to_call():
 
 
 def test_split_gives_each_sample_to_one_side():
-    """Of 10, 4 and 2 samples, 0.7 are 7, 3 (of 2.8) and 1 (of 1.4)."""
+    """A split gives each sample to one side: of 10, 4 and 2 samples, a share of 0.7 is 7, 3 (of 2.8) and 1 (of 1.4)."""
     samples = [100.0 * n + np.arange(n) for n in (10, 4, 2)]
     clients = fb.Clients.split(samples, 0.7, seed=3, weights="size")
     assert clients.inner.size.tolist() == [7, 3, 1]
@@ -369,7 +370,7 @@ def test_split_gives_each_sample_to_one_side():
 
 
 def test_split_draws_uniformly():
-    """Of 3000 clients with 4 samples each sample is the one held out with probability 1/4."""
+    """A split draws uniformly: of 4 samples of 3000 clients, each is the one held out with probability 1/4."""
     clients = fb.Clients.split(np.tile(np.arange(4), (3000, 1)), 0.75, seed=0)
     counts = np.bincount(np.asarray(clients.outer.values))
     assert np.all(np.abs(counts / 3000 - 0.25) < 5 * np.sqrt(0.25 * 0.75 / 3000))

@@ -1,4 +1,4 @@
-"""Do models of Equinox and Flax run as they are, with the numbers of plain dictionaries of arrays?"""
+"""Do models of Equinox and Flax run without changes, and give the numbers of plain dictionaries of arrays?"""
 
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ CLIENTS = fb.Clients(samples(0), samples(1), weights=[1.0, 2.0, 0.5])
 
 
 def problem(features, head):
-    """A representation x of the inputs under a linear head y; both losses regularise a little."""
+    """Return a problem with a representation x of the inputs and a linear head y; both losses have a small ridge."""
 
     def loss(x, y, batch):
         prediction = jax.vmap(lambda u: head(y, features(x, u)))(batch["u"])[:, 0]
@@ -43,12 +43,12 @@ def run(features, head, x, y):
 
 @pytest.fixture(scope="module")
 def plain():
-    """Start and result with dictionaries of arrays."""
+    """Return start and result with dictionaries of arrays."""
     rng = np.random.default_rng(2)
     x = {"w": rng.normal(size=(4, 3)), "b": rng.normal(size=4)}
     y = {"w": rng.normal(size=(1, 4)), "b": rng.normal(size=1)}
     result = run(lambda x, u: jnp.tanh(x["w"] @ u + x["b"]), lambda y, h: y["w"] @ h + y["b"], x, y)
-    assert not np.allclose(result.x["w"], x["w"], rtol=1e-3)  # it has moved
+    assert not np.allclose(result.x["w"], x["w"], rtol=1e-3)  # x has moved
     return x, y, result
 
 
@@ -63,7 +63,7 @@ def test_equinox_modules(plain):
 
     class Features(eqx.Module):
         layer: eqx.nn.Linear
-        activation: object  # a function among the leaves
+        activation: object  # a function is among the leaves
         width: int = eqx.field(static=True)
 
         def __call__(self, u):
@@ -80,7 +80,7 @@ def test_equinox_modules(plain):
     assert result.x.activation is jnp.tanh
     agree([result.x.layer.weight, result.x.layer.bias], [expected.x["w"], expected.x["b"]])
     agree([result.y.weight, result.y.bias], [expected.y["w"], expected.y["b"]])
-    assert result.x(jnp.ones(3)).shape == (4,)  # a module still
+    assert result.x(jnp.ones(3)).shape == (4,)  # the result is still a module
 
 
 @pytest.mark.slow
@@ -108,7 +108,10 @@ class Point(NamedTuple):
 
 
 def test_numbers_of_python_in_the_fields_of_a_module_are_no_variables():
-    """A rate of dropout is none; a number in a dict, list or named tuple is."""
+    """A Python number in a field of a module, such as a dropout rate, is not a variable.
+
+    A number in a dict, list or named tuple is a variable.
+    """
     eqx = pytest.importorskip("equinox")
     inside = {"d": eqx.nn.Dropout(0.2), "layers": [eqx.nn.Sequential([eqx.nn.Dropout(0.3)])]}
     variable, fixed = split({"inside": inside, "own": [0.5, Point(0.7)]})
@@ -118,7 +121,7 @@ def test_numbers_of_python_in_the_fields_of_a_module_are_no_variables():
 
 
 def statistics(library):
-    """(x0 or y0 with running statistics, what a message calls them), or those that are no variables."""
+    """Return a model with running statistics, and the place that the error names."""
     if library == "linen":
         nn = pytest.importorskip("flax.linen")
         return nn.BatchNorm(use_running_average=False).init(
@@ -133,7 +136,7 @@ def statistics(library):
 
 @pytest.mark.parametrize("library", ["linen", "nnx", "equinox"])
 def test_running_statistics_are_refused(library):
-    """They would stay at their start, or be taken for parameters."""
+    """Running statistics are refused, since they would keep their start, or be treated as parameters."""
     tree, place = statistics(library)
     loss = fb.Bilevel(lambda x, y, batch: jnp.sum(y**2), lambda x, y, batch: jnp.sum((y - x) ** 2))
     with pytest.raises(fb.errors.ConfigurationError) as refused:

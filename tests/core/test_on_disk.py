@@ -1,4 +1,4 @@
-"""Do tables on disk hold the numbers that were put there, and do copies stay as they were?"""
+"""Do tables on disk have the numbers that were written, and do copies stay as they were?"""
 
 import copy
 import errno
@@ -26,7 +26,10 @@ def array(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("block", [1, 2**22])
 def test_a_table_has_the_numbers_of_an_array(monkeypatch, tmp_path, kind, block):
-    """In pieces of a row, and as a whole; also when it is read back from a checkpoint, as a table."""
+    """A table has the numbers of an array, written in pieces of a row or as a whole.
+
+    The same holds for a table that is read back from a checkpoint.
+    """
     monkeypatch.setattr(on_disk, "BLOCK", block)
     monkeypatch.setattr(checkpoint, "BLOCK", block)
     tables = on_disk.on_disk({"a": array(kind)})
@@ -94,7 +97,10 @@ COPIES = {
 
 @pytest.mark.parametrize("name", COPIES)
 def test_copies_of_memory_maps_are_arrays_in_memory(tmp_path, name):
-    """As a start of y they are variables of JAX, in its precision, as other arrays of NumPy are."""
+    """Copies of memory maps are arrays in memory.
+
+    As the start of y they are variables of JAX, in JAX's precision, as other NumPy arrays are.
+    """
     np.save(tmp_path / "y.npy", np.arange(6.0).reshape(3, 2))
     copied = COPIES[name](np.load(tmp_path / "y.npy", mmap_mode="r"))
     assert not is_table(copied)

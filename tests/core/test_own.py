@@ -1,4 +1,4 @@
-"""A client's own numbers: each form gives what it says, phases find them in their fields, all else is refused."""
+"""Clients' own numbers: each form gives what it says, phases find them in their fields, other forms are refused."""
 
 import jax
 import jax.numpy as jnp
@@ -41,12 +41,12 @@ def test_each_form_gives_what_it_says(given, expected):
 
 @pytest.mark.parametrize("bounds", [(1, 10), (3, 3), (5, 6)])
 def test_a_range_is_uniform_between_its_bounds(bounds):
-    """Shares of 20,000 draws are within five standard deviations."""
+    """The shares of 20,000 draws from a range are equal, within five standard deviations."""
     (low, high), draws = bounds, 20_000
     drawn = numbers_of({"n": read("n", bounds, CLIENTS)}, KEY, jnp.asarray(0), jnp.arange(draws))["n"]
     assert drawn.dtype == np.int32
     found = np.bincount(np.asarray(drawn) - low, minlength=high - low + 1)
-    assert len(found) == high - low + 1  # nothing outside; bincount refuses what is negative
+    assert len(found) == high - low + 1  # no draw is outside; bincount refuses negative numbers
     share = 1 / len(found)
     assert np.all(np.abs(found / draws - share) <= 5 * np.sqrt(share * (1 - share) / draws))
 
@@ -67,7 +67,10 @@ def test_two_names_are_drawn_apart():
 
 
 def test_numbers_of_inner_rounds_are_apart():
-    """Of the second of two rounds: tables give the row of k, and keys differ with k, the client and the round."""
+    """Numbers differ between inner rounds.
+
+    In the second of two rounds, a table gives the row of k, and keys differ with k, the client and the round.
+    """
     table, draw = np.arange(12).reshape(2, 2, 3), lambda round, client, key, k: jax.random.uniform(key)
     own, drawn = {"n": read("n", table, CLIENTS)}, {"n": read("n", draw, CLIENTS)}
     for k in (0, 1):
@@ -180,7 +183,7 @@ def test_a_run_is_no_longer_than_its_table():
 
 
 def test_a_longer_table_is_no_other_run(tmp_path):
-    """Rows may be added; those of rounds that are done may not change."""
+    """A resumed run may have more rows in a table, but no other numbers in rows of rounds that are done."""
     task, table = quadratic(clients=CLIENTS, samples=(5, 5)), np.ones((4, CLIENTS), int)
 
     def run(rounds, table, **resume):
@@ -198,7 +201,10 @@ def test_a_longer_table_is_no_other_run(tmp_path):
 
 
 def test_a_rule_that_reads_something_changed_is_noticed():
-    """A program is found by what its rules compute, not by their names."""
+    """A rule that reads a value that has changed gets another program.
+
+    Programs are found by what their rules compute, not by the names of the rules.
+    """
     task = quadratic(clients=CLIENTS)
     steps = [1]
     outcomes = []

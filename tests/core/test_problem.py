@@ -1,4 +1,4 @@
-"""Are losses that are not one real number refused, and models taken apart and put together again unharmed?"""
+"""Are losses refused that are not one real number, and are models split and joined again without changes?"""
 
 import re
 
@@ -170,7 +170,7 @@ def test_what_is_not_finite_is_found_and_named(bad):
 
 
 def test_compositional_losses_take_padded_batches():
-    """½‖y − mean r‖², and no mean of ½‖y − r‖² over samples."""
+    """A padded batch of a compositional problem gives ½‖y − mean r‖², and not a mean of ½‖y − r‖² over samples."""
     problem = fb.Compositional(lambda y, batch: y @ y, lambda x, batch: x * jnp.mean(batch["a"]))
     rows, x, y = {"a": np.array([1.0, 4.0, 7.0])}, jnp.asarray([1.0, 2.0]), jnp.asarray([0.5, -1.0])
     padded = Padded({"a": jnp.asarray([1.0, 4.0, 7.0, 9.0])}, jnp.asarray([True, True, True, False]))
@@ -181,7 +181,7 @@ def test_compositional_losses_take_padded_batches():
 
 
 def test_what_a_compositional_loss_makes_of_zero_padding_is_left_out():
-    """log 0 = −∞: with a weight of 0 it would reach the mean as NaN."""
+    """In a compositional problem, padding of zeros does not reach the mean; log 0 = −∞ times 0 would be NaN."""
     problem = fb.Compositional(lambda y, batch: y, lambda x, batch: jnp.mean(jnp.log(batch)) * x).over_batches()
     rows, (x, y) = jnp.asarray([1.0, 4.0, 7.0]), jnp.asarray([2.0, 0.5])
     padded = Padded(jnp.append(rows, 0.0), jnp.asarray([True, True, True, False]))

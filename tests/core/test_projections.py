@@ -1,4 +1,4 @@
-"""Do projections give the nearest point, on trees, in x's own type, and are those refused that do not?"""
+"""Do projections give the nearest point, on trees and in x's own type, and are functions refused that do not?"""
 
 from itertools import combinations
 
@@ -27,7 +27,7 @@ def row(point):
 
 
 def nearest_in_simplex(u, total):
-    """The nearest of all candidates: for each support S, u_S shifted to sum `total`, where that is positive."""
+    """Return the nearest candidate: for each support S, u_S shifted to the sum `total`, if it is not negative."""
     candidates = []
     for size in range(1, len(u) + 1):
         for support in map(list, combinations(range(len(u)), size)):
@@ -39,8 +39,10 @@ def nearest_in_simplex(u, total):
 
 
 def nearest_in_both(u, normal, offset):
-    """Box and half-space: clip(u − t·normal) with the least t ≥ 0 for which it is in the half-space (the condition of
-    optimality, t being its multiplier); ⟨normal, ·⟩ falls with t, so t is found by bisection."""
+    """Project onto a box and a half-space: clip(u − t·normal) with the least t ≥ 0 that is in the half-space.
+
+    t is the multiplier of the condition of optimality. ⟨normal, ·⟩ falls with t, so that bisection finds t.
+    """
     at = lambda t: np.clip(u - t * normal, LOWER, UPPER)  # noqa: E731
     if normal @ at(0.0) <= offset:
         return at(0.0)
@@ -66,8 +68,11 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_nearest_point(case):
-    """Sums of six terms of size 1; Dykstra's corrections settle to 10 ε, and what is left of a linear rate is below
-    1e-12 for these two sets, whose normals are far from parallel."""
+    """Projections give the nearest point to 1e-12.
+
+    Sums have six terms of size 1. Dykstra's corrections settle to 10 ε. The rest of the linear convergence is below
+    1e-12 for these two sets, whose normals are far from parallel.
+    """
     project, nearest = CASES[case]
     compiled, moved = jax.jit(project), 0
     for u in POINTS:
@@ -79,7 +84,8 @@ def test_the_nearest_point(case):
 
 
 def test_two_balls_with_one_point_in_common():
-    """(±1, 0) with radius 1 touch in 0 alone: there Dykstra's algorithm is slow, and says NaN where it has to stop."""
+    """Where the balls around (±1, 0) with radius 1 touch only in 0, Dykstra's algorithm is slow, and returns NaN at its
+    limit."""
     touching = projections.intersection(
         projections.ball(1.0, np.array([1.0, 0])), projections.ball(1.0, np.array([-1.0, 0])), max_steps=50
     )
@@ -91,7 +97,7 @@ def test_two_balls_with_one_point_in_common():
 
 
 def test_types_stay():
-    """Bounds are in float64; x is not."""
+    """A projection keeps the type of x, although bounds are in float64."""
     x = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree(POINTS[0]))
     every = jax.jit(lambda x: {case: project(x) for case, (project, _) in CASES.items()})(x)
     for case, (_, nearest) in CASES.items():
@@ -162,7 +168,7 @@ LIARS = {
 def test_what_is_no_projection(case):
     project, message = LIARS[case]
     x = jnp.asarray(POINTS[0])
-    x = project(x) if message.startswith("not a projection") else x  # these have points that stay where they are
+    x = project(x) if message.startswith("not a projection") else x  # these functions have points that they do not move
     with pytest.raises(fb.errors.ConfigurationError, match=message):
         check_projection("X", project, x, jnp.concatenate([points_around(x, 20), points_around(0 * x, 20)]))
 
@@ -172,7 +178,7 @@ def test_what_is_no_projection(case):
     [("ball elsewhere", "float32"), ("simplex", "float32"), ("simplex", "float64"), ("half-space and box", "float64")],
 )
 def test_true_projections_pass(case, dtype):
-    """And what comes back are the points' images."""
+    """True projections pass the check, which returns the images of the points."""
     x = CASES[case][0](jax.tree.map(lambda leaf: leaf.astype(dtype), tree(POINTS[0])))
     points = points_around(x, 20)
     images = check_projection("X", CASES[case][0], x, points)

@@ -1,4 +1,4 @@
-"""What a server knows of clients elsewhere: shapes and weights, no samples."""
+"""A server knows the shapes and weights of clients elsewhere, and none of their samples."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Is what is no simple bilevel problem refused, by name and before anything runs, and is a model a point?"""
+"""Is a problem that is not simple bilevel refused by name, before anything runs, and may x be a model?"""
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +100,7 @@ def test_refused_when_made(case):
 
 @pytest.mark.parametrize("case", SOLVED)
 def test_refused_before_it_runs(case, monkeypatch):
-    """Without a program compiled for rounds: the engine is never started."""
+    """The refusal comes before a program is compiled for rounds: the engine is never started."""
     start, message = SOLVED[case]
     monkeypatch.setattr(fb.Local, "start", None)
     with pytest.raises(fb.errors.ConfigurationError, match=message):
@@ -115,9 +115,12 @@ CONVEX = {
 
 @pytest.mark.parametrize("case", CONVEX)
 def test_what_points_show_of_strong_convexity(case):
-    """The least curvature between points is at least μ, and at most that of H's steepest part: the largest eigenvalue,
-    or μ where some two points lie in one orthant, in which ‖x‖₁ is linear. Close points say little, and are not
-    believed: of x + 10⁻⁷ and x the difference in H has no digit left that could tell."""
+    """The estimate of strong convexity is between μ and the steepest curvature of H.
+
+    The least curvature between points is at least μ. It is at most the largest eigenvalue, or μ if some two points lie
+    in one orthant, where ‖x‖₁ is linear. Points that are very close are not used: between x + 10⁻⁷ and x, the
+    difference of H has no correct digit left.
+    """
     outer, least, most = CONVEX[case]
     points = points_around(jnp.zeros(2), 20)
     points = jnp.concatenate([points, points + 1e-7])
@@ -128,7 +131,7 @@ def test_what_points_show_of_strong_convexity(case):
 
 
 def test_an_intersection_as_x():
-    """Projected points come in almost equal pairs; that is no proof against H."""
+    """If X is an intersection, projected points come in almost equal pairs; they are no evidence against H."""
     project = fb.projections.intersection(fb.projections.box(-1, 1), fb.projections.half_space(1, 0.5))
     given, clients, x = problem(project=project), fb.Clients([np.ones((1, 10))]), jnp.zeros(10)
     with pytest.raises(fb.errors.ConfigurationError, match=r"lr·regularization·μ = 2\.2"):
@@ -138,8 +141,11 @@ def test_an_intersection_as_x():
 
 
 def test_float32_and_models():
-    """A model with an activation and a count: its arrays are projected, in float32 while float64 is on, and the average
-    is a model too. By hand: f = ‖w − b‖², w ← clip(w − γ(2(w − b) + λw)) from 1.5, of which b₀ = 2 makes the bound."""
+    """The arrays of a model are projected in float32 while float64 is on, and the average is a model, too.
+
+    The model has an activation and a count. By hand: f = ‖w − b‖², w ← clip(w − γ(2(w − b) + λw)) from 1.5, where
+    b₀ = 2 takes w to the bound.
+    """
     model = {"w": jnp.full(2, 1.5, jnp.float32), "activation": jnp.tanh, "power": 2}
     sample = np.array([2.0, 1.0], np.float32)
 

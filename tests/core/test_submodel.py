@@ -1,4 +1,4 @@
-"""Submodels: cut and put against NumPy, what is held and what it weighs, clear refusals, and less work."""
+"""Submodels: `cut`, `put` and `held` against NumPy, units and their importance, clear refusals, and less work."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ WORDS = ["_", "a", "b", "c", "2*a", "3*b", "1*c"]
 
 
 def entries(word, units, length):
-    """Along an axis of that word and length: which entries a submodel has, counted one by one."""
+    """Return the entries of a submodel along an axis with this word and length, counted one by one."""
     if word == "_":
         return list(range(length))
     count, _, group = word.rpartition("*")
@@ -22,19 +22,19 @@ def entries(word, units, length):
 
 
 def length_of(word, rng):
-    """As long as the word says; "_" anything from 1 to 3."""
+    """Return a length that the word allows; for "_" a number from 1 to 3."""
     count, _, group = word.rpartition("*")
     return int(rng.integers(1, 4)) if word == "_" else int(count or 1) * SIZES[group]
 
 
 @pytest.fixture(params=range(2))
 def case(request):
-    """Random x and y of arrays with 0 to 3 axes, their structure, and some units of each group."""
+    """Return random x and y with arrays of 0 to 3 axes, their structure, and some units of each group."""
     rng = np.random.default_rng(request.param)
 
     def part():
         said = {f"{i}": " ".join(rng.choice(WORDS, size=i % 4)) for i in range(6)}
-        said["all"] = "a _ 3*b c"  # every group is somewhere
+        said["all"] = "a _ 3*b c"  # every group is in some array
         return {name: rng.normal(size=[length_of(w, rng) for w in words.split()]) for name, words in said.items()}, said
 
     (x, x_words), (y, y_words) = part(), part()
@@ -43,7 +43,7 @@ def case(request):
 
 
 def grid(leaf, words, units):
-    """The submodel's part of an array, as an index into it."""
+    """Return the part of an array that is in the submodel, as an index into the array."""
     pairs = zip(words.split(), np.shape(leaf), strict=True)
     return np.ix_(*(entries(word, units, length) for word, length in pairs))
 
@@ -53,7 +53,10 @@ def on_jax(units):
 
 
 def test_cut_put_and_held_are_numpys(case):
-    """put ∘ cut is the mask, cut ∘ put the identity; of a prefix tree each part is cut after its own kind."""
+    """`put` after `cut` is the mask, and `cut` after `put` changes nothing.
+
+    In a prefix tree, each part is cut in the way of its own kind.
+    """
     structure, x, y, units = case
     unit_layout, chosen = UnitLayout.of(structure, x, y), on_jax(units)
     assert dict(unit_layout.sizes) == SIZES
@@ -82,7 +85,10 @@ def test_cut_put_and_held_are_numpys(case):
 
 
 def test_importance_is_what_leaves_with_a_unit(case):
-    """Σ of squares of all entries that only exist with the unit: those that a submodel of all others lacks."""
+    """The importance of a unit is Σ of squares over all entries that exist only with this unit.
+
+    A submodel of all other units lacks these entries.
+    """
     structure, x, y, _ = case
     found = jax.jit(UnitLayout.of(structure, x, y).importance)(x, y)
     for group, size in SIZES.items():
@@ -139,16 +145,19 @@ def test_a_structure_that_does_not_fit(words, message):
 
 
 def losses(network):
-    """Cross-entropy as a function of (x, y) alone, and with its gradients."""
+    """Return the cross-entropy as a function of (x, y) alone, and the same with its gradients."""
     images = jnp.asarray(network.prepare(np.random.default_rng(0).normal(size=(64, 4, 4))))
     labels = jnp.arange(64) % 4
     return jax.value_and_grad(lambda pair: networks.cross_entropy(network.logits(*pair, images), labels))
 
 
 def test_a_cut_network_is_the_whole_one_with_its_other_units_at_zero():
-    """Without a normalisation: a unit all of whose weights are 0 gives 0 to the next layer. Gradients agree too."""
+    """A cut network equals the whole network with its other units at zero, also in its gradients.
+
+    The network has no normalisation, so that a unit whose weights are all 0 gives 0 to the next layer.
+    """
     network = networks.cnn((4, 4), (6, 8, 7), 4)
-    x, y = jax.tree.map(lambda leaf: leaf + 0.1, jax.jit(network.init)(jax.random.key(1)))  # biases that are not 0
+    x, y = jax.tree.map(lambda leaf: leaf + 0.1, jax.jit(network.init)(jax.random.key(1)))  # so that biases are not 0
     unit_layout, rng = UnitLayout.of(network.structure, x, y), np.random.default_rng(2)
     units = {g: jnp.sort(jnp.asarray(rng.permutation(n)[: n // 2])) for g, n in unit_layout.sizes.items()}
     kinds, loss = ("x", "y"), losses(network)
@@ -163,10 +172,11 @@ def test_a_cut_network_is_the_whole_one_with_its_other_units_at_zero():
 
 
 def test_work_falls_with_the_square_of_the_capacity():
-    """Of n images, a layer of h×h costs 6nh² for a value and its gradient, and falls by c²; inputs and outputs, by c.
+    """The work falls with the square of the capacity c.
 
-    Here h = 512, and (16 + 4)/512 = 4 % of the work is at the edges: of the whole it costs at most c² + 0.04c, and
-    element by element (ReLU, biases, softmax) less than another per cent.
+    For n images, a layer of h×h costs 6nh² for a value and its gradient, and falls by c²; inputs and outputs fall by c.
+    Here h = 512, and (16 + 4)/512 = 4 % of the work is at the edges. So it costs at most c² + 0.04c of the whole, and
+    operations element by element (ReLU, biases, softmax) cost less than another per cent.
     """
     network = networks.mlp((4, 4), (512, 512), 4)
     whole = jax.eval_shape(network.init, jax.random.key(0))

@@ -1,4 +1,4 @@
-"""Submodels weight by weight: what is held against NumPy's order, what is sent, and the slopes of TCB-GD."""
+"""Submodels weight by weight: the held weights against NumPy's order, what is sent, and the slopes of TCB-GD."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def laid_out(x, y, capacity, pruned="both"):
 
 
 def test_cut_put_and_held_are_numpys():
-    """A capacity of a half: 6 of the 12 weights of x and 2 of the 4 of y, the largest; "_" alone is never cut."""
+    """At a capacity of ½, the largest 6 of 12 weights of x, and 2 of 4 of y, are held; a part with "_" is whole."""
     rng = np.random.default_rng(0)
     (x, y), others, kinds = parts(rng), parts(rng), ("x", {"like y": "y", "rest": "whole"})
     weight_layout, units = laid_out(x, y, 0.5)
@@ -48,7 +48,10 @@ def test_cut_put_and_held_are_numpys():
 
 
 def test_as_many_are_held_as_the_capacity_says_and_no_more():
-    """Of equal magnitudes the first; who holds all is sent the whole message."""
+    """As many weights are held as the capacity says: of equal magnitudes the first ones.
+
+    A client that holds all weights gets the whole message.
+    """
     x, y = jax.tree.map(np.ones_like, parts(np.random.default_rng(0)))
     _, units = laid_out(x, y, 0.25)
     assert units["x"].places.tolist() == [0, 1, 2]
@@ -57,7 +60,10 @@ def test_as_many_are_held_as_the_capacity_says_and_no_more():
 
 
 def test_what_is_sent_says_which_weights_it_has():
-    """x has 12 weights, and so two bytes of flags, the first flag the highest bit; y is not cut with pruned = "x"."""
+    """A message has a flag for each weight: two bytes for the 12 weights of x, with the first flag in the highest bit.
+
+    y is not cut with pruned = "x".
+    """
     structure_of_x = fb.Structure({"bias": "_", "weight": "_ hidden"})
     x, y = {"bias": np.zeros(3), "weight": np.array([[9.0, 0, 0, 8], [7, 0, 0, 0], [0, 0, 0, 6]])}, np.zeros(2)
     weight_layout = WeightLayout.over(UnitLayout.of(structure_of_x, x, y), x, y, "x", biased=True)
@@ -69,14 +75,17 @@ def test_what_is_sent_says_which_weights_it_has():
 
 
 def test_weights_of_one_variable_are_its_own():
-    """The only group reaches into y: of units neither could be cut alone, of weights either can."""
+    """Weights can be cut in one variable alone, although units cannot, since the only group reaches into y."""
     x, y = parts(np.random.default_rng(1))
     assert [dict(laid_out(x, y, 0.5, pruned)[0].sizes) for pruned in ("x", "y")] == [{"x": 12}, {"y": 4}]
     assert UnitLayout.of(STRUCTURE, x, y, "x").sizes == {}
 
 
 def test_slopes_are_those_of_threshold_controlled_descent():
-    """1 + 2|w|θ/(|w| + θ)² at w = 2, −1, ½, 0 with θ = 1: 13/9, 3/2, and none below θ; with θ = 0 the slope is 1."""
+    """The slope is 1 + 2|w|θ/(|w| + θ)² for |w| ≥ θ and 0 below θ.
+
+    At w = 2, −1, ½, 0 with θ = 1 it is 13/9, 3/2, 0, 0. With θ = 0 it is 1.
+    """
     weights = jnp.array([2.0, -1.0, 0.5, 0.0])
     value, slopes = jax.vjp(lambda w: controlled(w, jnp.asarray(1.0)), weights)
     np.testing.assert_array_equal(value, [2.0, -1.0, 0.0, 0.0])

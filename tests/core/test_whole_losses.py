@@ -1,4 +1,4 @@
-"""Losses that are no means of samples: they get all of a client's samples, on every engine."""
+"""Do losses that are not means over samples get all of a client's samples, on every engine?"""
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,10 @@ def largest(samples, valid):
 
 
 def problem():
-    """g_i = ½(y − x·max_i)² and f_i = ½(y − c_i)²: y* = x m with m = Σ p_i max_i, and x* = Σ p_i c_i / m.
+    """Return g_i = ½(y − x·max_i)² and f_i = ½(y − c_i)²: y* = x m with m = Σ p_i max_i, and x* = Σ p_i c_i / m.
 
-    Neither half of a client's samples, nor the copies that fill shorter clients up, give max_i.
+    max_i is the largest sample of client i. Neither half of the samples, nor the copies that pad shorter clients, give
+    max_i.
     """
     inner = fb.WholeLoss(lambda x, y, samples, valid: (y - x * largest(samples["r"], valid)) ** 2 / 2)
     return fb.Bilevel(lambda x, y, batch: jnp.mean((y - batch["c"]) ** 2) / 2, inner)
@@ -46,7 +47,7 @@ def clients():
     ids=["SimFBO", "FedNest"],
 )
 def test_the_closed_form(method, engine):
-    """By one local step, or corrected ones: uncorrected ones drift apart where clients differ."""
+    """x ends at x* with one local step, or with corrected steps; other steps drift apart, since clients differ."""
     m = WEIGHTS @ [np.max(r) for r in ROWS]
     result = fb.solve(method, problem(), clients(), jnp.array(0.0), jnp.array(0.0), rounds=1500, engine=engine)
     np.testing.assert_allclose(result.x, WEIGHTS @ [c[0] for c in TARGETS] / m, rtol=1e-3)
@@ -64,7 +65,7 @@ def test_engines_agree():
 
 @pytest.mark.slow
 def test_a_saddle_of_a_whole_loss():
-    """f_i = x·y·max_i − ½y² + ½x² has its saddle at 0; y* = x m, from any start."""
+    """The saddle of f_i = x·y·max_i − ½y² + ½x² is at 0; y* = x m from any start."""
     loss = fb.WholeLoss(lambda x, y, samples, valid: x * y * largest(samples["r"], valid) - y**2 / 2 + x**2 / 2)
     alone = fb.Clients([{"r": r} for r in ROWS], weights=WEIGHTS)
     result = fb.solve(fb.FedNest(batch_size=None), fb.Minimax(loss), alone, jnp.array(1.0), jnp.array(0.0), rounds=300)
@@ -74,7 +75,10 @@ def test_a_saddle_of_a_whole_loss():
 
 
 def test_a_partial_likelihood_is_that_of_the_whole_client():
-    """Cox: Σ over events of log Σ_{at risk} exp(risk) − risk; of padded samples the same as of true ones."""
+    """The partial likelihood of Cox's model is that of the whole client, with and without padding.
+
+    It is Σ over events of log Σ_{at risk} exp(risk) − risk.
+    """
     rng = np.random.default_rng(3)
     time, risk, event = rng.exponential(size=4), rng.normal(size=4), np.array([1.0, 0.0, 1.0, 1.0])
 
@@ -102,7 +106,10 @@ def test_batches_are_refused(method):
 
 
 def test_the_exact_hypergradient_and_steps_are_of_whole_losses():
-    """Φ(x) = Σ p_i ½(x m − c_i)² has ∇Φ(1) = m·(m − Σ p_i c_i); ∇²yy G is 1."""
+    """The exact hypergradient and `diagnose` use whole losses.
+
+    Φ(x) = Σ p_i ½(x m − c_i)² has ∇Φ(1) = m·(m − Σ p_i c_i), and ∇²yy G is 1.
+    """
     m = WEIGHTS @ [np.max(r) for r in ROWS]
     found = fb.check_hypergradient(problem(), clients(), jnp.array(1.0), jnp.array(m))
     np.testing.assert_allclose(found.hypergradient, m * (m - WEIGHTS @ [c[0] for c in TARGETS]), rtol=1e-9)

@@ -1,4 +1,4 @@
-"""Which secrets are hidden in texts that are shown, logged or recorded."""
+"""Which secrets are hidden in texts that are shown, logged or recorded?"""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_no_text_takes_long(start, piece) -> None:
 
 @pytest.mark.parametrize("name", wording.NAMED)
 def test_each_form_hides_its_example(name) -> None:
-    """And it alone does so: without it the example stays as it is."""
+    """Each form alone hides its example: without the form, the example stays as it is."""
     form = wording.NAMED[name]
     others = [other.pattern for key, other in wording.NAMED.items() if key != name]
     values = "|".join(value.pattern for value in wording.VALUES.values())
@@ -190,5 +190,6 @@ def test_the_seed_of_a_run_is_hidden_in_its_name() -> None:
     ],
 )  # fmt: skip
 def test_a_name_is_near_from_a_ratio_of_six_tenths(name, names, near) -> None:
-    """Twice the number of equal letters, over that of all: 8/14 is below, 10/14 above."""
+    """A name is near if twice the number of equal letters, over that of all letters, is at least 0.6: 8/14 is not,
+    10/14 is."""
     assert wording.nearest(name, names) == near

@@ -1,4 +1,4 @@
-"""x stays in the set that a problem has for it, with every method that has x on the server."""
+"""Does x stay in the set that a problem has for it, with every method that keeps x on the server?"""
 
 from typing import Any, NamedTuple
 
@@ -44,7 +44,7 @@ def population():
 
 
 def test_engines_and_wrappers_agree():
-    """To 1e-12, as everywhere; with all three replies waited for, Asynchronous is the method itself."""
+    """Engines agree to 1e-12; if all three replies are waited for, `Asynchronous` is the method itself."""
     inside = problem(SETS["box"][0]), population(), jnp.zeros(3), jnp.zeros(3)
     method, engine = fb.SimFBO(local_steps=2, batch_size=None, server_lr=0.2), fb.Reference()
     found = [
@@ -52,7 +52,7 @@ def test_engines_and_wrappers_agree():
         for one, engine in ((method, engine), (method, fb.Local()), (fb.Asynchronous(method, wait_for=3), engine))
     ]
     np.testing.assert_allclose(found[1:], [found[0]] * 2, atol=1e-12)
-    assert np.max(found[0]) == 0.7  # at a bound
+    assert np.max(found[0]) == 0.7  # x is at a bound
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,10 @@ def test_engines_and_wrappers_agree():
     ids=["Minimax", "Compositional", "SingleLevel"],
 )
 def test_other_kinds_of_problem(made, start, limit):
-    """Each is ½‖x‖² − Σ x in x, or ½‖x − 1‖², whose minimiser is 1: out of the box of ½."""
+    """x ends at the bound of the box in other kinds of problem.
+
+    Each problem is ½‖x‖² − Σ x or ½‖x − 1‖² in x. Its minimiser is 1, outside of the box, whose bound is ½.
+    """
     method = fb.FedAvg(batch_size=None) if start is None else fb.FedNest(batch_size=None)
     clients = population() if isinstance(made, Compositional) else fb.Clients(population().outer, weights=WEIGHTS)
     inside = made.with_x_in(fb.projections.box(-limit, limit))
@@ -100,7 +103,7 @@ def test_refusals_name_what_to_mend():
 
 
 class Computed(Algorithm):
-    """Its state's x is the sum of two leaves."""
+    """A method whose state computes x from a leaf."""
 
     class State(NamedTuple):
         half: Any
@@ -138,13 +141,13 @@ def test_every_method_ends_at_the_sets_nearest_point(method, kind):
     changed = {"batch_size": None} if "batch_size" in vars(method) else {}
     method = type(method)(**changed)
     result = fb.solve(method, problem(project), population(), jnp.zeros(3), jnp.zeros(3), rounds=2000)
-    assert np.linalg.norm(nearest(BEST) - BEST) > 0.1  # the set does matter
+    assert np.linalg.norm(nearest(BEST) - BEST) > 0.1  # otherwise the set would make no difference
     np.testing.assert_allclose(result.x, nearest(BEST), atol=2e-4)
 
 
 @pytest.mark.parametrize("kind", slow_but("box", of=SETS))
 def test_the_projected_gradient_vanishes_at_the_sets_nearest_point_and_there_alone(kind):
-    """There x − P(x − ∇Φ) is 0, and ∇Φ is not."""
+    """At the set's nearest point the projected gradient x − P(x − ∇Φ) is 0, and ∇Φ is not; elsewhere neither is 0."""
     project, nearest = SETS[kind]
     for x, least, most in ((nearest(BEST), 0.0, 1e-6), (nearest(BEST) * 0.5, 1e-2, 10.0)):
         report = fb.check_hypergradient(problem(project), population(), jnp.asarray(x), jnp.zeros(3))
@@ -180,7 +183,7 @@ def test_an_optimizer_of_x_ends_at_the_sets_nearest_point(optimizer, kind):
 
 
 def test_an_optimizer_with_a_step_for_each_entry_needs_a_box():
-    """On the ball it would end at (.32, .32, .22), and the nearest point is (.44, .22, .06)."""
+    """Adam on x needs a box: on the ball it would end at (.32, .32, .22), but the nearest point is (.44, .22, .06)."""
     method = fb.OuterOptimizer(fixed(fb.SimFBO(batch_size=None)), optimizer=optax.adam(0.01))
     with refuses("OuterOptimizer.optimizer", fact="optax.sgd"):
         fb.solve(method, problem(SETS["ball"][0]), population(), jnp.zeros(3), jnp.zeros(3), rounds=1)
@@ -190,10 +193,11 @@ CURVATURES, CENTRE, RADIUS = np.array([1.0, 0.25, 0.05]), np.array([1.0, 1.0, 1.
 
 
 def nearest_by_curvature():
-    """The minimum of Φ(x) = ½ Σ h_l (x_l − c_l)² in the ball ‖x‖ ≤ r, with ‖c‖ > r.
+    """Return the minimum of Φ(x) = ½ Σ h_l (x_l − c_l)² in the ball ‖x‖ ≤ r, where ‖c‖ > r.
 
-    The gradient of Φ + ½μ(‖x‖² − r²) is 0: h_l (x_l − c_l) + μ x_l = 0, so that x_l = h_l c_l/(h_l + μ). Its norm falls
-    in μ > 0, from ‖c‖ to 0, and bisection finds the μ at which it is r."""
+    The gradient of Φ + ½μ(‖x‖² − r²) is 0: h_l (x_l − c_l) + μ x_l = 0, so that x_l = h_l c_l/(h_l + μ). The norm of x
+    falls from ‖c‖ to 0 as μ > 0 grows, and bisection finds the μ at which it is r.
+    """
     low, high = 0.0, 1e3
     for _ in range(200):
         middle = (low + high) / 2
@@ -203,7 +207,10 @@ def nearest_by_curvature():
 
 
 def curved(project):
-    """The inner loss ½‖y − x‖² has y* = x, so that Φ(x) is the outer loss ½ Σ h_l (y_l − c_l)² at y = x."""
+    """Return a problem with Φ(x) = ½ Σ h_l (x_l − c_l)², its clients and a start.
+
+    The inner loss ½‖y − x‖² has y* = x, so that Φ(x) is the outer loss ½ Σ h_l (y_l − c_l)² at y = x.
+    """
     problem = fb.Bilevel(
         lambda x, y, batch: jnp.mean(batch["one"]) * jnp.sum(CURVATURES * (y - CENTRE) ** 2) / 2,
         lambda x, y, batch: jnp.mean(batch["one"]) * jnp.sum((y - x) ** 2) / 2,
@@ -215,7 +222,8 @@ def curved(project):
 
 @pytest.mark.parametrize("optimizer", [optax.sgd(1.0), optax.sgd(1.0, momentum=0.5)], ids=["sgd", "momentum"])
 def test_a_server_optimizer_along_the_gradient_ends_at_the_minimum_in_a_ball(optimizer):
-    given = {"batch_size": None, "local_steps": 1, "client_lr": 1.0, "server_lr": 0.3}  # one step: no drift
+    # with one local step there is no drift
+    given = {"batch_size": None, "local_steps": 1, "client_lr": 1.0, "server_lr": 0.3}
     method = fb.SimFBO(**given, server_optimizer=optimizer)
     result = fb.solve(method, *curved(fb.projections.ball(RADIUS)), rounds=1000)
     np.testing.assert_allclose(result.x, nearest_by_curvature(), atol=1e-6)
@@ -223,8 +231,11 @@ def test_a_server_optimizer_along_the_gradient_ends_at_the_minimum_in_a_ball(opt
 
 @pytest.mark.parametrize("method", [fb.SimFBO, fb.ShroFBO, fb.F2SA, fb.MEHA, fb.CorrectedFBO])
 def test_a_server_optimizer_with_a_step_for_each_entry_needs_a_box(method):
-    """Adam's steps have nearly the same size in all entries, and all entries of x are below those of c. They would end
-    where (1, 1, 1) is normal to the ball, at r/√3 (1, 1, 1) = (.29, .29, .29); the minimum is (.47, .18, .04)."""
+    """An optimizer on the server with a step for each entry, such as Adam, is refused unless the set is a box.
+
+    Adam's steps have nearly the same size in all entries, and all entries of x are below those of c. x would end where
+    (1, 1, 1) is normal to the ball, at r/√3 (1, 1, 1) = (.29, .29, .29). The minimum is (.47, .18, .04).
+    """
     np.testing.assert_allclose(nearest_by_curvature(), [0.465, 0.179, 0.042], atol=1e-3)
     made = method(server_optimizer=optax.adam(1.0))
     with refuses(f"{method.__name__}.server_optimizer", fact="optax.sgd"):
