@@ -1,4 +1,5 @@
-"""A bilevel problem without any symmetry to hide behind: not quadratic, x and y pytrees of several shapes."""
+"""A bilevel problem without symmetries that could hide mistakes: not quadratic, with trees of several shapes as x and
+y."""
 
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from fedbilevel.core.tree import XYV
 class Instance(NamedTuple):
     problem: Bilevel
     iterate: XYV
-    batches: list[Any]  # independent ones
+    batches: list[Any]  # five independent batches
 
 
 def inner(x, y, batch):

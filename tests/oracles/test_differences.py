@@ -38,7 +38,7 @@ def flat(tree):
 
 @pytest.fixture(scope="module")
 def errors(instance):
-    """(perturbation, dtype) -> relative errors of the two products and of the hypergradient."""
+    """Return a function of perturbation and dtype: the relative errors of both products and the hypergradient."""
     exact = exactly(instance.problem, *instance.iterate, *instance.batches[:2])
 
     def of(perturbation, dtype=jnp.float64):
@@ -54,13 +54,19 @@ def errors(instance):
 
 @pytest.mark.parametrize("name", ["hess_v", "cross_v", "hypergradient"])
 def test_half_the_step_leaves_a_quarter_of_the_error(name, errors):
-    """Error η²/6·third derivative + O(η⁴), η = ‖μv‖, here far above rounding."""
+    """Half the step leaves a quarter of the error, which is η²/6·third derivative + O(η⁴) with η = ‖μv‖.
+
+    The error is far above rounding here.
+    """
     assert abs(errors(5e-3)[name] / errors(2.5e-3)[name] - 4) < 0.01
 
 
 @pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32])
 def test_the_step_balances_truncation_and_rounding(dtype, errors, instance):
-    """A step 30 times as long or as short is worse, and the error is some ε^⅔."""
+    """The default step balances truncation and rounding: steps 30 times as long or as short are worse.
+
+    The error is about ε^⅔.
+    """
     step = float(jnp.cbrt(jnp.finfo(dtype).eps * (1 + optax.tree.norm(instance.iterate.y))))
     best, long, short = (errors(size, dtype) for size in (None, 30 * step, step / 30))
     for name in best:
@@ -78,8 +84,10 @@ def test_along_nothing_there_is_nothing(instance):
 
 
 def test_slopes_along_coordinates(instance):
-    """∇_x ⟨∇y g(x, y), w⟩ along three of ten coordinates, off by a multiple of the step: half the step, half the error,
-    within 1 %. What is left at the default step is some ε^½."""
+    """Slopes ∇_x ⟨∇y g(x, y), w⟩ along three of ten coordinates have an error in proportion to the step.
+
+    Half the step leaves half the error, within 1 %. At the default step the error is about ε^½.
+    """
     x, y, w = instance.iterate
     batch = instance.batches[0]
     answer = lambda x: jax.grad(instance.problem.inner, 1)(x, y, batch)  # noqa: E731

@@ -1,4 +1,4 @@
-"""Are the implicit gradient, unrolling and finite differences what calculus says of Φ(x) = F(x, y*(x))?"""
+"""Do the implicit gradient, unrolling and finite differences agree with calculus for Φ(x) = F(x, y*(x))?"""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from fedbilevel.tasks.quadratic import quadratic, solution
 
 EPS = np.finfo(np.float64).eps
 CONDITION, STEPS, LR = 10.0, 7, 0.8
-# 4 clients of at most 5 samples of 5-by-4 blocks: sums of ≤ 10² terms, amplified once by the linear solve
+# 4 clients with at most 5 samples of 5-by-4 blocks: sums of ≤ 10² terms, which the linear solve amplifies once
 ROUNDING = 100 * CONDITION * EPS
 ONE = Clients(outer=[np.ones(1)], inner=[np.ones(1)])
 X = np.random.default_rng(0).normal(size=4)
@@ -50,7 +50,10 @@ def test_the_implicit_gradient_vanishes_at_the_closed_form_solution(task, popula
 
 
 def test_it_and_slopes_of_the_quadratic_are_exact(population, m):
-    """Φ is quadratic: central differences have rounding errors alone, whatever the width."""
+    """On a quadratic task the implicit gradient and slopes are exact.
+
+    Φ is quadratic, so that central differences have only rounding errors, whatever their width is.
+    """
     y, width = np.linalg.solve(m["A"], m["B"] @ X + m["c"]), 1e-2
     exact = hypergradient(m, m, X, y, np.linalg.solve(m["A"], outer_gradient(m, X, y)))
     phi = max(1, abs(float(population.outer.value(X, y))))
@@ -60,11 +63,15 @@ def test_it_and_slopes_of_the_quadratic_are_exact(population, m):
     along = slopes(population, X, np.zeros(5), 0, directions=6, width=width)
     np.testing.assert_allclose(np.linalg.norm(along.directions, axis=1), 1, rtol=10 * EPS)
     np.testing.assert_allclose(along.values, along.directions @ exact, rtol=0, atol=ROUNDING * phi / width)
-    assert np.linalg.matrix_rank(along.directions) == 4  # six directions in four dimensions: they differ
+    assert np.linalg.matrix_rank(along.directions) == 4  # six directions in four dimensions, which differ
 
 
 def test_it_is_the_slope_of_the_objective_of_tuned_ridge_regression():
-    """Trees, a cross derivative that depends on x, an outer loss that is not quadratic; unequal clients and sizes."""
+    """The implicit gradient is the slope of the objective of ridge regression, of which the penalties are tuned.
+
+    The problem has trees, a cross derivative that depends on x, an outer loss that is not quadratic, and clients of
+    unequal sizes and weights.
+    """
     rng = np.random.default_rng(5)
 
     def samples(count):
@@ -96,7 +103,7 @@ def test_it_is_the_slope_of_the_objective_of_tuned_ridge_regression():
 
     log = np.log([0.3, 0.7, 1.5])
     got = dense_implicit(population, {"log": jnp.asarray(log)}, {"slope": jnp.asarray(best(log))})
-    # Richardson: (4 d(h/2) − d(h))/3 has error O(h⁴); how far it moves when h is halved again bounds that, 15-fold
+    # Richardson: (4 d(h/2) − d(h))/3 has the error O(h⁴), which is at most a 15th of its change when h is halved again
     h = 2.0**-6
     coarse, fine = ((4 * difference(w / 2) - difference(w)) / 3 for w in (h, h / 2))
     bound = np.abs(coarse - fine) + 64 * EPS * abs(objective(log)) / (h / 4)
@@ -106,7 +113,10 @@ def test_it_is_the_slope_of_the_objective_of_tuned_ridge_regression():
 
 
 def test_unrolling_is_the_derivative_of_the_iteration(population, m):
-    """y_N = (I − αA)^N y_0 + α Σ (I − αA)^n (Bx + c), hence dy_N/dx = α Σ (I − αA)^n B, wherever y_0 is."""
+    """Unrolling gives the derivative of the iteration, wherever y_0 is.
+
+    y_N = (I − αA)^N y_0 + α Σ (I − αA)^n (Bx + c), hence dy_N/dx = α Σ (I − αA)^n B.
+    """
     start = np.arange(5.0)
     powers = [np.linalg.matrix_power(np.eye(5) - LR * m["A"], n) for n in range(STEPS + 1)]
     inverse = LR * sum(powers[:STEPS])
@@ -118,7 +128,8 @@ def test_unrolling_is_the_derivative_of_the_iteration(population, m):
 
 
 def test_newton_reaches_the_minimum_and_the_pulled_minimum(population, m):
-    """With pull s: (A + sI) y = Bx + c + s·start."""
+    """Newton's method reaches the minimum, and with a pull s towards the start the y with (A + sI)
+    y = Bx + c + s·start."""
     start, ends = np.arange(5.0), []
     for pull in (0.0, 0.3):
         exact = np.linalg.solve(m["A"] + pull * np.eye(5), m["B"] @ X + m["c"] + pull * start)
@@ -126,26 +137,29 @@ def test_newton_reaches_the_minimum_and_the_pulled_minimum(population, m):
         np.testing.assert_allclose(got.y, exact, rtol=0, atol=ROUNDING * np.linalg.norm(exact))
         assert not got.negative_curvature
         ends.append(exact)
-    assert np.linalg.norm(ends[1] - ends[0]) > 0.1  # the pull did something
+    assert np.linalg.norm(ends[1] - ends[0]) > 0.1  # the pull has an effect
 
 
 def test_slopes_of_a_cubic_have_no_error_of_the_second_order():
-    """x³'s central difference is off by h² wherever it is taken, which two widths together take out: h⁴ has no part."""
+    """The slopes of a cubic are exact, since two widths together remove the error of second order.
+
+    The central difference of x³ is off by h² everywhere, and has no error of order h⁴.
+    """
     problem = Bilevel(lambda x, y, b: jnp.mean(b) * (jnp.sum(x**3) + 0 * y), lambda x, y, b: jnp.mean(b) * y**2)
     x = jnp.array([0.5, -1.0])
     got = slopes(Population.of(problem, ONE), x, jnp.zeros(()), 0, directions=2, width=0.1)
     np.testing.assert_allclose(got.values, got.directions @ np.array([0.75, 3.0]), rtol=1e-12)
-    assert np.all(got.errors > 1e-4)  # ¾ h² Σ d³
+    assert np.all(got.errors > 1e-4)  # the reported error is ¾ h² Σ d³
 
 
 def newton(inner, start):
-    """Newton's method from there, on a g that is a function of y alone."""
+    """Run Newton's method from `start` for a g that is a function of y alone."""
     problem = Bilevel(lambda x, y, b: jnp.mean(b) * y[0], lambda x, y, b: jnp.mean(b) * inner(y - x))
     return solve_inner(Population.of(problem, ONE), jnp.zeros(1), jnp.array(start))
 
 
 def test_newton_survives_where_full_steps_diverge():
-    """g = log cosh: from |y| > 1.09 undamped Newton runs off to infinity; halved steps arrive."""
+    """Newton's method with halved steps converges for g = log cosh, where full steps diverge from |y| > 1.09."""
     got = newton(lambda y: jnp.log(jnp.cosh(y[0])), [3.0])
     assert abs(got.y[0]) <= 4 * EPS
     assert got.gradient_norm <= 4 * EPS
@@ -155,8 +169,9 @@ def test_newton_survives_where_full_steps_diverge():
     ("inner", "start"),
     [
         (lambda y: jnp.cos(y[0]), [0.1]),
-        # Curvature 1 and, from |y| < 0.58, below 0: conjugate gradient's second direction meets it. The step that its
-        # first makes ends at 0.88, where a second step of Newton's would see nothing of it.
+        # The curvatures are 1 and, for |y| < 0.58, below 0; the second direction of conjugate gradient meets the
+        # latter. Its first direction makes a step that ends at 0.88, where a second step of Newton's method would not
+        # see it.
         (lambda y: y[0] ** 2 / 2 + y[1] ** 4 / 4 - y[1] ** 2 / 2, [3.0, 0.5]),
     ],
 )
@@ -167,7 +182,10 @@ def test_newton_says_where_the_hessian_is_indefinite(inner, start):
 
 
 def test_the_inner_solution_is_that_of_all_samples_of_all_clients() -> None:
-    """(y − a)² + x y², a with mean m by the clients' weights, is least at m/(1 + x): here m = ¾·2 + ¼·7."""
+    """The inner solution is that of all samples of all clients.
+
+    (y − a)² + x y², where a has the mean m by the clients' weights, is least at m/(1 + x). Here m = ¾·2 + ¼·7.
+    """
     problem = fb.Bilevel(lambda x, y, a: jnp.mean((y - a) ** 2), lambda x, y, a: jnp.mean((y - a) ** 2) + x * y**2)
     clients = fb.Clients([np.zeros(1), np.zeros(1)], [np.array([1.0, 3.0]), np.array([7.0])], weights=[0.75, 0.25])
     found = fb.inner_solution(problem, clients, 0.5, 0.0)

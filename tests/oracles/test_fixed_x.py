@@ -1,4 +1,4 @@
-"""Is a client's inner loss at a fixed x the loss itself, and are its features computed once only?"""
+"""Is a client's inner loss at a fixed x the loss itself, and are its features computed only once?"""
 
 from functools import partial
 
@@ -22,14 +22,18 @@ CONSTANT = rng.normal(size=(2, 2))
 
 
 def network(x, y, batch):
-    """x alone (penalty), x and the sample (features, through a `jit`), y; a constant, and a sample used late."""
+    """Compute a loss with all kinds of terms for the search for features.
+
+    It has a term of x alone (a penalty), features of x and the sample (inside a `jit`), y, a constant, and a part of
+    the sample that is used late.
+    """
     features = jax.jit(lambda z: jax.nn.relu(z @ x["weight"]))(batch["image"])
     gap = features @ y @ CONSTANT - batch["target"]
     return jnp.mean(jnp.sum(gap**2, axis=1)) + jnp.sum(jnp.exp(x["penalty"])[:, None] * y**2)
 
 
 def with_loop(x, y, batch):
-    """A loop inside the loss, over something that depends on y, is one operation."""
+    """Compute a loss with a loop over something that depends on y; the loop counts as one operation."""
     decay = jax.lax.fori_loop(0, 3, lambda _, a: a * jnp.cos(a), jnp.sum(y))
     return network(x, y, batch) * jnp.exp(decay)
 
@@ -64,7 +68,10 @@ QUICK = [draws for draws in DRAWS if draws[0] == "network" or draws[1:] == (SIZE
 
 @pytest.mark.parametrize(("name", "size", "batch_size"), slow_but(*QUICK, of=DRAWS))
 def test_it_is_the_loss_on_the_same_draws(name, size, batch_size):
-    """Sums of a few dozen terms of size 1, in another order: 1e-12 is ample."""
+    """The loss at a fixed x equals the loss on the same draws.
+
+    Sums have a few dozen terms of size 1, in another order, so that 1e-12 is ample.
+    """
     who = client(LOSSES[name], size)
     given = inner_loss_at(who, X, jnp.zeros_like(Y), batch_size, steps=6)
     for seed in range(2):
@@ -81,13 +88,13 @@ def test_it_is_the_loss_on_the_same_draws(name, size, batch_size):
 
 
 def sees_pixels(function, *arguments):
-    """Whether anything in its program has an axis of that length."""
+    """Return whether any array in the function's program has an axis of this length."""
     return f",{PIXELS}]" in str(jax.make_jaxpr(function)(*arguments))
 
 
 def test_a_step_does_not_see_what_features_were_made_of():
     few, many = (inner_loss_at(client(network), X, Y, 4, steps) for steps in (1, 6))
-    assert sees_pixels(few.gradient, Y, jax.random.key(0))  # fewer draws than samples: the loss as it is
+    assert sees_pixels(few.gradient, Y, jax.random.key(0))  # with fewer draws than samples, the loss itself is used
     assert not sees_pixels(many.gradient, Y, jax.random.key(0))
 
 
@@ -99,17 +106,21 @@ def test_a_loss_on_one_batch_does_not_see_what_features_were_made_of():
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_features_of_many_samples_are_computed_block_by_block(monkeypatch, rows):
-    """Nine samples, one or four at a time: the same numbers, and no layer is computed for all nine."""
+    """Features of nine samples are computed in blocks of one or four, with the same numbers.
+
+    No layer is then computed for all nine samples at once.
+    """
     who, key = client(network, LONGEST), jax.random.key(0)
 
     def drawn(x):
         return inner_loss_at(who, x, Y, 4, steps=6).take(key)
 
     layer = f"[{LONGEST},1,{HIDDEN}] = dot_general"
-    assert layer in str(jax.make_jaxpr(lambda x: drawn(x))(X))  # below the limit: at once
+    assert layer in str(jax.make_jaxpr(lambda x: drawn(x))(X))  # below the limit, all samples are computed at once
     whole = drawn(X)
-    monkeypatch.setattr(fixed_x, "BYTES_AT_ONCE", rows * 8 * (PIXELS + 2 + HIDDEN + HIDDEN))  # image, target, z, ReLU
-    program = str(jax.make_jaxpr(lambda x: drawn(x))(X))  # a function that JAX has not traced yet
+    # image, target, z and ReLU
+    monkeypatch.setattr(fixed_x, "BYTES_AT_ONCE", rows * 8 * (PIXELS + 2 + HIDDEN + HIDDEN))
+    program = str(jax.make_jaxpr(lambda x: drawn(x))(X))  # a new function, which JAX has not traced yet
     assert layer not in program
     assert f"[{rows},1,{HIDDEN}] = dot_general" in program
     for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(drawn(X)), strict=True):
@@ -118,7 +129,10 @@ def test_features_of_many_samples_are_computed_block_by_block(monkeypatch, rows)
 
 @pytest.mark.slow
 def test_derivatives_go_through_complex_features():
-    """|FFT(x ⊙ image)|² is real, its parts are not; ⟨∇²xy g, v⟩ as JAX has it without features."""
+    """Derivatives go through complex features: |FFT(x ⊙ image)|² is real, although its parts are not.
+
+    ⟨∇²xy g, v⟩ is compared to the number that JAX computes without features.
+    """
 
     def loss(x, y, batch):
         spectrum = jnp.fft.fft(batch["image"] * x, axis=1)
@@ -135,7 +149,10 @@ def test_derivatives_go_through_complex_features():
 
 
 def test_several_points_share_what_does_not_depend_on_y():
-    """Values and derivatives are the loss's own; x is multiplied once forward, and once backward, for both points."""
+    """Several points share the features, and values and derivatives are those of the loss.
+
+    For both points together, x is multiplied once forward and once backward.
+    """
     batch = {"image": rng.normal(size=(SIZE, PIXELS)), "target": rng.normal(size=(SIZE, 2))}
 
     def apart(x, points):

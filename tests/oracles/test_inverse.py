@@ -1,4 +1,4 @@
-"""Do the solvers give what their series and theorems promise, and does conjugate gradient say where it stands?"""
+"""Do the solvers keep what their series and theorems promise, and does conjugate gradient report its residual?"""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ EPS = np.finfo(np.float64).eps
 
 
 def matrix(spectrum, seed=0):
-    """A symmetric matrix with the given eigenvalues and random axes."""
+    """Return a symmetric matrix with these eigenvalues and random axes."""
     spectrum = np.asarray(spectrum, float)
     axes = np.linalg.qr(np.random.default_rng(seed).normal(size=(len(spectrum),) * 2))[0]
     return (axes * spectrum) @ axes.T
@@ -36,14 +36,14 @@ def relative(h, v, b):
 def test_neumann_is_the_truncated_sum(terms):
     h, b, step = matrix(np.geomspace(0.1, 1, 6)), vector(6), 0.7
     found = neumann(product(h), b, terms=terms, step=step)
-    # terms products of 6 x 6 with a contraction: at most 8·terms roundings of numbers of the size of b
+    # `terms` products of 6 x 6 with a contraction: at most 8·terms roundings of numbers of the size of b
     assert np.linalg.norm(found - series(h, step, terms) @ b) <= 8 * terms * EPS * np.linalg.norm(b)
 
 
 def test_conjugate_gradient_is_exact_after_as_many_products_as_eigenvalues():
     h, b = matrix(np.geomspace(0.1, 1, 7)), vector(7)
     solved = conjugate_gradient(product(h), b, tolerance=0, iterations=7)
-    # finite termination up to rounding, which conjugacy amplifies by at most κ per step of few: κ·dim² in all
+    # it ends up to rounding, which conjugacy amplifies by at most κ in each of few steps: κ·dim² in all
     assert relative(h, solved.v, b) <= 10 * 7**2 * EPS
     assert int(solved.iterations) == 7
     early = conjugate_gradient(product(h), b, tolerance=0, iterations=6)
@@ -57,13 +57,14 @@ def test_conjugate_gradient_stops_at_its_tolerance_within_the_bound(tolerance):
     condition = 400.0
     h, b = matrix(np.linspace(1 / condition, 1, 80)), vector(80)
     solved = conjugate_gradient(product(h), b, tolerance=tolerance, iterations=1000)
-    assert relative(h, solved.v, b) <= tolerance * (1 + 1e-6)  # recurrence against true residual: 80·κ·ε = 7e-12
+    # the recurrence against the true residual: 80·κ·ε = 7e-12
+    assert relative(h, solved.v, b) <= tolerance * (1 + 1e-6)
     # ‖e_k‖_H ≤ 2((√κ−1)/(√κ+1))^k ‖e_0‖_H, and ‖r‖/‖r_0‖ ≤ √κ ‖e‖_H/‖e_0‖_H
     root = np.sqrt(condition)
     bound = np.log(2 * root / tolerance) / np.log((root + 1) / (root - 1))
     assert 1 <= int(solved.iterations) <= np.ceil(bound)
     before = conjugate_gradient(product(h), b, tolerance=0, iterations=int(solved.iterations) - 1)
-    assert relative(h, before.v, b) > tolerance * (1 - 1e-6)  # not a product more than needed
+    assert relative(h, before.v, b) > tolerance * (1 - 1e-6)  # it makes no product more than needed
     assert int(solved.negative_curvature) == -1
 
 
@@ -76,15 +77,15 @@ def test_the_residual_is_true_and_the_products_are_counted():
 
     solved = conjugate_gradient(counted, b, tolerance=0.0, iterations=4)
     jax.effects_barrier()
-    assert len(calls) == 4 + 1  # and one for the residual
+    assert len(calls) == 4 + 1  # one more for the residual
     assert int(solved.iterations) == 4
     true = relative(h, solved.v, b)
-    assert float(solved.residual) == pytest.approx(true, rel=1e-12)  # 9·ε of numbers of the residual's size
-    assert true > 1e-3  # far from solved: an estimate by recurrence of zero would show
+    assert float(solved.residual) == pytest.approx(true, rel=1e-12)  # 9·ε of numbers of the size of the residual
+    assert true > 1e-3  # far from solved, so that an estimate of 0 by a recurrence would show
 
 
 def first_negative(h, b):
-    """Conjugate gradient written out: the iteration whose direction has no positive curvature, and v there."""
+    """Run conjugate gradient; return the iteration whose direction has no positive curvature, and v there."""
     v, r, p = np.zeros_like(b), b.copy(), b.copy()
     for k in range(len(b)):
         if p @ h @ p <= 0:
@@ -109,7 +110,7 @@ def test_negative_curvature_is_flagged_where_it_is_met(spectrum, b):
     at, v = first_negative(h, b)
     solved = conjugate_gradient(product(h), b, tolerance=1e-12)
     assert int(solved.negative_curvature) == at
-    assert int(solved.iterations) == at + 1  # the product that showed it was spent
+    assert int(solved.iterations) == at + 1  # the product that showed the curvature counts
     np.testing.assert_allclose(solved.v, v, rtol=1e-12, atol=1e-14)
     assert np.isfinite(solved.residual)
 
@@ -143,7 +144,10 @@ def test_trees_are_solved_as_their_flat_vectors():
 
 
 def test_jit_and_vmap_solve_each_problem_alone():
-    """One batch with an easy problem, a hard one, an indefinite one and b = 0."""
+    """Under `jit` and `vmap`, each problem of a batch is solved by itself.
+
+    The batch has an easy problem, a hard one, an indefinite one, and one with b = 0.
+    """
     hs = np.stack([np.eye(5), matrix(np.geomspace(0.01, 1, 5)), matrix([-1, 1, 1, 1, 1]), np.eye(5)])
     bs = np.stack([vector(5, seed) for seed in range(3)] + [np.zeros(5)])
 
@@ -153,7 +157,7 @@ def test_jit_and_vmap_solve_each_problem_alone():
     together = jax.jit(jax.vmap(solve))(hs, bs)
     for i, (h, b) in enumerate(zip(hs, bs, strict=True)):
         alone = solve(h, jnp.asarray(b))
-        # at most 6 steps; rounding enters through products summed in another order, amplified by κ ≤ 100
+        # at most 6 steps; products are summed in another order, whose rounding is amplified by κ ≤ 100
         np.testing.assert_allclose(together.v[i], alone.v, rtol=0, atol=1e4 * EPS * (1 + np.linalg.norm(alone.v)))
         assert int(together.iterations[i]) == int(alone.iterations)
         assert int(together.negative_curvature[i]) == int(alone.negative_curvature)

@@ -1,4 +1,4 @@
-"""Are the ends of the spectrum found, and are the residuals bounds?"""
+"""Does Lanczos find the ends of the spectrum, and do the residuals bound its errors?"""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,10 @@ SPECTRA = {
 
 @pytest.mark.parametrize("name", sorted(SPECTRA))
 def test_as_many_steps_as_dimensions_give_the_ends_to_rounding(name):
-    """Repeated eigenvalues make the Krylov space smaller than the whole: the new directions have to work."""
+    """With as many steps as dimensions, the ends are exact to rounding.
+
+    Repeated eigenvalues make the Krylov space smaller than the whole space, so that new directions are necessary.
+    """
     h = matrix(SPECTRA[name])
     got = whole(h, 1)
     exact = np.linalg.eigvalsh(h)
@@ -49,7 +52,7 @@ def test_as_many_steps_as_dimensions_give_the_ends_to_rounding(name):
 
 
 def test_few_steps_stay_inside_and_within_their_bounds():
-    """Ritz values lie inside the spectrum, each within its residual of an eigenvalue; on trees, too."""
+    """With few steps, Ritz values are inside the spectrum, within their residual of an eigenvalue; also on trees."""
     h = matrix(np.linspace(-1, 4, 200))
     like = {"a": jnp.zeros((10, 10)), "b": jnp.zeros(100)}
 
@@ -62,14 +65,17 @@ def test_few_steps_stay_inside_and_within_their_bounds():
     exact = np.linalg.eigvalsh(h)
     assert exact[0] <= got.smallest < got.largest <= exact[-1]
     for theta, residual in ((got.smallest, got.smallest_residual), (got.largest, got.largest_residual)):
-        assert 1e-6 < np.abs(exact - theta).min() <= residual  # not converged, and honest about it
-    assert got.largest > 3.8  # Kaniel and Paige: the ends come first
+        assert 1e-6 < np.abs(exact - theta).min() <= residual  # it has not converged, and its residual says so
+    assert got.largest > 3.8  # by Kaniel and Paige the ends converge first
     assert jax.tree.structure(got.largest_vector) == jax.tree.structure(like)
 
 
 @pytest.mark.parametrize(("entry", "largest"), [(np.nan, np.nan), (np.inf, np.nan), (1e200, 1e200)])
 def test_products_that_are_not_finite_give_nan_and_no_warning(entry, largest):
-    """A RuntimeWarning, as NumPy has where a norm overflows, would be an error here."""
+    """Products that are not finite give NaN without a warning.
+
+    If a norm overflows, NumPy would give a RuntimeWarning, which is an error in the tests.
+    """
     got = whole(matrix(np.ones(12)).at[3, 3].set(entry), 0)
     assert got.largest == pytest.approx(largest, rel=1e-9, nan_ok=True)
 

@@ -1,4 +1,4 @@
-"""Are the population's sums those of a loop over clients?"""
+"""Do the population's sums equal those of a loop over clients?"""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ CHUNKS = [pytest.param(256, id="one chunk", marks=pytest.mark.slow), pytest.para
 
 @pytest.fixture(scope="module", params=CHUNKS)
 def sums(request, instance, clients):
-    """All of the population's functions, and those of clients 2 and 0 alone."""
+    """Return all functions of the population, and those of clients 2 and 0 alone."""
     before, module.CHUNK = module.CHUNK, request.param
     try:
         population = Population.of(instance.problem, clients)
@@ -50,7 +50,7 @@ def sums(request, instance, clients):
 
 @pytest.fixture(scope="module")
 def loops(instance, clients):
-    """The same by a loop over clients: of all of them, and of clients 2 and 0 alone."""
+    """Return the same numbers by a loop over clients: for all of them, and for clients 2 and 0 alone."""
 
     def slow(ids, weights, x, y, v):
         def mean(name):
@@ -69,7 +69,7 @@ def loops(instance, clients):
 
 
 def close(a, b):
-    """To the rounding of sums of at most 22 terms, through three layers; the sums are of order one."""
+    """Compare up to rounding: sums of order one have at most 22 terms, through three layers."""
     same = jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12 * max(1, np.abs(b).max())), a, b
     )
@@ -86,7 +86,7 @@ def test_single_clients_are_themselves(sums, loops):
 
 
 def test_one_program_serves_other_data(instance, clients):
-    """The data are arguments: no sample of a population may be found in what was compiled from it."""
+    """The data are arguments of a program: what was compiled contains no sample of a population."""
     x, y, _ = instance.iterate
     population = Population.of(instance.problem, clients)
     text = str(jax.make_jaxpr(lambda p, x, y: p.inner.value(x, y))(population, x, y).consts)
@@ -98,7 +98,7 @@ def test_a_subsample_keeps_the_weights_of_clients(limit, kept):
     rows = Ragged({"u": np.arange(100.0)}, np.array([40, 0, 90]), np.array([50, 40, 10]))
     p = np.array([0.5, 0.3, 0.2])
     index, weights = chosen(rows, np.arange(3), p, limit)
-    owner = np.searchsorted([40, 90, 100], index, side="right")  # by place in the flat array: row 1, row 0, row 2
+    owner = np.searchsorted([40, 90, 100], index, side="right")  # by the place in the flat array: row 1, row 0, row 2
     held = [weights[owner == k].sum() for k in (1, 0, 2)]
     np.testing.assert_allclose(held, p, rtol=4 * EPS)
     assert np.bincount(owner, minlength=3).tolist() == kept
@@ -113,7 +113,10 @@ def test_without_a_limit_every_sample_counts_p_over_n():
 
 
 def test_a_memory_map_is_read_only_where_a_sample_is_taken(tmp_path):
-    """Everything but the rows that are to be taken is NaN: reading more would be refused, or poison the sums."""
+    """A memory map is read only where a sample is taken.
+
+    All other rows are NaN, so that reading more would be refused, or would make the sums NaN.
+    """
     path = tmp_path / "u.npy"
     stored = np.lib.format.open_memmap(path, mode="w+", dtype=np.float64, shape=(1000, 2))
     stored[:] = np.nan

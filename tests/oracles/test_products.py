@@ -1,4 +1,4 @@
-"""Are the one-pass products those of dense second derivatives, and do they cost one pass?"""
+"""Do products computed in one pass equal those of dense second derivatives, and do they cost one pass?"""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from fedbilevel.core.problem import Bilevel
 from fedbilevel.core.tree import XYV
 from fedbilevel.oracles.products import cross_v, directions, hess_v, independent_directions
 
-ROUNDING = 1e-12  # relative; the sums below have fewer than 10³ terms of size ≤ 10³·result, each off by 2⁻⁵³
+ROUNDING = 1e-12  # relative; the sums have fewer than 10³ terms of size ≤ 10³·result, and each is off by 2⁻⁵³
 
 joint_directions = jax.jit(directions, static_argnums=0)
 independent = jax.jit(independent_directions, static_argnums=0)
@@ -28,7 +28,7 @@ def close(tree, expected):
 
 
 def dense(instance, batch):
-    """Gradients of both losses, and the blocks yy and xy of the Hessian of the inner one, as NumPy arrays."""
+    """Return the gradients of both losses, and the blocks yy and xy of the inner loss's Hessian, as NumPy arrays."""
     return {name: np.asarray(value) for name, value in dense_parts(instance.problem, instance.iterate, batch).items()}
 
 
@@ -84,7 +84,7 @@ def test_independent_directions_use_each_batch_where_it_belongs(instance):
 
 
 def mlp_instance():
-    """A problem of three dense layers, the first two of them x, and everything else elementwise."""
+    """Return a problem with three dense layers, of which x has the first two; all other operations are elementwise."""
     rng = np.random.default_rng(1)
     x = [rng.normal(size=(16, 16)), rng.normal(size=(16, 16))]
     y, v, batch = rng.normal(size=(16, 4)), rng.normal(size=(16, 4)), rng.normal(size=(8, 16))
@@ -99,7 +99,10 @@ def mlp_instance():
 
 
 def test_directions_cost_no_more_than_three_gradients():
-    """One gradient of f, and a gradient of ⟨∇y g, v⟩, which costs at most twice a gradient of g."""
+    """The directions cost no more than three gradients.
+
+    They take one gradient of f, and a gradient of ⟨∇y g, v⟩, which costs at most twice a gradient of g.
+    """
     problem, iterate, batch = mlp_instance()
 
     def gradient(iterate, batch):
@@ -119,6 +122,6 @@ def test_directions_cost_no_more_than_three_gradients():
     def compiled(function):
         return jax.jit(function).lower(iterate, batch).compile().as_text().count(" dot(")
 
-    assert written(gradient) == 3 + 3 + 2  # forward, weights, and activations except the data
+    assert written(gradient) == 3 + 3 + 2  # forward, weights, and activations other than the data
     assert written(joint) <= 3 * written(gradient) < written(separate)
     assert 0 < compiled(joint) <= 3 * written(gradient)
