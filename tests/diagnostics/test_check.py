@@ -1,4 +1,4 @@
-"""Does the check agree with closed forms on the quadratic, and does it catch wrong estimators?"""
+"""Does check_hypergradient agree with closed forms on the quadratic task, and does it detect wrong estimators?"""
 
 from typing import NamedTuple
 
@@ -26,12 +26,12 @@ ROUNDING = 1000 * CONDITION * EPS  # two linear solves, and sums over clients, o
 
 
 class Model(NamedTuple):
-    """One client's, or the population's, coefficients at one (x, y)."""
+    """The coefficients of one client, or of the population, at one (x, y)."""
 
     f_x: np.ndarray
     f_y: np.ndarray
     hessian: np.ndarray
-    cross: np.ndarray  # B: ∇²xy g = −Bᵀ
+    cross: np.ndarray  # B, where ∇²xy g = −Bᵀ
 
     def hypergradient(self, inverse):
         return self.f_x + self.cross.T @ inverse @ self.f_y
@@ -49,7 +49,7 @@ def point():
 
 
 def models(clients, x, y):
-    """Every client's coefficients at (x, y)."""
+    """Return each client's coefficients at (x, y)."""
     out = []
     for i in range(len(clients)):
         m = {k: a.mean(0) for rows in (clients.outer, clients.inner) for k, a in rows.row(i).items()}
@@ -73,7 +73,7 @@ def best_response(clients, x):
 
 
 class Noisy(Algorithm):
-    """Asks for ∇x f + normal noise of a known size; `schedule` shows that numbers reach the probe."""
+    """Ask for ∇x f with normal noise of a known size; a changed `noise` shows that numbers reach the probe."""
 
     noise: float = positive(default=1.0)
 
@@ -91,14 +91,17 @@ class Noisy(Algorithm):
         return Reply(grad - cross + noise)
 
     def hypergradient_at(self, fed, x, y, key):
-        """With v = ∇y f of the truth, handed in as a constant by the test."""
+        """Estimate with v = [∇²yy G]⁻¹ ∇y F, which the test sets as a constant."""
         noise = self.noise * jax.random.normal(key, x.shape)
         return fed.mean(self.ask, (x, y, jnp.asarray(Noisy.v), noise), key)
 
 
 @pytest.fixture(scope="module")
 def checked(task, point):
-    """One report for all the rows, with right and wrong estimators; inputs in float32, JAX as the user left it."""
+    """Return one report with right and wrong estimators, and what closed forms predict.
+
+    The inputs are in float32, and JAX has the user's settings.
+    """
     x, start = (np.asarray(a, np.float32).astype(np.float64) for a in point)
     y = best_response(task.clients, x)
     own = models(task.clients, x, y)
@@ -152,7 +155,10 @@ def test_the_yardstick_is_the_closed_form(checked):
 
 @pytest.mark.parametrize("name", ["cg", "right", "y moves", "unrolled"])
 def test_what_is_right_is_said_to_be(checked, name):
-    """The unrolled error is at most (1 − STEP·μ)^N (1 + N), with μ ≥ 1/κ of every client."""
+    """Correct estimators are reported as correct.
+
+    The error of unrolling is at most (1 − STEP·μ)^N (1 + N), where μ ≥ 1/κ of every client.
+    """
     report, _, _ = checked
     truncation = (1 - STEP / CONDITION) ** 300 * 301 if name == "unrolled" else 0
     assert report[name].relative_error <= ROUNDING + 10 * truncation
@@ -160,7 +166,10 @@ def test_what_is_right_is_said_to_be(checked, name):
 
 
 def test_finite_differences_agree_to_their_rounding(checked):
-    """ε·|Φ|/h with h = ε^(1/3)·‖x‖, four values a direction, against slopes of order one."""
+    """Finite differences agree to their rounding error, ε·|Φ|/h with h = ε^(1/3)·‖x‖.
+
+    A direction takes four values, and slopes are of order one.
+    """
     report, _, _ = checked
     assert report["finite differences"].relative_error <= 100 * EPS ** (2 / 3)
 
@@ -176,15 +185,17 @@ def test_errors_are_those_that_the_closed_form_predicts(checked, name):
 
 
 def test_an_algorithm_is_played_and_its_noise_measured(checked):
-    """Unbiased, with 4 independent normal entries of deviation ½: the mean of n draws is off by √(4/n)/2 on average.
+    """An algorithm is run, and the noise of its estimates is measured.
 
-    The estimate of that from n draws has itself a relative deviation of about 1/√(8n), 2 % here; 5 of them are allowed.
+    It is unbiased, with 4 independent normal entries of deviation ½. The mean of n draws is then off by √(4/n)/2 on
+    average. The estimate of this from n draws has a relative deviation of about 1/√(8n). This is 3.5 % here, and 5 of
+    these are allowed.
     """
     report, exact, _ = checked
     row = report["noisy"]
     expected = 0.5 * 2 / np.sqrt(DRAWS) / np.linalg.norm(exact)
     assert row.standard_error == pytest.approx(expected, rel=5 / np.sqrt(8 * DRAWS))
-    assert 0 < row.relative_error <= 4 * expected  # χ with 4 degrees of freedom: beyond 4·(½√4) once in 10⁶
+    assert 0 < row.relative_error <= 4 * expected  # χ with 4 degrees of freedom is above 4·(½√4) once in 10⁶
     assert row.cost == "1 exchange"
 
 
@@ -210,7 +221,10 @@ def test_without_solving_the_yardstick_is_the_implicit_gradient_there(task, poin
 
 
 def test_compositions_and_models_with_functions_in_them():
-    """Φ(x) = F(R(x)), whose gradient needs no Hessian; x carries its activation; clients of unequal weight and size."""
+    """Compositional problems, and models that contain functions, are checked correctly.
+
+    Φ(x) = F(R(x)) has a gradient without Hessians. x contains its activation. Clients have unequal weights and sizes.
+    """
     rng = np.random.default_rng(2)
     draw = lambda n: {"u": rng.normal(size=(n, 3)), "t": rng.normal(size=(n, 2))}  # noqa: E731
     weights = np.array([0.3, 0.7])
@@ -228,7 +242,7 @@ def test_compositions_and_models_with_functions_in_them():
         return sum(p * outer({"z": z}, clients.outer.row(i)) for i, p in enumerate(weights))
 
     def local(w):
-        """Σ p_i Jᵢᵀ ∇f_i(R(w)): every client with its own Jacobian and its own ∇f_i."""
+        """Return Σ p_i Jᵢᵀ ∇f_i(R(w)), where every client uses its own Jacobian and its own ∇f_i."""
         total = 0
         for i, p in enumerate(weights):
             own = lambda w, i=i: response({"w": w, "act": jnp.tanh}, clients.inner.row(i))["z"]  # noqa: E731
@@ -254,7 +268,7 @@ def test_compositions_and_models_with_functions_in_them():
     assert report["local"].relative_error == pytest.approx(error(local(w).ravel(), exact.ravel()), rel=1e-9)
     assert (
         report["finite differences"].relative_error <= 1e-8
-    )  # ε·abs(Φ)/h = 1e-10 over slopes of a tenth, and room for ten
+    )  # ε·|Φ|/h is 1e-10 with slopes of a tenth; ten times as much is allowed
     assert seen == [True]
 
 
@@ -266,14 +280,16 @@ def test_an_indefinite_inner_hessian_is_reported():
     clients = Clients(outer=[np.ones(2)], inner=[np.ones(1)])
     report = check_hypergradient(problem, clients, np.ones(2), np.ones(2), solve_inner=False, steps=5000, terms=1)
     assert report.negative_curvature
-    assert "diverged" in report["unrolled"].note  # (1 + ½)^5000
+    assert "diverged" in report["unrolled"].note  # it grows as (1 + ½)^5000
     assert report.smallest_curvature == pytest.approx(-1, rel=1e-12)
     assert "NEGATIVE CURVATURE" in str(report)
 
 
 def test_clients_of_a_minimax_problem_invert_no_hessian():
-    """y*(x) is the federation's, where Σ p_i ∇y f_i = 0: the mean of ∇x f_i is ∇Φ itself, though every client's own
-    ∇y f_i is far from 0."""
+    """In a minimax problem, clients invert no Hessian, and the mean of ∇x f_i is ∇Φ itself.
+
+    y*(x) is that of the federation, where Σ p_i ∇y f_i = 0, although every client's own ∇y f_i is far from 0.
+    """
     task = saddle(clients=6, dim=3, ridge=2.0, centred=False, weighted=True, general=True)
     played = {"LFedNest": fixed(LFedNest(batch_size=None))}
     report = check_hypergradient(task.problem, task.clients, task.x0, task.y0, steps=1, draws=1, estimators=played)

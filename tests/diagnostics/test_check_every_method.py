@@ -1,4 +1,4 @@
-"""Do our own methods pass the check that users run on theirs?"""
+"""Do the library's own methods pass the check that users run on theirs?"""
 
 import pytest
 from agreement import MINIMAX, SIMPLE_BILEVEL, SINGLE_LEVEL
@@ -10,7 +10,7 @@ from fixed_steps import fixed
 from refusals import refuses
 from representatives import slow_but
 
-TASK = quadratic(clients=4, samples=(3, 5), seed=6)  # clients of two kinds: each is compiled by itself
+TASK = quadratic(clients=4, samples=(3, 5), seed=6)  # clients of two kinds, each of which is compiled by itself
 ONE_LOSS = fb.Clients([TASK.clients.outer.row(i) for i in range(4)], weights=TASK.clients.weights)
 PROBLEMS = {
     fb.Bilevel: (TASK.problem, TASK.clients, TASK.x0, TASK.y0),
@@ -19,7 +19,7 @@ PROBLEMS = {
     fb.SimpleBilevel: (SIMPLE_BILEVEL, TASK.clients, TASK.x0),
 }
 METHODS = {name: cls for name, cls in authoring.ALGORITHMS.items() if cls.__module__.startswith("fedbilevel.")}
-ALONE = {fb.IRIG}  # a single client has all samples
+ALONE = {fb.IRIG}  # they need a single client with all samples
 NEVER_REFUSED = {
     "rounds move the state",
     "a seed repeats a run",
@@ -31,7 +31,10 @@ NEVER_REFUSED = {
 
 @pytest.mark.parametrize("name", slow_but("bi-fista", of=sorted(METHODS.keys() - {cls.name for cls in ALONE})))
 def test_our_methods_pass_the_check_of_methods(name):
-    """Each with its own fields, on a problem of the first kind that it solves; what fails is in the error's report."""
+    """Each method with its own fields passes, on a problem of the first kind that it solves.
+
+    If a check fails, the error has the report.
+    """
     method = fixed(METHODS[name]())
     report = fb.check_method(method, *PROBLEMS[method.solves[0]], rounds=2)
     refused = {check.name for check in report.checks if check.outcome == "refused"}

@@ -1,4 +1,4 @@
-"""Does check_method pass what is right, and name what is wrong?"""
+"""Does check_method pass correct methods, and name the mistakes of others?"""
 
 import itertools
 from dataclasses import replace
@@ -15,7 +15,7 @@ from fedbilevel.diagnostics.report import outcome
 from fedbilevel.engines.local.engine import Local
 from fedbilevel.tasks.quadratic import quadratic
 
-TASK = quadratic(clients=4, samples=(3, 5), seed=6)  # clients of two kinds: each is compiled by itself
+TASK = quadratic(clients=4, samples=(3, 5), seed=6)  # clients of two kinds, each of which is compiled by itself
 MINE = TASK.problem, TASK.clients, TASK.x0, TASK.y0
 
 
@@ -42,7 +42,7 @@ class Descent(Algorithm):
 
 
 class Patient(Descent):
-    """Steps that say that their replies may be late, and that clients may hold a part of the model."""
+    """Steps that declare that replies may be late, and that clients may hold a part of the model."""
 
     allows = Allows(late=("gradient",), submodels=UnitPolicy())
 
@@ -55,7 +55,7 @@ class Still(Descent):
 
 
 class Counting(Descent):
-    """Steps whose length is counted outside of the program: another one in each round, whatever the seed is."""
+    """Steps whose length is counted outside of the program, so that it differs in each round, whatever the seed."""
 
     count = itertools.count(1).__next__
 
@@ -65,16 +65,16 @@ class Counting(Descent):
 
 
 class Neighbours(Descent):
-    """Replies made of arrays that `Local` shares among all clients, in place of a batch of the client's own samples."""
+    """Replies made of the arrays which `Local` shares among all clients, not of the client's own samples."""
 
     @phase(takes=("x", "y"), gives="y")
     def gradient(self, client, at, key):
-        """Reply with the mean of c over what the arrays hold."""
+        """Reply with the mean of c over these arrays."""
         return Reply(jnp.mean(client.inner.values["c"], axis=0))
 
 
 class Keyless(Descent):
-    """Replies whose samples are drawn by a key that is always the same.
+    """Replies whose samples are always drawn with the same key.
 
     Args:
         batch_size: the number of samples.
@@ -90,13 +90,13 @@ class Keyless(Descent):
 
 
 class Elsewhere(Descent):
-    """A method that says that nothing remains between its end and the solution, and never moves x."""
+    """A method that claims to end at the solution, but never moves x."""
 
     facts = Facts(paper="none", good_for="nothing", exchanges="one", up="1 like y", bias="nothing", cost="a gradient")
 
 
 class Fragile(Descent):
-    """Rounds that look a name up in an empty dict where a round asks a part of the clients."""
+    """Rounds that fail with a KeyError if the round asks only some of the clients."""
 
     def round(self, fed, state, key):
         return super().round(fed, {}["state"] if fed.sampled else state, key)

@@ -1,4 +1,4 @@
-"""Does check_task pass tasks that are right, and name what is wrong?"""
+"""Does check_task pass correct tasks, and name the mistakes of others?"""
 
 from dataclasses import replace
 
@@ -11,29 +11,29 @@ import fedbilevel as fb
 from fedbilevel.diagnostics.report import outcome
 from fedbilevel.tasks import Task, hyper_cleaning, quadratic
 
-pytestmark = pytest.mark.checked  # check_task reports what they say
+pytestmark = pytest.mark.checked  # check_task reports the results of these checks
 
 TASK = quadratic(clients=4, samples=(3, 5), condition=4)
 OUTER, INNER = TASK.problem.outer, TASK.problem.inner
 
 
 def summed(x, y, batch):
-    """The inner loss times the number of samples."""
+    """Compute the inner loss times the number of samples."""
     return INNER(x, y, batch) * len(batch["c"])
 
 
 def broken(x, y, batch):
-    """A loss whose gradient in y is NaN where y is 0, as it is at the start."""
+    """Compute a loss whose gradient in y is NaN at y = 0, which is the start."""
     return INNER(x, y, batch) + jnp.sqrt(jnp.sum(y**2)) / 10
 
 
 def infinite(x, y, batch):
-    """The outer loss plus a constant that is not finite, so that its gradients are finite."""
+    """Compute the outer loss plus a constant that is not finite, so that its gradients are finite."""
     return OUTER(x, y, batch) + jnp.log(0.0)
 
 
 def concave(x, y, batch):
-    """An inner loss with a maximum in y."""
+    """Compute an inner loss with a maximum in y."""
     return INNER(x, y, batch) - jnp.sum(y**2)
 
 
@@ -77,14 +77,17 @@ def test_a_metric_that_is_not_finite_fails():
 
 
 def test_metrics_are_tried_in_float64():
-    """This one overflows in float32."""
+    """Metrics are tried in float64; this metric overflows in float32."""
     wide = {"wide": lambda x, y: jnp.sum(y) + y[0] * 1e30 * 1e30}
     report = checked(TASK.problem, y0=np.ones(8, np.float32), metrics=wide)
     assert {check.name: check.detail for check in report.checks}["metrics are finite"] == "wide 1e+60"
 
 
 def test_labels_outside_of_the_classes_are_warned_of_and_are_no_sums():
-    """JAX takes label -1 as none of the classes, which may be meant for samples without a label."""
+    """Labels outside of the classes are warned of, and the loss is not reported as a sum.
+
+    JAX treats label -1 as no class, which may be intended for samples without a label.
+    """
 
     def entropy(x, y, batch):
         score = jax.nn.log_softmax(batch["u"] @ y) * jax.nn.one_hot(batch["c"], 3)

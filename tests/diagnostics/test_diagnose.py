@@ -1,4 +1,4 @@
-"""Are the measurements those of the closed form, and do methods converge with what is suggested?"""
+"""Does diagnose measure what closed forms say, and do methods converge with the fields that it suggests?"""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ OTHERS = sorted(SUGGESTED.keys() - {"simfbo", "fednest"})
 
 
 class Coefficients:
-    """Means over the population, and what follows from them."""
+    """Means over the population, and matrices that follow from them."""
 
     def __init__(self, clients):
         mean = {}
@@ -29,7 +29,7 @@ class Coefficients:
         late, jacobian = np.linalg.inv(self.A), np.linalg.solve(self.A, self.B)
         half = self.E @ jacobian + 0.5 * jacobian.T @ self.D @ jacobian
         self.hessian = RIDGE * np.eye(self.B.shape[1]) + half + half.T
-        # each of y and v late by A⁻¹: y = A⁻¹Bx enters E y and D y, v = A⁻¹(D y + Eᵀx) enters Bᵀv
+        # y and v each lag by A⁻¹: y = A⁻¹Bx enters E y and D y, and v = A⁻¹(D y + Eᵀx) enters Bᵀv
         slow = late @ jacobian
         self.lag = self.E @ slow + slow.T @ self.E.T + slow.T @ self.D @ jacobian + jacobian.T @ self.D @ slow
 
@@ -45,7 +45,11 @@ def ends(matrix):
 
 
 def test_spectra_are_the_dense_ones(drawn):
-    """Lanczos has as many steps as there are dimensions; systems are solved to 1e-6, the response to no better."""
+    """The spectra equal those of dense matrices.
+
+    Lanczos makes as many steps as there are dimensions. Systems are solved to 1e-6, and the response is no more
+    precise.
+    """
     task, found, exact = drawn
     assert [found.mu, found.smoothness] == pytest.approx(ends(exact.A), rel=1e-12)
     assert found.condition == pytest.approx(np.linalg.cond(exact.A), rel=1e-10)
@@ -62,7 +66,7 @@ def test_spectra_are_the_dense_ones(drawn):
 def test_the_equilibrium_is_that_of_the_closed_form(drawn):
     task, found, exact = drawn
     c = sum(p * task.clients.inner.row(i)["c"].mean(0) for i, p in enumerate(task.clients.weights))
-    y = np.linalg.solve(exact.A, c)  # x = 0
+    y = np.linalg.solve(exact.A, c)  # at x = 0
     np.testing.assert_allclose(found.measurements.response.y, y, rtol=0, atol=1e-12 * np.linalg.norm(y))
 
 
@@ -74,8 +78,8 @@ def test_clients_differ_by_what_a_loop_says(drawn):
     spread = found.measurements.spread
     assert spread.inner == pytest.approx(np.sqrt(apart), rel=1e-12)
     assert spread.inner_share == pytest.approx(apart / (p @ np.sum(own**2, axis=1)), rel=1e-12)
-    assert spread.outer == pytest.approx(0, abs=1e-12)  # ∇x f = Ey + ρx vanishes at 0 for everyone
-    assert spread.tops == pytest.approx([1] * 4, rel=1e-12)  # the task's spectra end at 1
+    assert spread.outer == pytest.approx(0, abs=1e-12)  # ∇x f = Ey + ρx is 0 at 0 for all clients
+    assert spread.tops == pytest.approx([1] * 4, rel=1e-12)  # the spectra of the task end at 1
     assert found.measurements.sample == pytest.approx(1, rel=1e-12)
 
 
@@ -91,7 +95,11 @@ def test_the_fields_have_those_steps(drawn):
 
 
 def test_mini_batches_and_cohorts_take_shorter_steps(drawn):
-    """Everyone's own largest curvature is 1, so is every sample's, and unequal weights multiply it by M·max p."""
+    """Mini-batches and cohorts take shorter steps.
+
+    The largest curvature of every client and of every sample is 1. Cohorts multiply it by M·max p, since weights are
+    unequal.
+    """
     task, found, _ = drawn
     batch, both = (found.fields("simfbo", batch_size=8, **c) for c in ({}, {"cohort": 2}))
     assert 5 * batch["server_lr"].y == pytest.approx(1, rel=1e-9)
@@ -107,7 +115,7 @@ def test_printed_it_begins_with_what_to_paste_and_then_says_why_in_ten_lines(dra
     lines = str(found).splitlines()
     assert len(lines) <= 10
     paste, _, why = str(found).partition("\nsimfbo: about ")
-    made = eval(paste, {"fb": fb})  # in three digits
+    made = eval(paste, {"fb": fb})  # it has three digits
     wanted = fb.SimFBO(**found.fields("simfbo"))
     leaves = zip(jax.tree.leaves(made), jax.tree.leaves(wanted), strict=True)
     assert all(got == pytest.approx(exact, rel=5.1e-3) for got, exact in leaves)
@@ -152,7 +160,7 @@ def test_a_diagnosis_is_shown_in_six_lines(drawn):
 
 
 def converges(name, task, found):
-    """To 1e-3 in x, within the rounds that were predicted, twice over."""
+    """Check that x converges to 1e-3 within twice the predicted number of rounds."""
     needed = found.rounds_needed(name)
     stop = [fb.stop_when("relative_error", below=1e-3)]
     options = {"eval_every": int(needed) // 50 + 1, "metrics": task.metrics, "callbacks": stop}
@@ -163,8 +171,10 @@ def converges(name, task, found):
 
 @pytest.mark.parametrize("seed", [7, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(20) if seed != 7)])
 def test_what_it_suggests_converges(seed):
-    """κ of the clients from 2 to 50; every other seed has no heterogeneity, which averages κ away, so that the mean
-    has it too."""
+    """Methods converge with the suggested fields, for clients with κ from 2 to 50.
+
+    Every other seed has no heterogeneity. Heterogeneity averages κ away; without it, the mean has the clients' κ.
+    """
     condition = 2 * 25 ** (seed / 19)
     heterogeneity = 0.0 if seed % 2 else float(np.random.default_rng(seed).choice([0.3, 0.5, 1.0, 2.0]))
     task = quadratic(condition=condition, heterogeneity=heterogeneity, samples=(6, 6), seed=seed)
@@ -185,7 +195,7 @@ def test_what_it_suggests_for_other_methods_converges(name, drawn):
 
 @pytest.mark.slow
 def test_work_that_the_population_gives_is_planned_for():
-    """Unequal local work: ShroFBO's short local steps leave a drift far below 1e-2."""
+    """If clients have unequal numbers of local steps, ShroFBO's short steps leave a drift far below 1e-2."""
     task = quadratic(condition=5, clients=4).with_own(local_steps=np.array([1, 4, 2, 3]))
     found = diagnose(task.problem, task.clients, task.x0, task.y0)
     fields = found.fields("shrofbo")
@@ -209,7 +219,7 @@ def test_what_it_suggests_trains_a_network(name):
 
 
 def bent(curvature):
-    """g = y₀² + ½ c y₁² − xᵀy on one client."""
+    """Return a problem of one client with g = y₀² + ½ c y₁² − xᵀy, where c is `curvature`, and its start."""
     problem = fb.Bilevel(
         lambda x, y, b: jnp.mean(b) * jnp.sum(y) + x @ x,
         lambda x, y, b: jnp.mean(b) * (y[0] ** 2 + 0.5 * curvature * y[1] ** 2) - x @ y,
@@ -226,7 +236,7 @@ def test_an_indefinite_inner_hessian_is_said():
 
 
 def test_few_rounds_leave_flat_directions_out():
-    """L = 2, μ = 1e-3: ten rounds reach curvatures from 0.2 on."""
+    """With few rounds, flat directions are left out: with L = 2, μ = 1e-3, ten rounds reach curvatures from 0.2 on."""
     found = diagnose(*bent(1e-3), rounds=10)
     assert found.measurements.delta == pytest.approx(0.2, rel=1e-9)
     assert "cannot be learnt in 10 rounds" in str(found)
@@ -251,7 +261,10 @@ def test_wrong_input_is_refused(drawn):
 
 
 def test_fields_where_the_minimum_does_not_exist():
-    """g = y² − exp(½y²) − xy is convex around 0 alone, and a large x pushes y out of there."""
+    """No fields are suggested if y*(x) does not exist.
+
+    g = y² − exp(½y²) − xy is convex only around 0, and a large x pushes y out of this region.
+    """
     problem = fb.Bilevel(
         lambda x, y, b: jnp.mean(b) * jnp.sum(y) + x @ x,
         lambda x, y, b: jnp.mean(b) * (jnp.sum(y**2) - jnp.sum(jnp.exp(0.5 * y**2))) - x @ y,

@@ -1,4 +1,7 @@
-"""How long replies are, and what noise does to x and y: against norms computed by hand and the law of the noise."""
+"""Does reply_norms report the norms of replies, and what noise does to x and y?
+
+The norms are computed by hand, and the effect of the noise follows from its law.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +19,7 @@ LENGTHS = np.linalg.norm(TARGETS, axis=1)
 
 
 class Constant(authoring.Algorithm):
-    """Clients reply with their targets, whatever they are sent; y moves by STEP of the mean, x not at all."""
+    """Clients reply with their targets, whatever the message; y moves by STEP times the mean, and x does not move."""
 
     def init(self, x, y):
         return XY(x, y)
@@ -54,7 +57,10 @@ def test_norms_are_those_of_the_parts_and_of_what_a_clip_bounds():
 
 @pytest.mark.parametrize(("clip", "z"), [(1e6, 1e-7), (50.0, 2.0)])
 def test_noise_moves_y_by_its_law_and_clipped_replies_by_their_mean(clip, z):
-    """STEP·zC·√(nD/P) in n rounds, of D squares to four of their standard errors; no reply moves x."""
+    """Noise moves y by STEP·zC·√(nD/P) in n rounds, and clipped replies move it by their mean; no reply moves x.
+
+    The sum of D squares is within four of its standard errors.
+    """
     found = looked_at(privacy=fb.Privacy(clip=clip, noise_multiplier=z, delta=1e-5, budget=1e-6))
     moved = found.moved["y"]
     assert moved.by_noise == pytest.approx(STEP * z * clip * np.sqrt(ROUNDS * D / CLIENTS), rel=4 / np.sqrt(2 * D))
@@ -86,7 +92,7 @@ def test_terms_that_are_not_allowed_are_refused_before_a_round_is_played(algorit
 
 
 def test_norms_of_short_floats_are_not_cut_off_where_their_squares_are():
-    """Of 400 numbers 200 in float16, whose largest is 65,504: the norm is 4,000."""
+    """Norms of 400 numbers of 200 in float16 are 4,000, although float16 ends at 65,504 and the squares are larger."""
 
     class Short(Constant):
         @authoring.phase
@@ -98,7 +104,10 @@ def test_norms_of_short_floats_are_not_cut_off_where_their_squares_are():
 
 @pytest.mark.slow
 def test_noise_that_reaches_x_through_y_is_seen():
-    """No reply moves an x that clients keep, but their own steps on it go by a noised y from the second round."""
+    """Noise that reaches x through y is reported.
+
+    Clients keep x, so that no reply moves it, but from the second round on, their own steps on x follow a y with noise.
+    """
     losses = [lambda x, y, b: jnp.sum((x - y) ** 2) + jnp.sum(b["t"]), lambda x, y, b: jnp.sum((y - jnp.sum(x)) ** 2)]
     clients = fb.Clients([{"t": np.ones((1, 1))}] * 3)
     method = fb.SimFBO(client_lr=0.01, server_lr=0.1, local_steps=1)

@@ -1,4 +1,4 @@
-"""Does check_structure let every network of the library pass, and name the group of every wrong structure?"""
+"""Does check_structure pass every network of the library, and name the group of every wrong structure?"""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ GROUPS = {"mlp": 2, "linear": 0, "cnn": 3, "conv4": 4, "resnet12": 4 * 3, "resne
 
 
 def problem_of(network, structure):
-    """Cross-entropy of the network, with a ridge on y inside."""
+    """Return a problem with the cross-entropy of the network, and with a ridge on y in the inner loss."""
 
     def outer(x, y, batch):
         return networks.cross_entropy(network.logits(x, y, batch["image"]), batch["label"])
@@ -32,7 +32,7 @@ def problem_of(network, structure):
 
 
 def made(name, side=SIDE):
-    """A small network, its start, and four samples."""
+    """Return a small network, its start, and four samples."""
     make, hidden = MODELS[name]
     network = make((side, side), hidden, 3)
     images = np.random.default_rng(0).normal(size=(4, side, side))
@@ -44,14 +44,17 @@ def made(name, side=SIDE):
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name.startswith("resnet") else []) for name in MODELS]
 )
 def test_every_network_says_its_units(name):
-    """Flattened maps have 2×2 positions: of sides of 8 after two poolings, of sides of 32 after Conv-4's four."""
+    """The structure of every network has the right number of groups, and passes the check.
+
+    Flattened maps have 2×2 positions: sides of 8 after two poolings, and sides of 32 after the four of Conv-4.
+    """
     network, x, y, batch = made(name, 32 if name == "conv4" else SIDE)
     assert len(UnitLayout.of(network.structure, x, y).sizes) == GROUPS[name]
     fb.check_structure(problem_of(network, network.structure), x, y, batch, batch)
 
 
 def test_single_precision():
-    """Where x and y are in float32, so is the tolerance."""
+    """If x and y are in float32, the tolerance is that of float32."""
     network, x, y, batch = made("mlp")
     x, y, batch = jax.tree.map(
         lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.float64 else leaf, (x, y, batch)
@@ -60,7 +63,7 @@ def test_single_precision():
 
 
 def small(**changed):
-    """Two positions of an image through a layer of 4 units, ReLU, flattened to (2, 4), and the head on that."""
+    """Return a loss: two positions of an image, a layer of 4 units, ReLU, flattened to (2, 4), and a head on that."""
     words = {"weight": "_ hidden", "bias": "hidden", "head": "2*hidden _", **changed}
 
     def loss(x, batch):
@@ -76,7 +79,7 @@ def small(**changed):
 @pytest.mark.parametrize(
     "changed",
     [
-        {"bias": "_"},  # which starts at 0: permuted where it starts, nothing would show
+        {"bias": "_"},  # the bias starts at 0, so that permuting the start alone would show nothing
         {"weight": "_ _"},
         {"head": "_ _"},
         {"head": "2*hidden _", "bias": "other"},
@@ -89,7 +92,7 @@ def test_an_axis_that_is_not_said(changed):
 
 
 def test_a_flattened_axis_in_the_wrong_order():
-    """Flattened (units, positions): no run of all units, whatever the factor says."""
+    """An axis that is flattened as (units, positions) is refused: it has no run of all units, whatever its factor."""
     problem, x, batch = small()
 
     def loss(x, batch):
@@ -102,7 +105,11 @@ def test_a_flattened_axis_in_the_wrong_order():
 
 
 def test_a_branch_whose_units_are_not_the_shortcuts():
-    """maps + layer(layer(maps)): the last layer's units are added to those of the maps, and must be of their group."""
+    """A branch whose last units are of another group than its shortcut is refused.
+
+    In maps + layer(layer(maps)), the units of the last layer are added to those of the maps, and must be of their
+    group.
+    """
     inner, last = jax.random.split(jax.random.key(3))
     x = {
         "stem": jax.random.normal(inner, (1, 1, 1, 4)),
