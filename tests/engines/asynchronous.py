@@ -1,4 +1,4 @@
-"""A small asynchronous algorithm: the first answers move y, and x, of which clients keep the last."""
+"""A small asynchronous algorithm: the first replies move x and y, and each client keeps its last inner gradient."""
 
 import jax
 import jax.numpy as jnp

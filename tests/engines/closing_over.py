@@ -1,4 +1,4 @@
-"""Losses and a metric that close over an array, for tests that ask what a run keeps of them."""
+"""Losses and a metric that close over an array, for tests of what a run keeps of them."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ from jax import Array
 
 
 class Functions(NamedTuple):
-    """Two losses of samples (n, 3), for x of any length and y of three entries, and a metric."""
+    """Two losses of samples (n, 3), for an x of any length and a y of three entries, and a metric."""
 
     outer: Callable[..., Array]
     inner: Callable[..., Array]
@@ -16,7 +16,7 @@ class Functions(NamedTuple):
 
 
 def closing_over(scale: Array) -> Functions:
-    """New functions, all of which close over `scale`, of three entries."""
+    """Return new functions that all close over `scale`, which has three entries."""
 
     def outer(x: Array, y: Array, batch: Array) -> Array:
         return jnp.mean((batch @ (scale * y) - jnp.sum(x)) ** 2)

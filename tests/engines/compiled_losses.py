@@ -1,4 +1,4 @@
-"""Losses that stay compiled in the engine Reference, where nothing else is: their derivatives take much of its time."""
+"""Losses that stay compiled in the engine Reference, which compiles nothing else; their derivatives take most time."""
 
 from collections.abc import Callable
 from functools import cache, wraps
@@ -12,7 +12,10 @@ P = TypeVar("P", bound=Problem)
 
 
 def with_compiled_losses(problem: P) -> P:
-    """The problem with each loss as one program. Phases, and loops over clients and steps, still run in Python."""
+    """Return the problem with each loss compiled as one program.
+
+    Phases, and loops over clients and steps, still run in Python.
+    """
     return problem.with_losses(_compiled)
 
 

@@ -1,7 +1,7 @@
 """One of several processes of a simulation: python host_worker.py HOST:PORT PROCESSES PROCESS FOLDER JOBS.
 
-JOBS is JSON, a list of [name, function, arguments]; what the functions below return, trees of arrays, goes to
-FOLDER/NAME.PROCESS.npz. They run in the tests' own process too, which then is the only one.
+JOBS is JSON, a list of [name, function, arguments]. A function of this file returns a tree of arrays, which is written
+to FOLDER/NAME.PROCESS.npz. The functions also run in the tests' own process, which is then the only one.
 """
 
 import json
@@ -17,11 +17,11 @@ from fedbilevel.engines.process_group import current_group
 from fedbilevel.tasks.quadratic import quadratic
 
 seen = []
-"""What each call of a callback in `solved` found for the last checkpoint."""
+"""The path of the last checkpoint, as each call of a callback in `solved` has found it."""
 
 
 def agreement(case, engine):
-    """State, clients' states and costs after two rounds of a case of tests/algorithms/agreement.py."""
+    """Return state, clients' states and costs after two rounds of a case of tests/algorithms/agreement.py."""
     sys.path += [str(Path(__file__).parents[1] / room) for room in ("algorithms", "")]
     from agreement import two_rounds
 
@@ -29,7 +29,7 @@ def agreement(case, engine):
 
 
 def solved(rounds, checkpoint, resume=False, lr=0.1, stop_at=None, differ=False, fail_at=None, **engine):
-    """x and losses of a run of FedAvg, whose program is small, with cohorts, unequal work and rows."""
+    """Run FedAvg, whose program is small, with cohorts, unequal work and rows; return x, the rows and why it ended."""
     seen.clear()
     task = quadratic(clients=8, samples=(3, 9))
     result = fb.solve(
@@ -61,7 +61,7 @@ def fail():
 
 
 def refused(function, **arguments):
-    """The error that a job ends with."""
+    """Return the error with which a job ends."""
     try:
         globals()[function](**arguments)
     except fb.errors.FedbilevelError as error:
@@ -70,7 +70,10 @@ def refused(function, **arguments):
 
 
 def said(file, size):
-    """What the processes hear: a word from each, one from process 0, and its file, longer than a message may be."""
+    """Return what processes send each other: a word from each, a word from process 0, and a file of process 0.
+
+    The file is longer than a message may be.
+    """
     if current_group().is_first:
         Path(file).write_bytes(np.arange(size, dtype=np.uint8).tobytes())
     words = [current_group().gather({"process": current_group().process})[-1]["process"] for _ in range(3)]

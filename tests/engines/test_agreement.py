@@ -1,4 +1,4 @@
-"""The spine: every engine gives the same state, history and ledger for every algorithm, to 1e-12 in float64."""
+"""Every engine gives the same state, history and ledger for every algorithm, to 1e-12 in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import fedbilevel as fb
 from fedbilevel import authoring
 from fedbilevel.tasks.quadratic import quadratic
 
-TWO = min(2, jax.local_device_count())  # a machine may have a single GPU
+TWO = min(2, jax.local_device_count())  # a machine may have only one GPU
 ENGINES = {
     "vmap": fb.Local(chunk=COHORT),
     "one by one": fb.Local(chunk=1),
@@ -23,9 +23,9 @@ ENGINES = {
     "streamed": fb.Local(stream=True),
 }
 MORE = {"vmap", "one by one", "chunks", "two devices", "streamed"}
-"""Each with one thing alone of what the others have together."""
+"""Engines with only one of the settings that the others combine."""
 SOME = ("two devices, chunks, streamed",)
-ASYNCHRONOUS = ("two devices, chunks",)  # streamed samples are not for them
+ASYNCHRONOUS = ("two devices, chunks",)  # asynchronous methods cannot stream samples
 CASES = cases()
 SLOW = {name for name, case in CASES.items() if case.slow}
 PAIRS = [
@@ -49,7 +49,7 @@ def reference():
 
 
 def test_every_method_has_a_case():
-    """But IRIG, which is for one client alone."""
+    """Every method has a case, except for IRIG, which is for a single client."""
     methods = {cls for cls in authoring.ALGORITHMS.values() if cls.__module__.startswith("fedbilevel.")}
     assert methods - {type(unwrapped(case.algorithm)) for case in CASES.values()} == {fb.IRIG}
 
@@ -57,7 +57,10 @@ def test_every_method_has_a_case():
 @pytest.mark.filterwarnings("ignore::fedbilevel.errors.AbsenceWarning")
 @pytest.mark.parametrize(("case", "engine"), PAIRS)
 def test_agrees_with_the_reference(case, engine, reference, monkeypatch):
-    """Sums of at most COHORT·32 terms of size about 1 in another order differ by some 1e-14; 1e-12 leaves room."""
+    """Each engine agrees with Reference to 1e-12.
+
+    Sums of at most COHORT·32 terms of size about 1 in another order differ by about 1e-14, so that 1e-12 leaves room.
+    """
     expected = reference(case)
     if permuted := engine == "permuted cohort":
         fb.Local.forget()
@@ -75,7 +78,10 @@ def test_agrees_with_the_reference(case, engine, reference, monkeypatch):
 @pytest.mark.filterwarnings("ignore::fedbilevel.errors.AbsenceWarning")
 @pytest.mark.parametrize("cases", [sorted(CASES.keys() - SLOW), pytest.param(sorted(SLOW), marks=pytest.mark.slow)])
 def test_the_cases_move(cases, reference):
-    """Agreement on a state that stood still would prove nothing; to move by 1e-4 is 10⁸ times the tolerance."""
+    """In every case x and y move by more than 1e-4, which is 10⁸ times the tolerance.
+
+    If the state did not move, agreement would prove nothing.
+    """
     for case in cases:
         state = reference(case)[0].state
         assert all(float(jnp.linalg.norm(leaf)) > 1e-4 for leaf in jax.tree.leaves((state.x, state.y))), case

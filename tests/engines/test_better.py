@@ -1,4 +1,4 @@
-"""Which way a metric is better: declared once, and read so by every table, callback, file and per-client column."""
+"""Whether a larger or a smaller metric is better: declared once, and used by tables, callbacks, files and columns."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +9,7 @@ from refusals import refuses
 
 PROBLEM = fb.SingleLevel(lambda x, batch: jnp.mean((x - batch["a"]) ** 2))
 ROWS = [{"a": np.full((2, 1), float(i))} for i in range(4)]
-"""From x = 0 towards their mean, 1.5: the score x grows in every round."""
+"""x moves from 0 towards the mean of these rows, 1.5, so that the score x grows in every round."""
 
 
 def solved(**options):
@@ -37,7 +37,10 @@ def test_the_best_value_is_the_largest_where_larger_was_declared_better(result):
 
 
 def test_the_worst_client_is_by_the_declaration_not_by_the_name(result):
-    """Client i's value is i: of larger ones 0 is the worst of 0 … 3, of smaller ones 3."""
+    """The worst client is found by the declaration, not by the metric's name.
+
+    The value of client i is i. If larger is better, client 0 is the worst of 0 … 3; if smaller is better, client 3.
+    """
     row = result.history.rows[-1]
     assert (row["gap.worst"], row["gap.best"]) == (0, 3)
     assert (row["gap_accuracy.worst"], row["gap_accuracy.best"]) == (3, 0)
@@ -46,17 +49,23 @@ def test_the_worst_client_is_by_the_declaration_not_by_the_name(result):
 
 
 def test_without_progress_goes_by_the_declaration(result):
-    """A score that grows makes progress; so does an error that falls, which nobody declared."""
+    """A score that grows makes progress if larger was declared better; an error makes progress if it falls.
+
+    An error needs no declaration.
+    """
     assert solved(callbacks=[fb.stop_without_progress("score", patience=1)]).round == 4
     assert solved(callbacks=[fb.stop_without_progress("error", patience=1)]).round == 4
-    plain = {"score": lambda x, y: x[0]}  # of which a smaller value is better
+    plain = {"score": lambda x, y: x[0]}  # a plain function: a smaller value is better
     assert solved(metrics=plain, callbacks=[fb.stop_without_progress("score", patience=1)]).round == 1
     stopped = solved(callbacks=[fb.stop_without_progress("score", patience=1, larger_is_better=False)])
     assert (stopped.round, stopped.stopped) == (1, "score has not improved for 1 evaluations")
 
 
 def test_by_a_metric_of_which_neither_value_is_better_nothing_is_judged(recwarn):
-    """It grows by 35 powers of ten, of which a loss would be said to diverge, and is measured only."""
+    """A metric of which neither a larger nor a smaller value is better is only measured.
+
+    It grows by 35 powers of ten here. A run whose loss grew so much would be reported as diverging.
+    """
     heights = {"height": fb.Metric(lambda x, y: 10 ** (40 * x[0]) * 1e-9, None)}
     found = solved(metrics=heights, best_by=None).history
     assert found["height"][-1] > 1e5

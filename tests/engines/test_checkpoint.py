@@ -1,4 +1,4 @@
-"""Does a file give back what was saved, whole or not at all, and refuse everything else in words?"""
+"""Does a checkpoint return what was saved, is it complete or absent, and is every other file refused with a reason?"""
 
 import errno
 import json
@@ -58,7 +58,7 @@ def saved(tmp_path):
 
 
 def test_python_objects_are_refused_and_the_earlier_file_stays(saved):
-    """Their bytes are addresses in memory, which mean nothing in a file."""
+    """Arrays of Python objects are refused, since their bytes are addresses in memory; the earlier file stays."""
     before = saved.read_bytes()
     with pytest.raises(CheckpointError, match=r"could not write .*run\.npz: \['a'\] has Python objects"):
         checkpoint.save(saved, {"a": np.array([{}, None], object)}, {})
@@ -66,7 +66,7 @@ def test_python_objects_are_refused_and_the_earlier_file_stays(saved):
 
 
 def test_a_table_is_saved_without_having_it_in_memory(tmp_path, monkeypatch):
-    """It is written as the table that it is, whose pages `bytes_of` releases, and not as an ordinary array."""
+    """A table is written as a table, whose pages `bytes_of` releases, so that it is never in memory as a whole."""
     released = []
     monkeypatch.setattr(on_disk, "let_go", released.append)
     given = on_disk.repeated(np.zeros(2), 3)
@@ -75,7 +75,7 @@ def test_a_table_is_saved_without_having_it_in_memory(tmp_path, monkeypatch):
 
 
 def test_an_error_in_reading_a_table_names_the_checkpoint(tmp_path, monkeypatch):
-    """It is not reported as an error in writing the table to the folder for temporary files."""
+    """An error in reading a table names the checkpoint, and not the folder for temporary files."""
     path, like = tmp_path / "run.npz", on_disk.repeated(np.zeros(2), 3)
     checkpoint.save(path, like, {})
     read = zipfile.ZipExtFile.read
@@ -172,7 +172,7 @@ def test_a_truncated_file_is_refused_wherever_it_ends(saved):
 
 
 def test_bytes_after_an_array_are_refused(saved):
-    """In the archive's own entry, so that length and checksum are right."""
+    """Bytes after an array are refused, although length and checksum of the archive's entry are right."""
     with zipfile.ZipFile(saved) as archive:
         entries = {name: archive.read(name) for name in archive.namelist()}
     entries["['small'].npy"] += b"\0"
@@ -184,7 +184,7 @@ def test_bytes_after_an_array_are_refused(saved):
 
 
 def test_a_damaged_file_never_gives_other_numbers(saved):
-    """Any flipped byte is either refused or, where the format does not look, harmless."""
+    """If any byte of a file is changed, the file is refused or, where the format ignores it, has the same numbers."""
     whole = saved.read_bytes()
     refused = 0
     for position in np.random.default_rng(0).integers(0, len(whole), 100):
@@ -257,7 +257,7 @@ def test_a_folder_without_permission(saved):
 
 
 def stands(path):
-    """The round of what is at a path, and of what was there before."""
+    """Return the round of the checkpoint at a path, and that of the checkpoint before it."""
     before = checkpoint.previous(path)
     return [checkpoint.load(file, tree())[1]["round"] if file.exists() else None for file in (path, before)]
 
@@ -277,7 +277,10 @@ def test_the_checkpoint_before_is_kept(saved, monkeypatch, links):
 
 
 def test_a_process_that_dies_between_the_two_files_loses_neither(saved, monkeypatch):
-    """The old file is linked to its new name, then the new file takes its place; os.replace does both."""
+    """A process that dies between the two files loses neither.
+
+    The old file is linked to its new name; then the new file takes its place. `os.replace` does both.
+    """
     replace, calls = os.replace, []
 
     def dies(source, target):
@@ -290,7 +293,7 @@ def test_a_process_that_dies_between_the_two_files_loses_neither(saved, monkeypa
     with pytest.raises(KeyboardInterrupt):
         save_round(saved, 4, keep=True)
     assert calls == ["run.previous.npz", "run.npz"]
-    assert stands(saved) == [3, 3]  # one file by two names
+    assert stands(saved) == [3, 3]  # one file with two names
     monkeypatch.undo()
     save_round(saved, 4, keep=True)
     assert stands(saved) == [4, 3]

@@ -1,4 +1,4 @@
-"""Is every cohort a uniform draw without replacement, by each of the three ways of drawing it?"""
+"""Is every cohort a uniform draw without replacement, in each of the three ways of drawing it?"""
 
 from functools import partial
 from itertools import combinations
@@ -22,9 +22,10 @@ TASK = quadratic(clients=3, samples=(5, 5))
 
 
 def draw(path, population, size, monkeypatch, count=DRAWS):
-    """Many cohorts, drawn by Floyd's algorithm or by a permutation whatever their size."""
+    """Draw many cohorts, by Floyd's algorithm or by a permutation, whatever their size is."""
     monkeypatch.setattr(engine, "FLOYD_LIMIT", {"floyd": 2048, "permutation": 0}[path])
-    one = partial(draw_cohort.__wrapped__, population=population, size=size)  # uncompiled, hence not of the other path
+    # not compiled, so that it is not the program of the other way
+    one = partial(draw_cohort.__wrapped__, population=population, size=size)
     keys = jax.random.split(jax.random.key(0), count)
     return np.asarray(jax.jit(jax.vmap(lambda key: one(key)))(keys))
 
@@ -32,7 +33,10 @@ def draw(path, population, size, monkeypatch, count=DRAWS):
 @pytest.mark.parametrize("path", ["floyd", "permutation"])
 @pytest.mark.parametrize(("population", "size"), [(6, 3), (5, 1), (5, 4)])
 def test_every_subset_is_equally_likely(path, population, size, monkeypatch):
-    """χ² over the subsets: mean k − 1, variance 2(k − 1); five standard errors."""
+    """All subsets are equally likely: χ² over k subsets has the mean k − 1 and the variance 2(k − 1).
+
+    The test allows five standard deviations.
+    """
     drawn = np.sort(draw(path, population, size, monkeypatch), axis=1)
     subsets = list(combinations(range(population), size))
     index = {subset: i for i, subset in enumerate(subsets)}
@@ -53,7 +57,7 @@ def test_a_cohort_has_distinct_valid_clients(population, size):
     assert len(np.unique(ids)) == size
     assert ids.min() >= 0
     assert ids.max() < population
-    assert size < population or ids.tolist() == list(range(population))  # everyone comes in order
+    assert size < population or ids.tolist() == list(range(population))  # if all clients take part, they are in order
 
 
 def test_large_cohorts_are_permutations_and_small_ones_are_not():
@@ -65,7 +69,7 @@ def test_large_cohorts_are_permutations_and_small_ones_are_not():
 
 
 def arrays(jaxpr):
-    """Sizes of every value that a program computes, inner programs included."""
+    """Yield the size of every value that a program computes, also in inner programs."""
     for equation in jaxpr.eqns:
         yield from (int(np.prod(v.aval.shape)) for v in equation.outvars if hasattr(v.aval, "shape"))
         for inner in jaxprs_in_params(equation.params):
@@ -105,7 +109,7 @@ DRAWN_AGAIN = fb.Cohort(SIZE, replacement=True)
 
 
 def step(cohort, engine=None, key=0, rows=VALUES[:, None], batch_size=None, **options):
-    """A step of size 1 along minus the mean that FedAvg's server takes, from 0: Σ (M/P) p_i u_i over the draws."""
+    """Make a FedAvg round with a step of size 1 from 0: x = −Σ (M/P) p_i u_i over the draws."""
     clients = fb.Clients({"u": rows}, weights=WEIGHTS[: len(rows)])
     method = fb.FedAvg(local_steps=1, lr=1.0, batch_size=batch_size)
     return fb.solve(method, LINEAR, clients, jnp.zeros(()), rounds=1, cohort=cohort, key=key, engine=engine, **options)
@@ -113,20 +117,23 @@ def step(cohort, engine=None, key=0, rows=VALUES[:, None], batch_size=None, **op
 
 @pytest.mark.parametrize("engine", [fb.Reference(), fb.Local(), fb.Local(chunk=2, devices=2), fb.Local(stream=True)])
 def test_draws_with_replacement_are_replies_of_their_own(engine):
-    """The mean is over the draws, a client drawn twice counts twice, in bytes too."""
+    """With replacement the mean is over the draws, and a client that is drawn twice counts twice, also in bytes."""
     for key in range(3):
         ids = np.asarray(DRAWN_AGAIN.draw(round_keys(jax.random.key(key), 0).cohort, POPULATION))
         result = step(DRAWN_AGAIN, engine, key)
         expected = -POPULATION / SIZE * np.sum(WEIGHTS[ids] * VALUES[ids])
         assert float(result.x) == pytest.approx(expected, rel=1e-12)
         assert result.ledger.gradients == SIZE
-    assert len(set(ids.tolist())) < SIZE  # the last of them draws somebody twice
+    assert len(set(ids.tolist())) < SIZE  # the last of the three keys draws a client twice
 
 
 def test_with_replacement_the_variance_is_that_of_independent_draws():
-    """Of z_i = M p_i u_i, uniform over clients, with variance s²: s²/P with replacement, s²/P·(M − P)/(M − 1) without.
+    """With replacement the variance of a mean is that of independent draws.
 
-    The mean of squares of n draws has a standard deviation of at most (max |z − μ|)²/√n: five of these are allowed."""
+    For z_i = M p_i u_i, uniform over clients and with variance s², it is s²/P with replacement, and
+    s²/P·(M − P)/(M − 1) without. The mean of the squares of n draws has a standard deviation of at most (max
+    |z − μ|)²/√n; five of these are allowed.
+    """
     z, count = POPULATION * WEIGHTS * VALUES, 60_000
     keys = jax.random.split(jax.random.key(0), count)
     for cohort, shrink in ((DRAWN_AGAIN, 1.0), (fb.Cohort(SIZE), (POPULATION - SIZE) / (POPULATION - 1))):
@@ -140,7 +147,7 @@ def test_with_replacement_the_variance_is_that_of_independent_draws():
 
 @pytest.mark.parametrize("engine", [fb.Reference(), fb.Local()])
 def test_each_draw_has_its_own_batch(engine):
-    """One client of many samples, drawn thrice, gives three samples: their mean is none of the samples."""
+    """Each draw of a client has its own batch: one client, drawn three times, takes three different samples."""
     rows = 2.0 ** np.arange(40)[None]
     cohort = fb.Cohort(3, replacement=True)
     drawn = -3 * float(step(cohort, engine, rows=rows, batch_size=1).x)  # a sum of three powers of two
@@ -152,9 +159,11 @@ def test_each_draw_has_its_own_batch(engine):
     "engine", [fb.Reference(), pytest.param(fb.Local(), marks=pytest.mark.slow), fb.Local(chunk=2, devices=2)]
 )
 def test_fresh_cohorts_are_drawn_with_replacement_too(engine):
-    """FedNest's S_n, of 5 draws from 3 clients each, so that somebody is in every one twice; from NumPy's matrices.
+    """Fresh cohorts are drawn with replacement, too: FedNest's round equals one from NumPy's matrices.
 
-    From 0 y = −β q, v = s Σ_{n<2} (I − sH₁)ⁿ b, x = −α h: q by the round's own cohort, b, H₁ and h by fresh ones."""
+    Each cohort has 5 draws from 3 clients, so that some client is in it twice. From 0, y = −β q, v = s Σ_{n<2}
+    (I − sH₁)ⁿ b and x = −α h. The round's own cohort gives q, and fresh cohorts give b, H₁ and h.
+    """
     again, s, beta, alpha = fb.Cohort(5, replacement=True), 0.5, 0.6, 0.3
     inner, solver = fb.parts.SVRG(rounds=1, local_steps=1, lr=beta), fb.parts.Neumann(terms=2, step=s)
     method = fb.FedNest(

@@ -1,4 +1,4 @@
-"""A run that ended worse than it began says so also where its rows, of few clients and samples, cannot tell."""
+"""A run that ended worse than it began says so, also if its rows, of few clients and samples, cannot show it."""
 
 import warnings
 
@@ -13,12 +13,12 @@ from fedbilevel.engines.ends import BLOCK, blocks, outer_losses, trained
 from fedbilevel.errors import NumericalWarning
 from fedbilevel.tasks import quadratic
 
-pytestmark = pytest.mark.checked  # the checks after a run are the claim
+pytestmark = pytest.mark.checked  # the tests are about the checks after a run
 
 TARGETS = np.random.default_rng(0).normal(scale=5, size=(20, 3))
 TARGETS -= TARGETS.mean()
 START, END = np.mean(TARGETS**2) / 2, np.mean((TARGETS - 1) ** 2) / 2
-STEP = 1e-9  # on x
+STEP = 1e-9  # the step on x
 
 
 def squares(x, y, batch):
@@ -26,19 +26,20 @@ def squares(x, y, batch):
 
 
 def wrong(x, y, batch):
-    """The same values with another derivative in x, which takes x to 1 in steps of a third of its way."""
+    """Compute `squares` with a wrong derivative in x, which moves x to 1, by a third of the way in each step."""
     still = jax.lax.stop_gradient(x)
     return squares(x, y, batch) + (still - 1) / (3 * STEP) * (x - still)
 
 
 PROBLEM = fb.Bilevel(wrong, lambda x, y, batch: jnp.mean((y - x) ** 2 + 0 * batch) / 2)
-"""x goes from 0 to 1, and y with it: the outer loss of all rises from START to END."""
+"""x goes from 0 to 1, and y follows it, so that the outer loss of all clients rises from START to END."""
 TRAINED = fb.Bilevel(squares, lambda x, y, batch: jnp.mean((y - 1 - x) ** 2 + 0 * batch) / 2)
-"""y goes from 0 to 1 while x stays at 0: the outer loss rises as much, but it is END at the start once y is trained."""
+"""y goes from 0 to 1 while x stays at 0. The outer loss rises as much, but once y is trained, it is END at the start.
+"""
 
 
 def solve(target=1.0, clients=None, problem=PROBLEM, **options):
-    """Run SimFBO from x = y = 0 with cohorts of two of 20 unlike clients; `target`: of which multiple."""
+    """Run SimFBO from x = y = 0 with cohorts of two of 20 different clients; `target` multiplies their targets."""
     method = fb.SimFBO(local_steps=1, batch_size=2, server_lr=fb.XYV(x=STEP, y=0.5, v=0.5))
     clients = clients or fb.Clients(target * TARGETS)
     given = {"rounds": 60, "cohort": 2, "progress": False} | options
@@ -47,7 +48,7 @@ def solve(target=1.0, clients=None, problem=PROBLEM, **options):
 
 @pytest.mark.parametrize("rounds", [60, 120])
 def test_a_y_that_was_not_trained_is_no_better_start(rounds):
-    """No warning, but a remark for whoever compares the rows."""
+    """A start at which y was not trained is no better start; the result has a remark, but there is no warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         said = [solve(problem=TRAINED, key=key, rounds=rounds).remarks for key in range(4)]
@@ -68,14 +69,21 @@ def converged(samples, rounds):
 
 
 def test_a_converged_run_is_not_worse_than_its_start():
-    """The outer loss of the quadratic task is lower where y was not trained than at the solution."""
+    """A converged run does not count as worse than its start, where y was not trained.
+
+    The outer loss of the quadratic task is lower there than at the solution.
+    """
     task, result = converged(samples=(2, 2), rounds=60)
     assert float(task.metrics["relative_error"](result.x, result.y)) < 1e-2
     assert "where y was not trained: with y trained there it is" in result.remarks[0]
 
 
 def test_a_row_of_rounds_in_which_y_was_not_trained_is_no_better_than_the_end():
-    """The best row, of round 10, has 15.1: the mean of ten rounds, of which the last has 16.9. The run ends at 16.6."""
+    """A row of rounds in which y was not trained does not count as better than the end.
+
+    The best row, of round 10, has 15.1. This is the mean of ten rounds, of which the last has 16.9. The run ends at
+    16.6.
+    """
     task, result = converged(samples=(2, 3), rounds=200)
     assert float(task.metrics["relative_error"](result.x, result.y)) < 1e-6
     assert result.best.round == 10
@@ -83,7 +91,7 @@ def test_a_row_of_rounds_in_which_y_was_not_trained_is_no_better_than_the_end():
 
 
 def test_y_is_trained_on_all_samples():
-    """Of clients of unequal sizes and weights: y*(x) = Σ p_i mean_i + x."""
+    """y is trained on all samples of clients with unequal sizes and weights: y*(x) = Σ p_i mean_i + x."""
     rng = np.random.default_rng(4)
     samples = [rng.normal(size=(size, 2)) for size in (3, 2 * BLOCK + 1, 40)]
     clients = fb.Clients(samples, weights=[1, 2, 3])
@@ -97,7 +105,11 @@ def test_y_is_trained_on_all_samples():
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
 def test_rows_that_cannot_tell():
-    """The losses of cohorts differ by more than all clients' loss rises: by 4 %, and no run says another number."""
+    """The end is compared on all clients, since rows cannot show a small rise.
+
+    The losses of cohorts differ by more than the loss of all clients rises, which is 4 %. All runs report the same
+    numbers.
+    """
     said = [solve(key=key, rounds=120).remarks for key in range(4)]
     assert 1.02 * START < END < 1.1 * START
     words = f"outer_loss of all clients on all their samples ended at {END:.4g}, worse than {START:.4g} at the start"
@@ -112,7 +124,10 @@ def test_the_warning_names_the_best_row():
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
 def test_every_engine_says_the_same(tmp_path):
-    """And so does a run that is resumed, but not one that was continued by force with another start."""
+    """Every engine gives the same remark, and so does a resumed run.
+
+    A run that was continued by force with another start has no such remark.
+    """
     local = solve(key=1)
     assert "of all clients" in local.remarks[0]
     assert solve(key=1, engine=fb.Reference()).remarks == local.remarks
@@ -129,7 +144,7 @@ def test_every_engine_says_the_same(tmp_path):
 
 
 def rising(x, y, batch):
-    """x² with a derivative of the other sign."""
+    """Compute x² with a derivative of the opposite sign."""
     still = jax.lax.stop_gradient(x)
     return still**2 - 2 * still * (x - still) + jnp.mean(0 * y * batch)
 
@@ -140,7 +155,10 @@ def rising(x, y, batch):
     ids=["", "after halvings"],
 )
 def test_a_remark_names_no_step_that_is_only_a_default(outer, options):
-    """All steps of LFedNest adapt, and its factor inner.server_lr is 1 unless it is given."""
+    """A remark does not name a step that is only a default.
+
+    All steps of LFedNest adapt, and its factor inner.server_lr is 1 unless it is given.
+    """
     problem, start = fb.Bilevel(outer, PROBLEM.inner), jnp.asarray(float(outer is rising))
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -157,7 +175,10 @@ def raise_at_30(result, row):
 
 
 def test_what_rows_seem_to_say_is_compared_with_all_clients():
-    """y = 1 is where the outer loss of all is least; by the rows some of these runs end worse than they began."""
+    """A run whose rows seem to get worse has no remark if the loss of all clients does not.
+
+    The outer loss of all clients is least at y = 1. By their rows, some of these runs end worse than they began.
+    """
     shifted = fb.Clients(TARGETS + 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -176,7 +197,10 @@ def test_what_rows_seem_to_say_is_compared_with_all_clients():
     ids=["private", "another column", "too few gradients"],
 )
 def test_where_it_is_not_computed(options, monkeypatch):
-    """Under privacy no client's loss leaves it without noise; and two evaluations must not take longer than the run."""
+    """The comparison is left out under privacy, for another column, and for short runs.
+
+    Under privacy, no loss leaves a client without noise. The two evaluations must not take longer than the run.
+    """
     monkeypatch.setattr("fedbilevel.engines.posed.outer_losses", pytest.fail)
     assert "of all clients" not in str(solve(**options).remarks)
 
@@ -188,7 +212,10 @@ def out_of_memory(*_):
 @pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
 @pytest.mark.parametrize("outer_losses", [out_of_memory, lambda *_: [np.nan, 1.0]], ids=["memory", "not finite"])
 def test_a_result_is_not_lost_by_it(outer_losses, monkeypatch):
-    """Nor is a run said to have ended worse where a sample that no round has read is NaN."""
+    """If the comparison runs out of memory, or meets a NaN in a sample that no round has read, the result is not lost.
+
+    There is then no remark that the run ended worse.
+    """
     monkeypatch.setattr("fedbilevel.engines.posed.outer_losses", outer_losses)
     result = solve(key=1)
     assert result.round == 60
@@ -196,7 +223,10 @@ def test_a_result_is_not_lost_by_it(outer_losses, monkeypatch):
 
 
 def test_an_inner_variable_that_raises_the_loss_is_no_worse_end():
-    """max over y of 3y + xy − y²/2 + x²/2 is (3 + x)²/2 + x²/2, at least 2.25, and the loss is 0 where y is 0."""
+    """In a minimax problem, a loss that rises because y is trained is no worse end.
+
+    max over y of 3y + xy − y²/2 + x²/2 is (3 + x)²/2 + x²/2 ≥ 2.25, and at y = 0 the loss is 0.
+    """
     problem = fb.Minimax(lambda x, y, batch: 3 * y + x * y - y**2 / 2 + x**2 / 2 + 0 * jnp.mean(batch))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -206,7 +236,7 @@ def test_an_inner_variable_that_raises_the_loss_is_no_worse_end():
 
 
 def test_the_outer_losses_of_unequal_clients():
-    """Blocks of one client's samples, as long as BLOCK at most: each sample counts once."""
+    """The outer losses of unequal clients count each sample once, in blocks of one client and at most BLOCK samples."""
     rng = np.random.default_rng(1)
     sizes = [3, 2 * BLOCK, 700, 1, BLOCK, 40]
     samples = [rng.normal(size=(size, 2)) for size in sizes]
@@ -220,7 +250,8 @@ def test_the_outer_losses_of_unequal_clients():
 
 
 def test_the_outer_losses_of_whole_clients():
-    """A WholeLoss gets all samples of a client; so does a loss that is no mean, of equal clients with few samples."""
+    """A WholeLoss gets all samples of a client; so does a loss that is no mean, if clients are equal and have few
+    samples."""
     rng = np.random.default_rng(2)
     samples = [rng.normal(size=size) for size in (300, 5, 1)]
     whole = fb.WholeLoss(lambda x, y, batch, valid: jnp.max(jnp.where(valid, batch, -jnp.inf)) * y)

@@ -1,4 +1,4 @@
-"""Is each metric one finite number, and its data an argument of the program rather than part of it?"""
+"""Is each metric one finite number, and are its data arguments of the compiled program, not constants in it?"""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from fedbilevel.engines.evaluation import Evaluation
 from refusals import refuses
 
 X, Y = jnp.array([1.0, 2.0]), {"w": jnp.array([3.0])}
-NONE = {"w": None}  # of y is fixed
+NONE = {"w": None}  # y has no fixed leaves
 
 
 def evaluate(metric, x=X, y=Y, round=7):
@@ -68,7 +68,7 @@ def test_a_value_that_is_not_finite_stops_and_says_where(x, value):
 
 @pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
 def test_data_of_a_metric_are_arguments_of_its_program(kind, monkeypatch):
-    """The text of the program mentions the shape of the data, but holds none of its 50 000 numbers."""
+    """The text of a metric's program has the shape of its data, but none of the 50 000 numbers."""
     data = kind(np.random.default_rng(0).normal(size=(50_000, 2)))
     programs, jit = [], jax.jit
 

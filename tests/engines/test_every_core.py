@@ -1,4 +1,4 @@
-"""Without a word from the user every core is used, where that pays; and a run that is resumed gives the same bits."""
+"""Are all cores used without a setting, if this is faster, and does a resumed run give the same bits?"""
 
 import json
 import os
@@ -16,7 +16,7 @@ from fedbilevel.engines.engine import Cohort
 from fedbilevel.engines.local.engine import CACHE, MUCH_STATE, Local, default_chunk, default_devices
 from fedbilevel.engines.local.samples import in_place, replicate
 
-LARGE = MUCH_STATE // 16 + 1  # numbers of four bytes, of which four clients have more than MUCH_STATE
+LARGE = MUCH_STATE // 16 + 1  # numbers of four bytes: four clients then have more than MUCH_STATE
 PROGRAM = """
 import json, pathlib, sys, tempfile, warnings
 import jax, jax.numpy as jnp, numpy as np
@@ -41,7 +41,7 @@ def said(make, size, clients=4):
 
 
 def told_by(lines, flags=""):
-    """What a process prints, as JSON, in which JAX has not started."""
+    """Return what a new process, in which JAX has not started, prints as JSON."""
     quick = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag and "eigen" not in flag]
     environment = {**os.environ, "XLA_FLAGS": " ".join([*quick, flags]), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", PROGRAM + lines], env=environment, capture_output=True, text=True)
@@ -52,7 +52,7 @@ def told_by(lines, flags=""):
 @pytest.mark.parametrize(
     ("calls", "flags", "found"),
     [
-        (f"said(np.ones, {LARGE}), said(np.ones, 2)", "", [[3, 2, []], [3, 1, []]]),  # four clients: two each
+        (f"said(np.ones, {LARGE}), said(np.ones, 2)", "", [[3, 2, []], [3, 1, []]]),  # four clients: two on each device
         pytest.param(
             f"said(np.ones, {LARGE}, clients=1), said(np.ones, {LARGE}, clients=1)",
             "",
@@ -104,7 +104,7 @@ def test_runs_of_specs_have_every_core(lines, tmp_path):
 
 
 def solved(engine, rounds, **options):
-    """The end of a run with a model that is large enough for several devices; clients pull it their ways."""
+    """Run with a model that is large enough for several devices; the clients pull it in different directions."""
     rows = np.random.default_rng(0).normal(size=(5, 3, LARGE)).astype(np.float32)
     problem = fb.SingleLevel(lambda x, batch: (jax.numpy.tanh(x - batch) ** 2).mean())
     arguments = fb.FedAvg(lr=30.0, batch_size=2), problem, fb.Clients(list(rows)), rows[0, 0]
@@ -119,7 +119,10 @@ def test_results_lie_on_one_device_and_can_be_gone_on_from():
 
 @pytest.mark.parametrize(("first", "devices"), [(Local(), 2), (Local(devices=1), 1)])
 def test_a_run_is_resumed_on_as_many_devices_to_the_same_bits(first, devices, tmp_path):
-    """The tests' process has two."""
+    """A run is resumed on the number of devices with which it began, to the same bits.
+
+    The tests' process has two devices.
+    """
     file = tmp_path / "run.npz"
     solved(first, 2, checkpoint=file)
     assert checkpoint.load_meta(file)["devices"] == devices
@@ -149,13 +152,13 @@ def test_devices_are_as_few_as_give_the_same_share(monkeypatch):
 @pytest.mark.parametrize(
     ("share_of_cache", "share", "devices", "lumpy", "chunk"),
     [
-        (0, 10, 2, False, 10),  # all there are
+        (0, 10, 2, False, 10),  # all of them
         (1e-3, 10, 2, True, 5),
         (0.1, 1000, 2, False, 10),
         (0.1, 1000, 1, False, 20),  # several cores work for the one device
         (0.1, 95, 2, False, 10),  # five of a hundred places are empty
         (0.3, 50, 2, False, 3),  # 51 places
-        (0.3, 5, 2, False, 1),  # by threes or twos there would be six places
+        (0.3, 5, 2, False, 1),  # with chunks of three or two there would be six places
         (1.0, 50, 2, False, 1),
         (9.0, 50, 1, False, 1),
     ],
@@ -169,9 +172,9 @@ def test_as_many_clients_are_vectorised_as_a_cache_holds(share_of_cache, share, 
 @pytest.mark.parametrize(
     ("state", "share", "steps", "chunk"),
     [
-        (10**6, 200, None, 200),  # all there are
+        (10**6, 200, None, 200),  # all of them
         (10**6, 1000, None, 250),  # 1 GB in four parts of less than 2²⁸ bytes
-        (10**6, 100, [1, 2], 25),  # in quarters, as a chunk lasts as long as its slowest client
+        (10**6, 100, [1, 2], 25),  # in quarters, since a chunk takes as long as its slowest client
         (10**6, 2000, [1, 2], 250),
         (2**29, 3, None, 1),
         (0, 5, None, 5),
@@ -194,4 +197,4 @@ def test_nothing_is_said_where_the_user_chose_one_device(monkeypatch):
     machine.advise_of_cores.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        machine.advise_of_cores()  # by XLA_FLAGS of conftest.py
+        machine.advise_of_cores()  # XLA_FLAGS of conftest.py sets the number of devices

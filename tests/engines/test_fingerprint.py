@@ -1,4 +1,4 @@
-"""Does a checkpoint know what its run was begun with, and say by name what is different now?"""
+"""Does a checkpoint detect that a run is continued with other arguments, and name them?"""
 
 import dataclasses
 import json
@@ -97,7 +97,7 @@ CHANGES = {
         "its local_optimizer is Plain, not",
     ),
 }
-"""Arguments that are not as they were; what is said about them."""
+"""For each case, the arguments that have changed, and the words of the message."""
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,11 @@ def test_what_differs_is_named(before, case):
 
 
 def test_an_optimizers_own_functions_count():
-    """Two schedules of one name that close over nothing; and optax's own, which close over what was never set."""
+    """The functions in an optimizer count.
+
+    One pair of schedules has the same name and closes over nothing. Optax's own schedules close over variables that
+    were never set.
+    """
 
     def optimizer(schedule):
         return fixed(fb.SimFBO(server_optimizer=optax.sgd(schedule)))
@@ -133,7 +137,7 @@ def test_an_optimizers_own_functions_count():
 
 
 def test_samples_that_both_losses_read_are_not_other_ones():
-    """Inner samples that were the outer ones, and are others now; an equal copy of them is no difference."""
+    """Inner samples that were the outer ones, and are others now, count; an equal copy is no difference."""
 
     def samples(*sets):
         return dataclasses.replace(taken(), samples=fingerprint.of_samples(fb.Clients(*sets), current_group()))
@@ -145,7 +149,10 @@ def test_samples_that_both_losses_read_are_not_other_ones():
 
 
 def test_names_precision_and_layout_do_not_count(before):
-    """JAX computes here in float64, so that what NumPy has in float64 is what it gets."""
+    """Names of functions, precision and the layout of samples do not count.
+
+    JAX computes in float64 here, so that it gets the same numbers as NumPy has.
+    """
 
     def renamed(x, y, batch):
         return fit(x, y, batch)
@@ -168,12 +175,12 @@ def test_neither_json_nor_other_versions_of_jax_make_another_loss(before):
 
 @pytest.mark.parametrize("dtype", [np.float64, np.uint8])
 def test_of_a_large_array_in_memory_every_number_counts(monkeypatch, dtype):
-    """The sample that nobody looks at below, where the array is memory-mapped."""
+    """For a large array in memory every number counts, also one that is not read if the array is memory-mapped."""
     monkeypatch.setattr(fingerprint, "WHOLE", 2**10)
     values = np.zeros((10_000, 3), dtype)
     rows = Ragged({"a": values}, np.arange(100) * 100, np.full(100, 100))
     first = fingerprint.of_samples(fb.Clients(rows), current_group())["outer"]
-    values[1501, 2] = 1  # client 15's: block b begins with client ⌊100 b/64⌋, the tenth with 15 and the next with 17
+    values[1501, 2] = 1  # client 15's; block b begins with client ⌊100 b/64⌋: block 10 with 15 and block 11 with 17
     second = fingerprint.of_samples(fb.Clients(rows), current_group())["outer"]
     assert [number for number in range(64) if first[number] != second[number]] == [10]
     assert fingerprint.clients_of([10], 100) == "clients 15 to 16"
@@ -181,14 +188,18 @@ def test_of_a_large_array_in_memory_every_number_counts(monkeypatch, dtype):
 
 
 def test_the_type_and_the_shape_of_an_array_count():
-    """Of the same bytes: four zeros as a row, as a column, and as the bits of whole numbers."""
+    """The type and the shape of an array count: four zeros as a row, as a column and as whole numbers have the same
+    bytes."""
     row, column, whole = np.zeros((1, 4)), np.zeros((4, 1)), np.zeros((1, 4), np.int64)
     assert len({kept.of_array(array) for array in (row, column, whole)}) == 3
 
 
 def test_of_a_large_mapped_array_evenly_spaced_samples_are_read(monkeypatch, tmp_path):
-    """1,000 clients with 100 samples in 64 blocks: 1,562 or 1,563 samples each, of which 32 are read, first and last
-    among them. The blocks of 1,000 begin with client ⌊1000 b/64⌋: 0, 15, 31, 46, …"""
+    """Of a large memory-mapped array, evenly spaced samples are read.
+
+    1,000 clients with 100 samples are 64 blocks of 1,562 or 1,563 samples. 32 samples of each block are read, with the
+    first and the last. The blocks begin with client ⌊1000 b/64⌋: 0, 15, 31, 46, …
+    """
     monkeypatch.setattr(fingerprint, "WHOLE", 2**16)
     values = np.lib.format.open_memmap(tmp_path / "a.npy", "w+", np.float32, (100_000, 3))
     rows = Ragged({"a": values}, np.arange(1000) * 100, np.full(1000, 100))
@@ -201,7 +212,7 @@ def test_of_a_large_mapped_array_evenly_spaced_samples_are_read(monkeypatch, tmp
         False
     ]
     assert fingerprint.clients_of([1, 2, 63], 1000) == "clients 15 to 45, 984 to 999"
-    values[1501] = 1  # nobody looks there: the second of 1,600 samples, of which every 50th or so is read
+    values[1501] = 1  # not read: the second sample of its block, of which every 50th or so is read
     assert fingerprint.of_samples(fb.Clients(rows), current_group()) == second
 
 
@@ -242,7 +253,7 @@ def test_a_loss_has_the_same_hash_in_every_process():
 
 @pytest.fixture
 def begun(tmp_path):
-    """A checkpoint after three rounds, and what goes on from it."""
+    """Return a function that continues a checkpoint of three rounds."""
     clients = fb.Clients(SAMPLES, SAMPLES)
     problem = fb.Bilevel(fit, ridge)
 
@@ -265,7 +276,8 @@ def test_other_arguments_are_refused_unless_forced(begun, tmp_path):
     with pytest.warns(fb.errors.CheckpointWarning, match=r"run\.npz is continued with other arguments.*: inner loss"):
         forced = begun(6, fb.Bilevel(fit, softer), resume="force")
     assert forced.round == 6
-    assert begun(9, fb.Bilevel(fit, softer), resume=True).round == 9  # it is that run now
+    # the checkpoint now belongs to the run with the other loss
+    assert begun(9, fb.Bilevel(fit, softer), resume=True).round == 9
 
 
 def test_auto_starts_or_continues(begun, tmp_path):
@@ -279,7 +291,10 @@ def test_auto_starts_or_continues(begun, tmp_path):
 
 
 def test_no_resume_passes_one_algorithms_state_to_another(begun, tmp_path):
-    """Both are named, forced or not: which leaves differ says little to who has typed another name."""
+    """One algorithm's state is never passed to another, not even by force, and the error names both.
+
+    A list of different leaves would say little to a user who has mistyped a name.
+    """
     for resume in (True, "force"):
         with pytest.raises(fb.errors.CheckpointError) as refused:
             begun(4, algorithm=fixed(fb.FedNest(batch_size=2)), resume=resume)

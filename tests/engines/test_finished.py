@@ -1,7 +1,8 @@
-"""Does a run end where its algorithm says that nothing is left to do, on every engine, and stay ended?
+"""Does a run end where its algorithm reports that nothing is left to do, on every engine, and does it stay ended?
 
-FISM's stopping rule, the paper's: x, H and F, a sum over all samples, each change by no more than a tolerance relative
-to what they were (and 1). F at x_k is known after the round that began there, so that the run ends one round later.
+FISM's stopping rule is that of the paper: x, H and F, which is a sum over all samples, each change by no more than a
+tolerance, relative to their earlier value plus 1. F at x_k is known only after the round that began there, so that the
+run ends one round later.
 """
 
 import itertools
@@ -14,7 +15,7 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.tasks.location import location
 
-TASK = location(dim=2, targets=7, clients=3)  # of 2, 2 and 3 balls
+TASK = location(dim=2, targets=7, clients=3)  # the clients have 2, 2 and 3 balls
 TOLERANCE, MOST = 0.07, 60
 ALGORITHM = fb.FISM(lr=1.0, lr_decay=0.8, regularization=0.02, regularization_decay=0.1, tolerance=TOLERANCE)
 
@@ -25,9 +26,9 @@ def run(engine=None, **more):
 
 
 def written_out():
-    """(rounds, x) where the paper's rule ends the run, from its lines in NumPy."""
+    """Return (rounds, x) where the paper's rule ends the run, computed in NumPy."""
     balls = [TASK.clients.inner.row(i) for i in range(3)]
-    anchor = -np.array(jax.grad(TASK.problem.outer)(jnp.zeros(2), None, None))  # ∇H(0) = −a
+    anchor = -np.array(jax.grad(TASK.problem.outer)(jnp.zeros(2), None, None))  # ∇H(0) = −a, where a is the anchor
     x = np.array(TASK.x0)
     before = None
     for k in range(1, MOST + 1):
@@ -45,7 +46,7 @@ def written_out():
                 g = (z - c) / away if away > r else 0.0
                 z = np.clip(z - gamma * (g + penalty * (x - anchor)), -10, 10)
             ends.append(z)
-        x = np.mean(ends, axis=0)  # weights by size
+        x = np.mean(ends, axis=0)  # clients are weighted by size
         if before is not None:
             pairs = zip(now, before, strict=True)
             if max(np.linalg.norm(new - old) / (np.linalg.norm(old) + 1) for new, old in pairs) <= TOLERANCE:
@@ -89,7 +90,10 @@ def test_every_engine_ends_there(local, engine):
 
 
 def test_a_run_that_has_ended_is_not_taken_up_again(local, tmp_path):
-    """Cut in two it ends where it did in one piece; resumed after that, not a round is played, and no row added."""
+    """A run that has ended is not continued.
+
+    Cut in two, it ends where it did in one piece. If it is resumed after its end, no round runs, and no row is added.
+    """
     path = tmp_path / "run"
     half = run(rounds=7, eval_every=10, checkpoint=path)
     assert (half.round, half.stopped) == (7, "")
@@ -107,8 +111,11 @@ def test_a_run_that_has_ended_is_not_taken_up_again(local, tmp_path):
     [("x", -8.0, 0.01, 0.01, 1.0), ("F", -8.0, 1.0, 0.01, 0.01), ("H", 0.2, 1.0, 50.0, 0.1)],
 )
 def test_each_of_x_and_both_losses_keeps_a_run_going(decides, start, slope, preference, lr):
-    """IRG by hand on F = slope ½(x − 1)², of two clients with a sample each, and H = preference ½x²: the changes of all
-    three, of which another one falls last in each case; without it the run would end earlier."""
+    """Each of x, F and H can keep a run going: in each case another one is the last to stop changing.
+
+    IRG is computed by hand on F = slope ½(x − 1)², for two clients with a sample each, and H = preference ½x². Without
+    the last of the three changes, the run would end earlier.
+    """
     a, b, penalty, tolerance = 0.6, 0.35, 0.01, 0.01
     x, measured = start, []
     for k in range(1, 400):

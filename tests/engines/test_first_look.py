@@ -1,4 +1,4 @@
-"""Are losses that would end in numbers which look right named before the first round, and no others?"""
+"""Are losses that would give wrong but plausible numbers named before the first round, and no others?"""
 
 import re
 import warnings
@@ -15,7 +15,7 @@ from fedbilevel.engines.first_look import first_look
 from fedbilevel.errors import ConfigurationError, InfluenceWarning
 from fedbilevel.tasks import TASKS
 
-pytestmark = pytest.mark.checked  # the checks before a run are the claim
+pytestmark = pytest.mark.checked  # the tests are about the checks before a run
 
 RNG = np.random.default_rng(0)
 U, CLASSES = RNG.normal(size=(4, 20, 3)), RNG.permutation(np.arange(80) % 3).reshape(4, 20)
@@ -50,7 +50,7 @@ def network(x, y, batch):
 
 
 def together(x, y, samples, valid):
-    """A sum over a client's samples, of which each indexes another one."""
+    """Compute a sum over a client's samples, each of which refers to another sample."""
     each = (samples["u"] @ y - samples["t"][samples["other"]]) ** 2
     return jnp.sum(jnp.where(valid, each, 0)) + 10**x @ y**2
 
@@ -68,7 +68,7 @@ def composed(reduce):
 
 
 def said(problem, clients=SAMPLES, x=X, y=Y):
-    """What is warned of before the first round."""
+    """Return the warnings before the first round."""
     (x, x_fixed), (y, y_fixed) = split(x), split(y)
     clients = fb.Clients(clients) if isinstance(clients, dict) else clients
     prepared = problem.with_fixed(x_fixed, y_fixed).prepared()
@@ -159,12 +159,12 @@ def test_what_is_wrong_is_said(case):
 
 
 def rare(share, *shape):
-    """1 in that share of the samples, evenly spread, else 0."""
+    """Return 1 for this share of the samples, evenly spread, and 0 for the others."""
     return (np.arange(np.prod(shape)) % round(1 / share) == 0).astype(float).reshape(shape)
 
 
 def crossed(x, y, batch):
-    """Entropies of (n, 1) outputs and (n,) labels, which are broadcast to (n, n)."""
+    """Compute entropies of (n, 1) outputs and (n,) labels, which are broadcast to (n, n)."""
     return jnp.mean(jax.nn.softplus((batch["u"] @ y)[:, None]) - (batch["u"] @ y)[:, None] * batch["l"])
 
 
@@ -187,13 +187,16 @@ FEW_TELL = {
     "a sum over positives": (of_positives, {"u": U, "l": rare(0.1, 4, 20)}, "looks like a sum"),
     "a sum of hinges": (hinges, SAMPLES | {"t": 5 * rare(0.1, 4, 20)}, "looks like a sum"),
 }
-"""Losses that are no mean, which few samples or pairs of them can tell."""
+"""Losses that are no mean, which only few samples, or few pairs of samples, show."""
 
 
 @pytest.mark.parametrize("penalty", [0.0, 1.0])
 @pytest.mark.parametrize("case", FEW_TELL)
 def test_no_mean_is_said_where_few_samples_differ(case, penalty):
-    """Also where a penalty makes the loss of all other samples a number other than 0."""
+    """A loss that is no mean is found although few samples differ.
+
+    A penalty makes the loss of all other samples a number other than 0 in one case.
+    """
     loss, samples, words = FEW_TELL[case]
     fit = lambda x, y, b: jnp.mean((b["u"] @ y - 1) ** 2)  # noqa: E731
     problem = fb.Bilevel(
@@ -205,7 +208,7 @@ def test_no_mean_is_said_where_few_samples_differ(case, penalty):
 
 @pytest.mark.parametrize("case", FEW_TELL)
 def test_the_mean_of_the_same_is_sound(case):
-    """Also with a leaf that is the same for all samples."""
+    """The mean of the same losses is not warned of, also if one leaf is the same for all samples."""
     loss, samples, _ = FEW_TELL[case]
     mean = lambda x, y, b: jnp.mean(jax.vmap(lambda one: loss(x, y, jax.tree.map(lambda a: a[None], one)))(b))  # noqa: E731
     assert (
@@ -237,7 +240,7 @@ def test_nothing_is_said_of_sound_losses(case):
 
 
 def test_solve_says_it_at_the_users_line_and_x_stays():
-    """The claim itself: after rounds of a method that goes by derivatives x has not moved by a bit."""
+    """`solve` warns at the user's line, and after rounds with derivatives x has not moved by a bit."""
     with pytest.warns(InfluenceWarning, match="will not move") as caught:
         result = solved(WRONG["round"][0], X)
     assert caught[0].filename == __file__
@@ -245,7 +248,10 @@ def test_solve_says_it_at_the_users_line_and_x_stays():
 
 
 def test_x_of_few_clients_is_found():
-    """x enters the loss of two clients in a hundred, whose samples are in the first sixteen pairs or in later ones."""
+    """The influence of x is found although it enters the loss of only two clients in a hundred.
+
+    Their samples are in the first sixteen pairs or in later ones.
+    """
     held = (np.arange(100) % 50 == 0)[:, None] * np.ones((100, 2))
     samples = {"u": RNG.normal(size=(100, 2, 3)), "t": np.ones((100, 2)), "held": held}
     own = lambda x, y, batch: fit(x, y, batch) + jnp.mean(batch["held"]) * (10**x @ y**2)  # noqa: E731
@@ -254,7 +260,10 @@ def test_x_of_few_clients_is_found():
 
 @pytest.mark.slow
 def test_a_start_that_is_left_by_no_derivative_is_named():
-    """At x = 0 and w = 0 the hidden layer is 0, and with it all derivatives in w and x; b alone moves."""
+    """A start from which no derivative moves x is named.
+
+    At x = 0 and w = 0 the hidden layer is 0, and so are all derivatives in w and x. Only b moves.
+    """
     (text,) = said(fb.Bilevel(network, network), x=ZEROS[0], y=ZEROS[1])
     assert text.startswith("x will not move from this start: ")
     result = fb.solve(fb.FedBiO(), fb.Bilevel(network, network), fb.Clients(SAMPLES), *ZEROS, rounds=2)
@@ -262,12 +271,13 @@ def test_a_start_that_is_left_by_no_derivative_is_named():
 
 
 def test_targets_that_are_rarely_other_than_0_are_no_such_start():
-    """Derivatives at y = 0 are 0 but for one sample in 200."""
+    """Targets that are nearly always 0 are not reported: at y = 0 one sample in 200 has a derivative other than 0."""
     t = np.where(np.arange(4000) % 200 == 0, 1.0, 0.0).reshape(4, 1000)
     assert said(fb.Bilevel(fit, ridge), {"u": RNG.normal(size=(4, 1000, 3)), "t": t}) == []
 
 
-OWN = [*sorted(set(TASKS) - {"few_shot"}), pytest.param("few_shot", marks=pytest.mark.slow)]  # downloaded characters
+# few_shot downloads characters
+OWN = [*sorted(set(TASKS) - {"few_shot"}), pytest.param("few_shot", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -287,12 +297,12 @@ LOOK_UPS = {
     "floats": lambda scores, c: scores[jnp.arange(len(c)), c.astype(float).astype(int)],
     "one_hot": lambda scores, c: jax.nn.one_hot(c, 3) * scores,
 }
-"""(scores, classes) -> what is taken of them."""
+"""Functions (scores, classes) -> the scores of the classes."""
 SCORES = np.ones(()), np.zeros((3, 3))
 
 
 def entropy(look_up):
-    """The loss of a linear model of three classes, with a ridge, so that x has an influence."""
+    """Return the loss of a linear model of three classes, with a ridge in which x has an influence."""
 
     def loss(x, y, batch):
         return -jnp.mean(look_up(jax.nn.log_softmax(batch["u"] @ y), batch["c"])) + x * jnp.sum(y**2)
@@ -306,12 +316,15 @@ def said_of(classes, look_up):
 
 @pytest.mark.parametrize("name", LOOK_UPS)
 def test_labels_beyond_the_classes_are_refused_or_warned_of(name):
-    """Of 1, 2, 3 for three classes, and of -1, which JAX takes for the last one, or for none."""
+    """Labels beyond the classes are refused, or warned of.
+
+    The labels are 1, 2, 3 for three classes, or -1, which JAX treats as the last class or as none.
+    """
     assert said_of(CLASSES, LOOK_UPS[name]) == []
     words = (
         r"Clients\.outer\['c'\] in sample \d+ of client \d makes the outer loss take entry {} of an axis .* 0 to 2\. "
     )
-    if name == "one_hot":  # an entry that is in no class may be meant
+    if name == "one_hot":  # a label that is in no class may be intended
         assert re.match(words.format(3), said_of(CLASSES + 1, LOOK_UPS[name])[0])
     else:
         with pytest.raises(ConfigurationError, match=words.format(3)):

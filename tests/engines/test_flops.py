@@ -1,4 +1,4 @@
-"""Are floating-point operations counted as written down by hand, and as XLA counts where it can?"""
+"""Are floating-point operations counted as by hand, and as XLA counts them where it can?"""
 
 from dataclasses import replace
 
@@ -38,7 +38,10 @@ ROUNDS = {
 
 @pytest.mark.parametrize("case", ROUNDS)
 def test_a_round_says_before_how_many_exchanges_it_has(case):
-    """As many as a run counts; where their number follows from the round, that is not known."""
+    """The number of exchanges that is known before a round is that of a run.
+
+    If the number depends on the round, it is not known.
+    """
     algorithm, task = ROUNDS[case], quadratic(clients=2, samples=(8, 8))
     start = algorithm, task.problem, task.x0, task.y0, RemoteClients.of(task.clients).examples()
     played = fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, rounds=1, engine=fb.Reference())
@@ -67,7 +70,8 @@ def test_a_loop_costs_its_length_times_its_body():
 def test_a_loop_of_unknown_length_has_no_known_cost():
     assert cost(lambda n, a: lax.fori_loop(0, n, lambda i, a: 2 * a, a), jnp.asarray(3), shape(5)) is None
     assert cost(lambda a: lax.while_loop(lambda a: jnp.sum(a) < 1, lambda a: 2 * a, a), shape(5)) is None
-    assert cost(lambda n: lax.fori_loop(0, n, lambda i, total: total + i, 0), jnp.asarray(3)) == 0  # of integers
+    # no operations, since the numbers are integers
+    assert cost(lambda n: lax.fori_loop(0, n, lambda i, total: total + i, 0), jnp.asarray(3)) == 0
 
 
 def test_a_branch_costs_as_much_as_the_dearest():
@@ -131,8 +135,11 @@ CONVOLUTIONAL = (shape(3, 3, 3, 16), shape(3, 3, 16, 32), shape(8, 16, 16, 3))
 
 @pytest.mark.parametrize(("loss", "arguments"), [(network, DENSE), (convolutions, CONVOLUTIONAL)])
 def test_gradient_and_product_agree_with_xla(loss, arguments):
-    """Nine operations in ten are products of matrices, which both count alike. Of the rest XLA may simplify some away,
-    merge what is computed twice, or count comparisons of integers: 3% is a third of it."""
+    """The operations of a gradient and a product agree with XLA's to 3 %.
+
+    Nine in ten operations are products of matrices, which both count alike. XLA may simplify some of the others, merge
+    equal ones, or count comparisons of integers: 3 % is a third of these others.
+    """
     x, y, batch = arguments
 
     def both(x, y, v, batch):
@@ -144,8 +151,12 @@ def test_gradient_and_product_agree_with_xla(loss, arguments):
 
 
 def test_a_convolution_counts_what_is_inside_and_no_zeros_between_the_entries():
-    """One axis, by hand: image 3 long, dilated to 5, padded by 1 in front; kernel of 2; stride 1: places 0..4 see
-    (pad, a0), (a0, –), (–, a1), (a1, –), (–, a2): 5 products, each of 2 features in, 4 out and 6 images."""
+    """A convolution counts products of entries of the image, and none of the zeros between them.
+
+    By hand for one axis: the image of length 3 is dilated to 5, and padded by 1 in front. The kernel has length 2, and
+    the stride is 1. Places 0..4 see (pad, a0), (a0, –), (–, a1), (a1, –), (–, a2). These are 5 products, each for 2
+    features in, 4 out, and 6 images.
+    """
 
     def one(image, kernel):
         return lax.conv_general_dilated(image, kernel, (1,), [(1, 0)], lhs_dilation=(2,))
@@ -158,7 +169,7 @@ def test_a_convolution_counts_what_is_inside_and_no_zeros_between_the_entries():
 
 
 class Twice(Algorithm):
-    """Two exchanges a round: a full batch's sum with x, and τ products of y with a matrix."""
+    """A method with two exchanges in a round: a full batch's sum with x, and τ products of y with a matrix."""
 
     local_steps: int = static(default=4)
     solves = (fb.Bilevel,)
@@ -196,7 +207,7 @@ def by_phase(costs):
 
 
 def seen(samples):
-    """The samples' sum over their axis, then a product by entry: as einsum writes it."""
+    """Return the cost of the sum of the samples over their axis, and then of a product by entry, as einsum does it."""
     return cost(lambda s, x: jnp.einsum("sf,fh->fh", s, x), shape(samples, 3), shape(3, 8))
 
 
@@ -218,7 +229,7 @@ def test_submodels_have_an_entry_for_each_capacity():
     unit_layout = UnitLayout.of(Structure(x="_ hidden", y="hidden _"), X, Y)
     cut = [(unit_layout, {"hidden": 8}), (unit_layout, {"hidden": 4}), (unit_layout, {"hidden": 2})]
     costs = flops_of_calls(Twice(), PROBLEM, clients([6, 6]), X, Y, cut)
-    for kept in (8, 4, 2):  # a product with y yᵀ is quadratic in the units, x and what comes of it linear
+    for kept in (8, 4, 2):  # a product with y yᵀ is quadratic in the units; x and what follows from it is linear
         assert costs["steps", 2 * kept * 8, 2 * kept * 8] == 4 * 2 * (2 * kept * 2 * kept)
         down, up = (3 + 2) * kept * 8, 3 * kept * 8
         assert costs["seen", down, up] == cost(lambda s, x: jnp.einsum("sf,fh->fh", s, x), shape(6, 3), shape(3, kept))
@@ -245,7 +256,7 @@ def test_a_phase_that_branches_on_values_runs_on_the_reference_all_the_same():
 
 
 def test_a_run_counts_them(tmp_path):
-    """Two rounds of a cohort of 2: one exchange that sees samples and 5 of steps; and the same after resuming."""
+    """Two rounds of a cohort of 2 count one exchange with samples and 5 with steps, and the same after resuming."""
     path = tmp_path / "run"
     given = Twice(), PROBLEM, clients([6, 6, 6]), X / 100, Y / 100
     first = fb.solve(*given, rounds=1, cohort=2, checkpoint=path, count_flops=True)

@@ -1,4 +1,4 @@
-"""Does a round cost what was counted before, and is it refused where that cannot be known?"""
+"""Does a round cost what was predicted, and is a prediction refused where it is impossible?"""
 
 from dataclasses import replace
 
@@ -27,7 +27,10 @@ def task_of(case, capacity=(1.0, 0.5, 0.5, 0.25)):
 
 @pytest.mark.parametrize("case", slow_but("whole models, loops", "submodels", of=METHODS))
 def test_a_round_costs_what_was_counted(case):
-    """Four clients: of submodels one holds the whole model, two a half and one a quarter of it."""
+    """The predicted cost of a round is that of a run.
+
+    Of four clients with submodels, one holds the whole model, two hold a half, and one holds a quarter of it.
+    """
     method, task = METHODS[case], task_of(case)
     start = method, task.problem, task.clients, task.x0, task.y0
     found, played = cost_of_round(*start), fb.solve(*start, rounds=1, count_flops=True).ledger

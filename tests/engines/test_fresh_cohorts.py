@@ -1,6 +1,6 @@
-"""What a round asks of fresh cohorts: who is in them, how much they work, what their time costs, and what nobody keeps.
+"""What a round asks of fresh cohorts: their members, their work, their time, and the states, which stay untouched.
 
-A client that is asked there neither sees nor changes what it keeps between rounds.
+A client in a fresh cohort neither sees nor changes what it keeps between rounds.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ class State(NamedTuple):
 
 
 class Asking(authoring.Algorithm):
-    """Each round asks its own cohort, two fresh ones and its own again; y is the means of (id, kept, steps) of each."""
+    """A round asks its own cohort, two fresh ones, and its own again; y has the mean (id, kept, steps) of each."""
 
     @property
     def asks(self):
@@ -46,7 +46,10 @@ class Asking(authoring.Algorithm):
 
 @pytest.fixture(params=[fb.Reference, fb.Local], scope="module")
 def rounds(request):
-    """cohort -> (y after each round, virtual time of each): client i takes 1 + i seconds for an exchange."""
+    """Return a function of the cohort: y after each round, and the virtual time of each round.
+
+    Client i takes 1 + i seconds for an exchange.
+    """
 
     def play(cohort):
         seen, samples = [], {"a": np.zeros((CLIENTS, 2))}
@@ -65,7 +68,10 @@ def rounds(request):
 
 
 def test_the_own_cohort_alone_keeps_what_it_did(rounds):
-    """Cohorts of one: a client counts the exchanges in which it was asked as the round's own, and no others."""
+    """Only exchanges with the round's own cohort change what a client keeps, here the number of such exchanges.
+
+    Cohorts have one client.
+    """
     calls, fresh = dict.fromkeys(range(CLIENTS), 0), set()
     for (own, *others, again), took in zip(*rounds(1), strict=True):
         client = int(own[0])
@@ -73,13 +79,17 @@ def test_the_own_cohort_alone_keeps_what_it_did(rounds):
         calls[client] += 2
         assert (again[0], again[2]) == (own[0], own[2])
         assert all(kept == NONE for _, kept, _ in others)
-        assert round(took) == sum(1 + int(told[0]) for told in (own, *others, again))  # each waits for whom it asks
+        # each exchange waits for its cohort
+        assert round(took) == sum(1 + int(told[0]) for told in (own, *others, again))
         fresh |= {(client, *(int(told[0]) for told in others))}
-    assert len(fresh) > CLIENTS  # else a fresh cohort would follow from the round's own
+    assert len(fresh) > CLIENTS  # otherwise a fresh cohort would follow from the round's own
 
 
 def test_a_fresh_cohort_of_everyone_draws_its_own_work(rounds):
-    """Means over three numbers from 1..1000 of two cohorts agree with a chance below 1/300."""
+    """A fresh cohort of all clients draws its own numbers of local steps.
+
+    The means of three numbers from 1..1000 agree for two cohorts with a chance below 1/300.
+    """
     for (own, one, other, again), _ in zip(*rounds(None), strict=True):
         assert own[2] == again[2]
         assert len({own[2], one[2], other[2]}) == 3

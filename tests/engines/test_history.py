@@ -1,4 +1,4 @@
-"""Are columns and rows what was measured, also after a file?"""
+"""Do columns and rows have the measured numbers, also after a file was read?"""
 
 import numpy as np
 
@@ -45,7 +45,10 @@ def test_lines_of_json_give_back_the_same_numbers_also_from_a_file(tmp_path):
 
 
 def test_metrics_come_first_then_losses_and_only_of_these_one_value_is_the_best():
-    """Row 0 has no losses yet, and what a method tells of itself stands before them."""
+    """Columns begin with metrics and then losses, and only these have a best value.
+
+    Row 0 has no losses yet, and what a method reports about itself stands before them.
+    """
     rows = [
         {"round": 0, "gap.worst": 1.0, "curvature": 0.0},
         {"round": 5, "gap.worst": 3.0, "curvature": 7.0, "inner_loss": 2.0, "outer_loss": 4.0},

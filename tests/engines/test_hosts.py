@@ -1,7 +1,7 @@
-"""Do several processes, each with its own share of the clients, compute what one computes?
+"""Do several processes, each with its own share of the clients, compute what one process computes?
 
-Processes are real ones, on the loopback. Sums over them have another order than in one process: see test_agreement.py
-for why states agree to 1e-12.
+The processes are real ones, on the loopback. Sums over processes have another order than in one process;
+test_agreement.py says why states agree to 1e-12.
 """
 
 import ctypes
@@ -26,12 +26,12 @@ from fedbilevel.engines.multihost import LOST, SLURM, check_reachable, join
 from fedbilevel.engines.process_group import PIECE, KeyValueStore, LostProcess, ProcessGroup
 
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-SECONDS = 480  # after which a process that hangs is ended
+SECONDS = 480  # a process that hangs is ended after this time
 PORTS = iter(range(21000 + os.getpid() % 900, 22000))
 
 
 def free_port():
-    """A port that nobody listens at."""
+    """Return a port at which no process listens."""
     for port in PORTS:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)):
@@ -40,7 +40,7 @@ def free_port():
 
 
 def start(processes, folder, jobs):
-    """The processes, started."""
+    """Start the processes, and return them."""
     environment = {
         **os.environ,
         "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir or "",
@@ -60,7 +60,7 @@ def start(processes, folder, jobs):
 
 
 def ends(started):
-    """(exit code, standard output, standard error) of each process."""
+    """Return (exit code, standard output, standard error) of each process."""
     try:
         outputs = [process.communicate(timeout=SECONDS) for process in started]
     finally:
@@ -70,14 +70,14 @@ def ends(started):
 
 
 def play(processes, folder, jobs):
-    """Do jobs on several processes; a function (name, process) -> {leaf: array}."""
+    """Run the jobs on several processes; return a function (name, process) -> {leaf: array}."""
     for code, _, error in ends(start(processes, folder, jobs)):
         assert code == 0, error
     return lambda name, process=0: dict(np.load(folder / f"{name}.{process}.npz"))
 
 
 def alone(job):
-    """The same by this process."""
+    """Run a job in this process, and return the same as `play`."""
     _, function, arguments = job
     leaves = jax.tree_util.tree_leaves_with_path(getattr(host_worker, function)(**arguments))
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
@@ -109,7 +109,7 @@ DIVERGES = {"rounds": 4, "checkpoint": None, "lr": 1e60}
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """All that two processes are asked to do in the tests below, and the folder of their files."""
+    """Run on two processes all jobs of the tests below; return the folder of their files and the outcomes."""
     folder = tmp_path_factory.mktemp("two")
     host_worker.solved(4, folder / "of-one.npz")
     jobs = [
@@ -175,7 +175,7 @@ def test_what_differs_or_process_0_refuses_is_the_error_of_both(two):
 
 
 def ends_of(*codes):
-    """`ends` of two processes that join and then run these lines."""
+    """Return `ends` of two processes that join and then run these lines."""
     imports = "import os, time; from unittest.mock import Mock; from fedbilevel.engines.multihost import join"
     join = f"{imports}; group = join('127.0.0.1:{free_port()}', 2, "
     lines = [f"{join} {process}, patience=60); {code}" for process, code in enumerate(codes)]
@@ -191,7 +191,11 @@ def test_an_error_that_nobody_catches_ends_both_with_what_it_says():
 
 
 def test_an_error_keeps_its_exit_code_though_process_0_ends_while_it_takes_leave(tmp_path):
-    """JAX's runtime ends it from the thread that would bring what it waits for; 3 would be that it never did."""
+    """An error keeps its exit code although process 0 ends while the process with the error takes its leave.
+
+    JAX's runtime ends this process from the thread that would bring the answer for which the process waits. Exit code 3
+    would mean that the runtime did not end it.
+    """
     there = tmp_path / "there"
     until = f"all(time.sleep(0.01) is None for _ in iter(lambda: os.path.exists({str(there)!r}), True)); os._exit(0)"
     waits = f"lambda *_: (open({str(there)!r}, 'w').close(), time.sleep(60), os._exit(3))"
@@ -201,7 +205,7 @@ def test_an_error_keeps_its_exit_code_though_process_0_ends_while_it_takes_leave
 
 
 class Silent:
-    """A store of three processes' messages that breaks off."""
+    """A store for the messages of three processes, whose connection is lost."""
 
     def blocking_key_value_get_bytes(self, key, milliseconds):
         raise jax.errors.JaxRuntimeError("UNAVAILABLE: gone")
@@ -230,7 +234,7 @@ def test_hosts_that_take_their_own_name_for_loopback_are_refused():
     with pytest.raises(ConfigurationError, match=r"process 1 takes its own name, 'second', for 127.0.1.1.*getent"):
         check_reachable("10.0.0.1:5678", names)
     check_reachable("127.0.0.1:5678", names)
-    check_reachable("10.0.0.1:5678", [names[1], names[1]])  # on one host they reach each other there
+    check_reachable("10.0.0.1:5678", [names[1], names[1]])  # on one host they reach each other at this address
     check_reachable("10.0.0.1:5678", [names[0], ["second", "10.0.0.2"]])
 
 
@@ -259,7 +263,7 @@ def test_more_cases_and_numbers_that_overflow_explained_alike(tmp_path):
     expected = host_worker.refused("solved", **DIVERGES)["error"]
     assert "NonFiniteError: round 1, " in str(expected)
     assert files.load_meta(place)["ledger"]["rounds"] == 1
-    for process in range(2):  # what grew first, one process alone knows
+    for process in range(2):  # only one process knows which number grew first
         assert str(expected).startswith(str(outcome("diverge", process)["['error']"]))
 
 
@@ -276,7 +280,7 @@ def test_a_lost_process_ends_the_other_with_a_sentence(tmp_path, lost):
             assert time.monotonic() < end
             time.sleep(0.05)
         first = checkpoint.stat().st_ino
-        while checkpoint.stat().st_ino == first:  # at the second save, process 1 knows of the first
+        while checkpoint.stat().st_ino == first:  # at the second save, process 1 knows of the first one
             time.sleep(0.05)
         os.kill(started[lost].pid, signal.SIGKILL)
         code, _, error = ends(started)[1 - lost]
@@ -321,7 +325,11 @@ for variables in json.loads(sys.argv[1]):
 
 
 def test_auto_outside_of_a_launcher_is_refused_with_a_sentence(tmp_path):
-    """In no job, in ssh to a node of a Slurm job, in its batch script, in wrong variables, in half of a Kubernetes."""
+    """`auto` without a launcher is refused with a sentence.
+
+    The places are: no job, ssh to a node of a Slurm job, its batch script, wrong variables, and a part of Kubernetes'
+    ones.
+    """
     one = dict.fromkeys(SLURM, "1")
     batch = {name: value for name, value in one.items() if name != "SLURM_STEP_NODELIST"}
     wrong = {**one, "SLURM_NTASKS": "none"}
@@ -374,7 +382,7 @@ def test_joining_comes_before_jax_is_used():
             join(f"127.0.0.1:{free_port()}", 2, 0)
     finally:
         left = library.signal(signal.SIGABRT, before)
-    assert left == own  # the handler of a join that failed is gone
+    assert left == own  # the handler of a failed join is removed
 
 
 def test_processes_that_do_not_come_are_a_sentence(tmp_path):

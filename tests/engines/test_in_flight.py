@@ -1,4 +1,4 @@
-"""Who is asked, whose answers end an exchange, and how long it takes: against a simulation event by event."""
+"""Who is asked, whose replies end an exchange, and how long it takes, compared to a simulation event by event."""
 
 from functools import partial
 
@@ -18,17 +18,17 @@ CLIENTS = 7
 
 
 class Simulated:
-    """Clients one by one, events in the order of their times; a server that waits for the first n of a kind."""
+    """Simulate clients one by one, with events in the order of time; the server waits for the first n of a kind."""
 
     def __init__(self, takes, there):
         self.takes, self.there, self.time = takes, there, 0
         self.work = {}  # client -> (kind, when it is done, exchange in which it was asked)
         self.kept = {"a": [], "b": []}  # (client, exchange in which it was asked)
         self.exchanges = {"a": 0, "b": 0}
-        self.counted = {"a": [0] * CLIENTS, "b": [0] * CLIENTS}  # exchange in which each handed in last
+        self.counted = {"a": [0] * CLIENTS, "b": [0] * CLIENTS}  # the exchange in which each client handed in last
 
     def first(self, kind, n, bound=None):
-        """(clients asked, who counts and since which exchange, ticks)."""
+        """Make an exchange; return the clients asked, whose replies count and from which exchange, and the ticks."""
         number, began = self.exchanges[kind], self.time
         used, self.kept[kind] = self.kept[kind], []
         asked, answered = set(), set()
@@ -60,7 +60,7 @@ class Simulated:
             if coming >= when and self.work[c][0] == kind:
                 used.append((c, self.work.pop(c)[2]))
                 answered.add(c)
-                if c in overdue:  # whoever comes at the same moment counts too
+                if c in overdue:  # other replies at the same moment count too
                     overdue.discard(c)
                     last = self.time
                 self.counted[kind][c] = number
@@ -72,7 +72,7 @@ class Simulated:
         return min((max(when, self.time) for k, when, _ in self.work.values() if k == kind), default=np.inf)
 
     def next_coming(self, answered):
-        """When the next idle client that is away comes back."""
+        """Return when the next idle client that is away comes back."""
         away = [c for c in range(CLIENTS) if c not in self.work and c not in answered]
         later = range(self.time, self.time + PERIOD + 1)
         return min((t for c in away for t in later if self.there(c, t)), default=np.inf)
@@ -83,7 +83,7 @@ COME_AND_GO = [1, 0.5, 1, 0.25, 1, 0.8, 0]
 
 
 def pace_of(takes, availability):
-    """A clock that takes so many ticks for each client."""
+    """Return a pace with this number of ticks for each client."""
     clock = fb.Clock(network=[t * TICK for t in takes], availability=availability, period=PERIOD * TICK, seed=3)
     return clock.pace(CLIENTS)
 
@@ -103,7 +103,7 @@ def planned(queues, pace, now, kind, n, bound):
 
 
 def exchange(queues, pace, now, kind, n, bound):
-    """As an engine does it, with 2ⁱ for client i's answer: a sum tells who is in it."""
+    """Make an exchange as an engine does, where client i replies 2ⁱ, so that the sum shows which replies are in it."""
     plan = planned(queues, pace, now, kind, n, bound)
     ids = np.arange(CLIENTS)
     one = np.ones(CLIENTS, np.int32)
@@ -140,26 +140,33 @@ def test_agrees_with_a_simulation_event_by_event(bound, availability):
         assert float(sums.update) == sum(2.0**c for c in counted)
         assert age == sum(simulated.exchanges[kind] - 1 - e for _, e in used)
         waited += ticks > 0
-    assert waited > 20  # else nothing was tested
+    assert waited > 20  # otherwise the test would show nothing
 
 
 def test_everyone_is_waited_for_and_brings_what_it_worked_on():
-    """Times 10, 20, ..., 70. The first two of kind a end at 20; then all have to come home and answer once more."""
+    """`everyone` waits for all clients, which first finish what they were working on.
+
+    The times are 10, 20, ..., 70. The first two replies of kind a end at 20. Then all clients finish and reply once
+    more.
+    """
     pace = pace_of([10 * (c + 1) for c in range(CLIENTS)], 1.0)
     plan, queues, sums, _ = exchange(opened(), pace, ClockState.start(), "a", 2, None)
     assert (int(plan.ticks), float(sums.update)) == (20, 1 + 2)
     plan = in_flight.everyone(queues, pace, ClockState.start().later(pace, plan.ticks), 0)
-    assert int(plan.ticks) == (70 - 20) + 70  # the slowest has 50 to go, and then 70 again
+    assert int(plan.ticks) == (70 - 20) + 70  # the slowest client needs 50 more, and then 70
     queues = in_flight.handed_in(queues, plan, total_of)
     assert queues.kind.tolist() == [IDLE] * CLIENTS
     plan, queues, sums, age = exchange(queues, pace, ClockState.start(), "a", 3, None)
-    assert float(sums.update) == 4 + 8 + 16 + 32 + 64  # five of them: all that had come in counts at once
+    assert float(sums.update) == 4 + 8 + 16 + 32 + 64  # five replies: all that had arrived count at once
     assert (int(plan.ticks), age) == (0, 5)
 
 
 def test_a_bound_on_staleness_waits_for_the_old_ones():
-    """Times 1, 1, 1, 1, 1, 1 and 100: unbounded, the last one's answer to exchange 0 is used in exchange 99; with a
-    bound of s, in exchange s, together with whatever else has arrived until then."""
+    """With a bound s on staleness, exchange s waits for the reply to exchange 0.
+
+    Six clients take 1, and the last one 100. Without a bound, its reply to exchange 0 is used in exchange 99. With a
+    bound of s, it is used in exchange s, together with all replies that have arrived until then.
+    """
     pace = pace_of([1] * 6 + [100], 1.0)
     for bound in (1, 3):
         queues, now = opened(), ClockState.start()
@@ -172,10 +179,13 @@ def test_a_bound_on_staleness_waits_for_the_old_ones():
 
 
 def test_a_bound_on_staleness_waits_for_those_who_were_busy_with_another_request():
-    """Six take 2 and one takes 10; requests alternate, two of a and one of b, and it so happens that the slow one has
-    always finished when it is a's turn: after a first time nobody asks it for b again. With a bound of s = 2 it is
-    overdue s + 1 exchanges of b after it last handed in, which wait for it, and no earlier ones. (Where only replies to
-    b that are under way were waited for, these gaps would be 4.)"""
+    """A bound on staleness also waits for clients that were busy with another request.
+
+    Six clients take 2 and one takes 10. Requests alternate, two of a and one of b. The slow client happens to be always
+    done when it is a's turn, so that after a first time it would never be asked for b again. With s = 2 it is overdue
+    s + 1 exchanges of b after its last reply. These exchanges wait for it, and no earlier ones do. (If only replies to
+    b that are under way were waited for, the gaps would be 4.)
+    """
     pace = pace_of([2] * 6 + [10], 1.0)
     for bound in (None, 2):
         queues, now, slow = opened(), ClockState.start(), []
@@ -188,7 +198,10 @@ def test_a_bound_on_staleness_waits_for_those_who_were_busy_with_another_request
 
 
 def test_ties_go_to_the_older_request_then_to_the_lower_id():
-    """Nobody needs any time: everybody is asked, and the first three count, then the next three."""
+    """Ties go to the older request, then to the lower id.
+
+    No client needs any time. All clients are asked, and the first three count, then the next three.
+    """
     pace = pace_of([0] * CLIENTS, 1.0)
     queues, counted = opened(), []
     for _ in range(3):

@@ -1,6 +1,6 @@
-"""The files for several hosts, examples/jobs: what do they start, and what after a run was stopped?
+"""Which command do the files for several hosts, examples/jobs, start, also after a run was stopped?
 
-Slurm's and Kubernetes' own programs are replaced by small ones that print their arguments.
+The programs of Slurm and Kubernetes are replaced by small ones that print their arguments.
 """
 
 import os
@@ -20,7 +20,7 @@ POD = JOB["spec"]["template"]["spec"]
 
 @pytest.fixture
 def started(tmp_path):
-    """A function (file's name, environment) -> the arguments with which the file starts `fedbilevel run`."""
+    """Return a function (kind of file, environment) -> the arguments with which the file starts `fedbilevel run`."""
     programs = tmp_path / "programs"
     programs.mkdir()
     for name, line in {"srun": 'echo "$@"', "fedbilevel": 'echo fedbilevel "$@"', "getent": "exit 0"}.items():
@@ -69,7 +69,7 @@ def test_a_run_is_begun_resumed_and_begun_anew_where_it_has_no_checkpoint(kind, 
     )  # fmt: skip
     (run / "checkpoint.npz").unlink()
     assert options().resume is None
-    assert not run.exists()  # what was there has another name
+    assert not run.exists()  # the folder was renamed
     assert len(list(run.parent.iterdir())) == 1
 
 
@@ -93,4 +93,4 @@ def test_pods_find_process_0_and_write_in_the_volume_alone(started, tmp_path):
     assert {each["mountPath"] for each in container["volumeMounts"]} == {"/runs", "/tmp"}
     (tmp_path / "runs" / "simulation").mkdir(parents=True)
     started("kubernetes", JOB_COMPLETION_INDEX="3")
-    assert (tmp_path / "runs" / "simulation").exists()  # process 0 alone moves it away
+    assert (tmp_path / "runs" / "simulation").exists()  # only process 0 renames it

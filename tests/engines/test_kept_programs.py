@@ -1,5 +1,5 @@
-"""A later run of the same program finds that of an earlier one, and no other run does; its numbers are those of a run
-on its own."""
+"""A later run of the same program finds the compiled program of an earlier one, and no other run does. The numbers are
+those of a run on its own."""
 
 from functools import partial
 from typing import NamedTuple
@@ -37,7 +37,7 @@ PROBLEM = fb.Bilevel(outer, inner)
 
 
 class Own(Algorithm):
-    """A method of one's own, of one exchange, whose code reads a variable of its module."""
+    """A user's method with one exchange, whose code reads a variable of its module."""
 
     lr: float = positive(default=0.1)
     scale: object = static(default=1)
@@ -69,7 +69,7 @@ def listening():
 
 
 class Compiles(BaseException):
-    """A run has no program of an earlier one."""
+    """Raised if a run has no program of an earlier run."""
 
 
 class Stops:
@@ -96,12 +96,12 @@ def solved(algorithm=None, problem=PROBLEM, clients=CLIENTS, start=START, **opti
 
 
 def found(*given, **options):
-    """A run that finds the program of an earlier one."""
+    """Run with the program of an earlier run; without one, raise Compiles."""
     return solved(*given, progress=Stops(), **options)
 
 
 def is_fresh(*given, **options):
-    """Whether a run would compile rounds of its own, which it does not get to."""
+    """Return whether a run would compile its own rounds; it is stopped before it does."""
     try:
         found(*given, **options)
     except Compiles:
@@ -186,7 +186,7 @@ def test_what_a_library_makes_is_known_by_its_numbers(make):
 
 
 def defined_again(calls):
-    """The losses of a notebook's cell, or of a search's objective, which are new functions each time."""
+    """Return the losses of a notebook's cell, or of a search's objective, which are new functions each time."""
 
     def first(x, y, batch):
         calls.append(1)
@@ -222,7 +222,10 @@ def test_submodels_of_other_seeds_share_a_program():
 
 @pytest.mark.slow
 def test_the_rounds_that_ask_for_hypergradients_are_not_those_of_the_method():
-    """They are played by a class of the same name and fields."""
+    """check_hypergradient does not use the method's own program.
+
+    A class with the same name and fields runs its rounds.
+    """
     task = quadratic(clients=3, dim_x=2, dim_y=3, samples=(2, 2))
     method = fixed(fb.LFedNest(inner=fb.parts.LocalSGD(lr=0.1), batch_size=None))
     solved(method, task.problem, task.clients, (task.x0, task.y0))
@@ -316,7 +319,7 @@ def test_what_a_module_holds_is_noticed_where_it_changes(case, monkeypatch):
 
 
 def with_a_rule_inside_a_rule(factor):
-    """y² with the slope that `twice` gives, whose own slope is `factor`."""
+    """Return a problem with y², whose slope is that of `twice`; the slope of `twice` is `factor`."""
 
     @jax.custom_jvp
     def twice(y):
@@ -363,7 +366,7 @@ class OwnState(NamedTuple):
 
 
 class OwnKey(Algorithm):
-    """A method whose state holds a round's key."""
+    """A method whose state has a round's key."""
 
     def init(self, x, y):
         return OwnState(x, y, jax.random.key(3))
@@ -390,13 +393,16 @@ def test_metrics_find_their_programs_and_their_own_constants():
 
 @pytest.mark.parametrize("engine", slow_but(fb.Local(), of=[fb.Local(), fb.Reference()]), ids=["local", "reference"])
 def test_metrics_of_clients_are_compiled_once_and_find_their_own_constants(engine):
-    """However many runs measure them: another number that the metric reads needs no program, another metric does."""
+    """Metrics of clients are compiled once for all runs that measure them.
+
+    If another number is read by the metric, no program is needed; another metric needs one.
+    """
     fb.Local.forget()
 
     def measured(shape, to):
         metric = {"d": lambda x, y, batch: jnp.mean(shape(batch @ (y - to)))}
         before = len(COMPILED)
-        with jax.disable_jit(isinstance(engine, fb.Reference)):  # it would compile its phases anew
+        with jax.disable_jit(isinstance(engine, fb.Reference)):  # otherwise Reference would compile its phases again
             result = solved(Own(), metrics_per_client=metric, engine=engine)
         y, rows = np.asarray(result.y, np.float64), CLIENTS.outer.values
         want = np.mean(np.asarray(shape(jnp.asarray(rows @ (y - to)))))
@@ -416,12 +422,15 @@ def test_what_is_kept_is_bounded_and_needs_a_key_with_a_hash():
 
     for key in (*range(LIMIT), 0, LIMIT, 0, 1, None, None, [], []):
         assert asked(key) == key
-    # 1 went when the last came: 0 had been asked for since
+    # 1 was dropped for the last key, since 0 had been asked for in between
     assert made == [*range(LIMIT), LIMIT, 1, None, None, [], []]
 
 
 def test_metrics_follow_a_run_to_two_devices():
-    """x and y lie on one device at the start, and on both after a round; a metric is compiled for each."""
+    """Metrics are compiled for one device and for two.
+
+    x and y lie on one device at the start, and on both devices after a round.
+    """
     options = {"rounds": 2, "eval_every": 1, "metrics": {"d": lambda x, y: x @ y[:2]}}
     one, two = (solved(Own(), engine=engine, **options).history["d"] for engine in (fb.Local(), fb.Local(devices=2)))
     np.testing.assert_allclose(one, two, rtol=1e-12)

@@ -1,4 +1,4 @@
-"""Does the ledger add up what exchanges cost, in exact integers?"""
+"""Does the ledger add up the costs of exchanges in exact integers?"""
 
 from dataclasses import asdict
 
@@ -11,7 +11,10 @@ from fedbilevel.engines.costs import PART, Book, ExchangeCount, Ledger, RoundCos
 
 
 def a_book(calls, gradients=0, hvps=0, cohort=1, lost=0):
-    """Of exchanges with `cohort` clients, `lost` of which never answer; calls: how often each kind was made."""
+    """Return the costs of exchanges with `cohort` clients, of which `lost` never reply.
+
+    `calls` says how often each kind of exchange was made.
+    """
     counts = {
         call: ExchangeCount(n, np.asarray(n) * cohort, np.asarray(n) * (cohort - lost)) for call, n in calls.items()
     }
@@ -28,7 +31,7 @@ def test_bytes_are_counted_per_client_and_exchange():
     assert (ledger.replies, ledger.gradients, ledger.hvps) == (60, 6, 6)
     assert ledger.exchanges_by_phase == {"ask": 3, "tell": 3}
     assert ledger.gradients_per_client == ledger.hvps_per_client == 0.1
-    assert Ledger().gradients_per_client == 0  # and nothing is divided by nothing
+    assert Ledger().gradients_per_client == 0  # 0, and no division by 0
 
 
 def test_those_who_do_not_answer_are_sent_to_but_send_nothing():
@@ -74,7 +77,8 @@ def test_parts_of_a_run_add_up_to_the_whole():
 
 
 def test_totals_do_not_overflow():
-    """Books are int32 per round; 10 rounds of 2³⁰ gradients, and petabytes, are still exact."""
+    """Totals do not overflow: int32 counts for each round, 10 rounds of 2³⁰ gradients, and petabytes, are added
+    exactly."""
     ledger = Ledger()
     much = np.full(10, 2**30, np.int32)
     ledger.add(a_book({("ask", 2**40, 2**41): much}, much, much), rounds=10)
@@ -93,7 +97,7 @@ def test_a_place_that_only_pads_the_cohort_counts_for_nothing():
 
 
 def test_the_time_of_a_long_round_fits():
-    """A thousand exchanges as long as can be: 74 hours in all would not fit into 32 bits of ticks."""
+    """The time of a long round fits: 1,000 of the longest exchanges are 74 hours, too many ticks for 32 bits."""
     spent = sum((split_ticks(jnp.asarray(2**28)) for _ in range(999)), split_ticks(2**28))
     ledger = Ledger()
     ledger.add(a_book({("ask", 1, 1): np.asarray(1)})._replace(time=spent), rounds=1)
@@ -102,8 +106,11 @@ def test_the_time_of_a_long_round_fits():
 
 
 def test_the_two_means_of_all_and_over_those_who_hold_an_entry():
-    """Entries that both of two clients hold, the one of weight ¼ alone, and nobody; the unbiased mean of a cohort of
-    weight 0.4 among ten clients is 10/2·0.4 = 2 times the other."""
+    """Both means are right: over all clients, and over those that hold an entry.
+
+    Both of two clients hold the first entry, only the one of weight ¼ holds the second, and none the third. For a
+    cohort of weight 0.4 among ten clients, the unbiased mean is 10/2·0.4 = 2 times the other one.
+    """
     whole = Sums(jnp.asarray(3.0), jnp.asarray(0.2), {}, *[jnp.asarray(2)] * 3)
     assert float(whole.total(10).mean(True)) == 15.0
     assert float(whole.total(10).mean(False)) == 3.0 / 0.2

@@ -1,4 +1,4 @@
-"""Does a lock name its holder, let nobody else in, and hold nobody up when its holder is gone?"""
+"""Does a lock name its holder, keep others out, and become free when its holder is gone?"""
 
 import errno
 import fcntl
@@ -32,7 +32,7 @@ with lock.exclusive(Path(sys.argv[1]), Path("runs/one")):
 
 @contextmanager
 def holder(program, path):
-    """Another process that holds the lock by this program until it is killed."""
+    """Start another process that holds the lock, with this program, until it is killed."""
     command = [sys.executable, "-c", program, str(path)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "held\n"
@@ -43,7 +43,7 @@ def holder(program, path):
 
 @pytest.fixture
 def other(tmp_path):
-    """A lock file, and another process that holds the lock until it is killed."""
+    """Return a lock file, and another process that holds the lock until it is killed."""
     path = tmp_path / "deep" / ".lock"
     with holder(HOLD, path) as process:
         yield path, process
@@ -56,7 +56,7 @@ def test_the_holder_is_named_and_a_killed_one_holds_nobody_up(other):
         lock.exclusive(path, Path("runs/two")).__enter__()
     process.kill()
     process.wait()
-    assert path.exists()  # it could not tidy up
+    assert path.exists()  # the killed process could not remove it
     with lock.exclusive(path, path.parent):
         assert path.read_text().startswith(f"process {os.getpid()} on ")
     assert not path.exists()
@@ -72,7 +72,11 @@ def test_folders_that_were_made_and_stayed_empty_go(tmp_path):
 
 
 def test_a_lock_that_its_holder_removes_meanwhile_is_not_taken_for_one(tmp_path, monkeypatch):
-    """Who opens the file before it is removed and locks it afterwards would hold what nobody sees."""
+    """A lock file that its holder removes at this moment does not count as a lock.
+
+    A process that opens the file before it is removed, and locks it afterwards, would hold a lock that no other process
+    sees.
+    """
     path, flock = tmp_path / ".lock", fcntl.flock
     calls = []
 
@@ -144,7 +148,7 @@ with lock.exclusive(Path(sys.argv[1]), Path("runs/one")):
 
 @pytest.fixture
 def forked(tmp_path, request):
-    """A process that holds a lock and has forked; its child; and the lock file."""
+    """Return the lock file, and a process that holds its lock and has forked a child."""
     path = tmp_path / ".lock"
     command = [sys.executable, "-c", FORK, str(path), request.param]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -158,7 +162,7 @@ def forked(tmp_path, request):
 
 @pytest.mark.parametrize("forked", ["sleeps"], indirect=True)
 def test_a_child_that_was_forked_does_not_hold_it(forked):
-    """Killed, the parent holds nobody up, though the child lives on."""
+    """After the parent was killed, the lock is free, although its forked child lives on."""
     path, process = forked
     with pytest.raises(fb.errors.InUse, match=f"in use by process {process.pid} on "):
         lock.exclusive(path, path.parent).__enter__()
@@ -176,7 +180,10 @@ def test_a_child_that_was_forked_does_not_give_it_up(forked):
 
 
 def test_turns_are_taken(tmp_path):
-    """Each of two threads finds what the other left: of a turn that both have at once only one count would stay."""
+    """Two threads take turns: each finds what the other one left.
+
+    If both had a turn at once, only one of the two counts would remain.
+    """
     count = tmp_path / "count"
     count.write_text("0")
     inside, seen = threading.Barrier(2), []
@@ -202,7 +209,7 @@ WITHOUT_FLOCK = HOLD.replace("with lock", "lock.fcntl = None\nwith lock", 1)
 
 @pytest.fixture
 def without_flock(monkeypatch, tmp_path):
-    """The same where there is no flock, as on Windows: neither there nor here."""
+    """Return a lock file and its holder on a system without flock, such as Windows, in both processes."""
     monkeypatch.setattr(lock, "fcntl", None)
     path = tmp_path / "deep" / ".lock"
     with holder(WITHOUT_FLOCK, path) as process:

@@ -1,4 +1,4 @@
-"""Programs on disk serve later processes, and do not grow without bound."""
+"""Do programs on disk serve later processes, and is their size bounded?"""
 
 import contextlib
 import os
@@ -33,7 +33,7 @@ print(*(seen.count("/jax/compilation_cache/cache_" + kind) for kind in ("hits", 
 
 
 def programs(folder, megabytes):
-    """How many programs a process found in the folder, how many it had to compile, and whose files are there then."""
+    """Return how many programs a process found in the folder, how many it compiled, and the files in it then."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(folder), str(megabytes)], check=True, capture_output=True, text=True
     )
@@ -53,7 +53,7 @@ def test_a_second_process_finds_the_programs_of_the_first(tmp_path):
 
 @pytest.fixture
 def settings():
-    """JAX's settings of its cache, put back after the test."""
+    """Return a function that reads JAX's cache settings, which are restored after the test."""
     names = [name for name in jax.config.values if "cache" in name]
     before = {name: jax.config.values[name] for name in names}
     yield lambda: {name: jax.config.values[name] for name in names}
@@ -159,7 +159,7 @@ def solved_on(devices, cohort=None):
     ],
 )
 def test_devices_that_are_not_there_are_said(call, says, monkeypatch):
-    """The tests' process has two."""
+    """An error says which devices are missing; the tests' process has two."""
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
     jax.devices()
     with pytest.raises(fb.errors.ConfigurationError, match=says) if says else contextlib.nullcontext():
@@ -167,7 +167,10 @@ def test_devices_that_are_not_there_are_said(call, says, monkeypatch):
 
 
 def test_no_more_devices_are_presented_than_work_side_by_side(monkeypatch):
-    """With 512 on two cores XLA's threads waited for each other without end."""
+    """No more devices are presented than there are cores, or 8.
+
+    With 512 devices on two cores, XLA's threads waited for each other without end.
+    """
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setattr(machine, "backends_are_initialized", lambda: False)
     monkeypatch.setattr(machine, "_asked", [])

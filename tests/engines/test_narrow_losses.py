@@ -17,7 +17,10 @@ UNIT = 2.0**-9  # half a unit in the last place of bfloat16, which has 8 signifi
 
 
 def loss_of(dtype, again):
-    """A network of two layers, x and y, whose first computes in `dtype`; `again`: it is computed again."""
+    """Return the loss of a network with two layers, x and y, whose first layer computes in `dtype`.
+
+    With `again`, the first layer is computed again in the derivatives.
+    """
 
     def layer(x, u):
         return jnp.tanh(u.astype(dtype) @ x.astype(dtype)).astype(jnp.float32)
@@ -46,12 +49,15 @@ METHODS = {"SimFBO": simfbo, "FedAvg": fedavg}
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_loss_in_bfloat16_trains_parameters_in_float32(method):
-    """Features have errors of a few UNIT, and those of the parameters are about as large."""
+    """A loss in bfloat16 trains parameters in float32.
+
+    Features have errors of a few UNIT, and the errors of the parameters are about as large.
+    """
     wide, narrow = METHODS[method](jnp.float32, False), METHODS[method](jnp.bfloat16, False)
     for expected, computed in zip(wide, narrow, strict=True):
         assert computed.dtype == jnp.float32
         assert 0 < np.abs(computed - expected).max() < 8 * UNIT
-    assert np.abs(wide[0] - START).max() > 16 * UNIT  # x has moved by more than that
+    assert np.abs(wide[0] - START).max() > 16 * UNIT  # x has moved by more than the error
     assert np.abs(wide[1]).max() > 16 * UNIT
 
 
@@ -62,7 +68,10 @@ def test_a_layer_that_is_computed_again_gives_the_same_numbers(method):
 
 
 def test_a_layer_that_is_computed_again_has_the_same_inner_solution():
-    """Newton's method has Hessian-vector products; in float32, although JAX's 64-bit mode is on in these tests."""
+    """A layer that is computed again gives the same inner solution in float32, with the products of Newton's method.
+
+    JAX's 64-bit mode is on in these tests.
+    """
 
     def solution(again):
         fit = loss_of(jnp.float32, again)
@@ -76,11 +85,14 @@ def test_a_layer_that_is_computed_again_has_the_same_inner_solution():
 @pytest.mark.parametrize("x0", [0.0, jnp.log(1.0), np.float16(0), np.zeros(())], ids=lambda x: type(x).__name__)
 @pytest.mark.parametrize("y_dtype", [np.float32, np.float64])
 def test_a_scalar_x_may_have_another_dtype_than_y_and_the_samples(x0, y_dtype):
-    """The inner loss is float32 at a Python number, and would be float64 after the first step on x."""
+    """A scalar x may have another dtype than y and the samples, and keeps it.
+
+    The inner loss is float32 at a Python number, and would be float64 after the first step on x.
+    """
     rows = [{"u": u, "target": np.tanh(u @ WEIGHTS)} for u in ROWS]
     mean = lambda y, batch: jnp.mean((batch["u"] @ y - batch["target"]) ** 2)  # noqa: E731
     problem = fb.Bilevel(lambda x, y, b: mean(y, b), lambda x, y, b: mean(y, b) + 10**x * jnp.sum(y**2))
     y0 = np.zeros(4, y_dtype)
     result = fb.solve(fixed(fb.SimFBO(batch_size=None)), problem, fb.Clients(rows, rows), x0, y0, rounds=20)
     assert (result.x.dtype, result.y.dtype) == (np.asarray(x0).dtype, y_dtype)
-    assert result.x < 0  # without noise in the target, a smaller penalty is better
+    assert result.x < 0  # the target has no noise, so that a smaller penalty is better

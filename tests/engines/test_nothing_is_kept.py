@@ -1,4 +1,4 @@
-"""Does all that a `solve` was given go when its caller lets go of it, and what it compiled when that is asked for?"""
+"""Is everything that was given to `solve` freed with its last reference, and are compiled programs freed on request?"""
 
 import dataclasses
 import gc
@@ -17,7 +17,7 @@ from fedbilevel.machinery.kept import _KEPT
 from fedbilevel.tasks.quadratic import quadratic
 from fixed_steps import fixed
 
-pytestmark = pytest.mark.checked  # nor do the checks of the losses keep anything
+pytestmark = pytest.mark.checked  # the checks of the losses keep nothing either
 
 
 def of_batch(x, y, batch):
@@ -25,7 +25,7 @@ def of_batch(x, y, batch):
 
 
 class Still(Algorithm):
-    """A method that asks nobody and moves nothing."""
+    """A method that asks no client and moves nothing."""
 
     def init(self, x, y):
         return XY(x, y)
@@ -35,7 +35,7 @@ class Still(Algorithm):
 
 
 def solved(engine, algorithm=fixed(fb.SimFBO(local_steps=1, batch_size=2))):  # noqa: B008
-    """Weak references to what one solve was given and to what it compiled, by name."""
+    """Return weak references, by name, to what one `solve` was given and to what it compiled."""
     algorithm = dataclasses.replace(algorithm)
     rng = np.random.default_rng(0)
     scale, samples = jnp.asarray(rng.normal(size=3)), rng.normal(size=(4, 5, 3))
@@ -77,7 +77,10 @@ def test_nothing_is_kept(engine):
     ids=lambda options: "".join(options),
 )
 def test_samples_go_with_the_run_before_the_garbage_collector_comes(options, monkeypatch):
-    """Of runs one after the other all samples were in memory, since each was in a circle of references."""
+    """The samples are freed at the end of a run, before the garbage collector runs.
+
+    If they were in a cycle of references, several runs would have all their samples in memory.
+    """
     held, start = [], fb.Local.start
 
     def watched(*arguments):
@@ -102,7 +105,8 @@ def test_samples_go_with_the_run_before_the_garbage_collector_comes(options, mon
     "algorithm", [fb.FedNest(), pytest.param(fb.RABO(), marks=pytest.mark.slow)], ids=lambda one: type(one).__name__
 )
 def test_checks_of_steps_keep_no_losses(algorithm):
-    """The largest eigenvalues of the inner Hessians are taken before the first round."""
+    """The checks of steps, which compute largest eigenvalues of the inner Hessians before the first round, keep no
+    losses."""
     kept = solved(fb.Local(), algorithm)
     gc.collect()
     assert [name for name, thing in kept.items() if thing() is not None and not name.startswith("program")] == []
@@ -110,7 +114,7 @@ def test_checks_of_steps_keep_no_losses(algorithm):
 
 @pytest.mark.parametrize("has_it", [True, False])
 def test_what_compiling_freed_is_given_back_after_every_solve(has_it, monkeypatch):
-    """By the C library's malloc_trim(0), where it has one."""
+    """After every `solve`, memory that compiling has freed goes back by malloc_trim(0), if the C library has it."""
     given_back = []
     monkeypatch.setattr(machine, "_trim", lambda: given_back.append if has_it else None)
     solved(fb.Reference(), Still())

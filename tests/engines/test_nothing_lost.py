@@ -1,4 +1,4 @@
-"""What is kept of a run: the best row, the last finite x and y where it diverges, and half the steps from there on."""
+"""What remains of a run: the best row, the last finite x and y if it diverges, and continuing with half the steps."""
 
 import warnings
 
@@ -16,11 +16,14 @@ from fixed_steps import fixed
 from refusals import refuses
 from representatives import slow_but
 
-pytestmark = pytest.mark.checked  # warnings of a run, and that there is no other one
+pytestmark = pytest.mark.checked  # the tests are about a run's warnings, and that there is no other one
 
 START = jnp.full(3, -1.0), jnp.zeros(3)
 STEPS = fb.XYV(x=0.8, y=0.2, v=0.2)
-"""f prefers y = 0, so that every penalty 10^x grows, until 2·10^x is more than 2/0.2 and the steps on y diverge."""
+"""Steps with which the run diverges.
+
+f prefers y = 0, so that every penalty 10^x grows, until 2·10^x is above 2/0.2, and the steps on y diverge.
+"""
 
 
 def problem():
@@ -60,7 +63,10 @@ def test_an_error_has_the_last_finite_state_and_the_best():
 
 
 def test_the_error_says_how_far_x_had_gone_and_what_steps_on_y_it_allowed():
-    """∇²yy G = Σ_i p_i A_iᵀA_i/n_i + 2 diag(10^x), of which the largest eigenvalue is L."""
+    """The error says how far x has moved, and which steps on y are allowed at the last x.
+
+    L is the largest eigenvalue of ∇²yy G = Σ_i p_i A_iᵀA_i/n_i + 2 diag(10^x).
+    """
     with pytest.raises(NonFiniteError) as error:
         solve(500)
     x, data = error.value.result.x, np.concatenate([population().outer.row(i)["a"] for i in range(3)])
@@ -95,7 +101,7 @@ STARTS_BADLY = {
         r"was convex in y at the start, but .* A penalty that becomes negative",
     ),
 }
-"""A term of the inner loss, the start of y, and what is said."""
+"""For each case, a term of the inner loss, the start of y, and the words of the error."""
 
 
 @pytest.mark.parametrize(
@@ -116,7 +122,10 @@ def test_what_no_smaller_step_mends_is_said_without_steps(case):
 
 
 def test_a_loss_that_is_not_finite_a_step_away_is_named():
-    """log(σ(s)) of s = −3,000, where σ is 0: after one step on y of any size that the inner loss allows."""
+    """A loss that is not finite after a step from the start is named.
+
+    log(σ(s)) is taken at s = −3,000, where σ is 0, after one step on y of any size that the inner loss allows.
+    """
     problem = fb.Bilevel(
         lambda x, y, batch: -jnp.mean(jnp.log(jax.nn.sigmoid(3000 * y[0] + 0 * batch))),
         lambda x, y, batch: jnp.mean((y + 1 + batch) ** 2) + jnp.sum(jnp.exp(x) * y**2),
@@ -132,7 +141,10 @@ def test_a_loss_that_is_not_finite_a_step_away_is_named():
 @pytest.mark.parametrize("which", slow_but("inner", of=["outer", "inner"]))
 @pytest.mark.parametrize("method", slow_but(fb.AggITD, of=[fb.FedMBO, fb.AggITD]))
 def test_a_nan_in_a_loss_ends_a_run_of_a_method_that_measures_none(method, which):
-    """Its derivative is 0: the numbers that are exchanged would stay finite."""
+    """A NaN in a loss ends the run of a method that does not measure losses.
+
+    The derivative of this NaN is 0, so that all numbers that are exchanged would stay finite.
+    """
     losses = {"outer": problem().outer, "inner": problem().inner}
     losses[which] = lambda x, y, batch, loss=losses[which]: loss(x, y, batch) + jnp.log(-1.0)
     with pytest.raises(NonFiniteError, match=f"the {which} loss is not finite even at the start"):
@@ -141,7 +153,7 @@ def test_a_nan_in_a_loss_ends_a_run_of_a_method_that_measures_none(method, which
 
 @pytest.mark.slow
 def test_a_start_that_is_at_fault_is_said_at_once(recwarn):
-    """A run without steps does not try smaller ones first."""
+    """If the start is at fault, the error comes at once; a run without given steps does not try smaller steps first."""
     losses = fb.Bilevel(problem().outer, lambda x, y, batch: problem().inner(x, y, batch) + jnp.sqrt(y @ y))
     with pytest.raises(NonFiniteError, match="a derivative of the inner loss is not finite even at the start"):
         fb.solve(fb.SimFBO(batch_size=None), losses, population(), *START, rounds=5)
@@ -149,7 +161,7 @@ def test_a_start_that_is_at_fault_is_said_at_once(recwarn):
 
 
 def warned_of(rounds, lr, **given):
-    """The warnings of a run from x = 8 with f = x²/2: x ← (1 − lr)x."""
+    """Return the warnings of a run from x = 8 with f = x²/2, where x ← (1 − lr)x."""
     problem = fb.SingleLevel(lambda x, batch: jnp.mean((x - batch) ** 2) / 2)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -165,7 +177,10 @@ def warned_of(rounds, lr, **given):
 
 
 def test_a_run_that_grows_is_warned_of_once_on_its_way_and_at_its_end():
-    """x ← −2x: x² is 64·4ⁿ after n rounds, 1,024 times the start after five."""
+    """A run that grows is warned of once on its way and once at its end.
+
+    With x ← −2x, x² is 64·4ⁿ after n rounds, which is 1,024 times the start after five rounds.
+    """
     metrics = {"height": lambda x, y: x**2, "fit": fb.Metric(lambda x, y: x**2, larger_is_better=True)}
     on_the_way, at_the_end = warned_of(12, 3.0, eval_every=2, metrics=metrics)
     assert (
@@ -181,8 +196,12 @@ def test_a_run_that_grows_is_warned_of_once_on_its_way_and_at_its_end():
 
 
 def test_what_has_grown():
-    """Over 1,000 times the start, or 1 if that is more, and 10 times the median before: of rows, or of the rounds of a
-    single row. Noise about a level is not, however low it began."""
+    """A loss has grown if it is over 1,000 times the start, or 1 if that is larger, and over 10 times the median
+    before.
+
+    The median is that of the rows, or of the rounds of a single row. Noise about a level has not grown, however low it
+    began.
+    """
     rows = [{"round": 0}, {"round": 4, "outer_loss": 4000.0}]
     assert grown(History(rows)) == ""
     assert grown(History(rows), {"outer_loss": [0.1, 9, 70]}) == "round 4: outer_loss has grown from 0.1 to 4000"
@@ -196,23 +215,30 @@ def test_what_has_grown():
 @pytest.mark.parametrize(
     ("losses", "diverges"),
     [
-        ((0.5, -30.0, 25.0, -28.0, 12.0, 30.0), False),  # noise about 0: its median is near 0, its median size is 28
+        # noise about 0: the median is near 0, and the median size is 28
+        ((0.5, -30.0, 25.0, -28.0, 12.0, 30.0), False),
         ((-50.0, -20.0, 12.0, 15.0), False),  # 15 is less than the size of the start
         ((0.5, -3.0, 2.5, -2.8, 12.0, 40.0), True),
     ],
 )
 def test_a_loss_of_either_sign_is_measured_by_its_size(losses, diverges):
-    """The loss of the player who maximises is the negative of the other's, and both may be below 0."""
+    """A loss of either sign is compared by its size.
+
+    In a minimax problem, one loss is the negative of the other, and both may be below 0.
+    """
     rows = [{"round": n, "inner_loss": loss} for n, loss in enumerate(losses)]
     assert bool(grown(History(rows), began={"inner_loss": losses[0]})) == diverges
 
 
 def test_a_method_that_measures_no_loss_is_warned_of_by_the_norm_of_its_point():
-    """x ← −2x from 8: 2²⁰ and more of 8 after 20 rounds, over a million times."""
+    """If a method measures no loss, the norm of its point is watched.
+
+    With x ← −2x from 8, the norm is 2²⁰ times 8 after 20 rounds, which is over a million times.
+    """
     assert warned_of(19, 3.0) == []
     (text,) = warned_of(20, 3.0)
     assert text.startswith("round 20: the norm of x and y has grown from 8 to 8.389e+06: the run diverges; lower lr (")
-    assert grown(History([{"round": 0, "time": 1.0}, {"round": 1, "time": 1e9}])) == ""  # no loss
+    assert grown(History([{"round": 0, "time": 1.0}, {"round": 1, "time": 1e9}])) == ""  # there is no loss
 
 
 def test_the_best_row_is_chosen_by_the_column_that_is_told():
@@ -226,7 +252,11 @@ def test_the_best_row_is_chosen_by_the_column_that_is_told():
 
 
 def test_half_the_steps_from_the_row_before_the_best():
-    """The best is the second row, so that this is round 0, and all is as with half the steps from the start."""
+    """A diverging run returns to the row before the best one, with half the steps.
+
+    The best row is the second one here. So the run returns to round 0, and equals a run with half the steps from the
+    start.
+    """
     last = diverged()
     assert last.best.round == 5
     rounds = last.round + 5
@@ -239,7 +269,7 @@ def test_half_the_steps_from_the_row_before_the_best():
 
 
 def test_every_step_is_halved_and_nothing_else():
-    """Several numbers in a field, schedules, and those of parts, too."""
+    """Every step is halved, also several numbers in a field, schedules, and steps of parts; no other field is."""
     inner = fb.parts.MeanGradient(rounds=2, lr=[0.4, lambda round: 0.2 + round], client_lr=0.02)
     half = at(halved(fb.Asynchronous(fixed(fb.AFBO(inner=inner, outer_lr=0.6)), wait_for=2)), 1)
     method = half.algorithm
@@ -259,7 +289,7 @@ def test_what_was_halved_is_halved_after_a_resumption(tmp_path):
     same(again, whole)
     same(again.best, whole.best)
     assert again.history["halvings"][-1] == whole.history["halvings"][-1] > 0
-    assert again.ledger.exchanges == whole.ledger.exchanges > 200  # what was undone stays counted
+    assert again.ledger.exchanges == whole.ledger.exchanges > 200  # the costs of withdrawn rounds stay in the ledger
 
 
 SMALLER = fixed(fb.SimFBO(local_steps=2, batch_size=None, server_lr=fb.XYV(x=0.01, y=0.01, v=0.01)))
@@ -271,8 +301,11 @@ SMALLER = fixed(fb.SimFBO(local_steps=2, batch_size=None, server_lr=fb.XYV(x=0.0
     ids=["numbers", "None"],
 )
 def test_a_checkpoint_of_a_diverged_run_can_be_gone_on_from(tmp_path, smaller):
-    """By force, as a new run from x and y of the best row goes: batches are whole, so that keys play no role,
-    but for the random vectors with which curvature is measured. Steps that are None have a state of another kind."""
+    """By force, the checkpoint of a diverged run can be continued with smaller steps.
+
+    It continues as a new run from x and y of the best row. Batches are whole, so that only the random vectors that
+    measure the curvature depend on keys. Steps that are None have a state of another kind.
+    """
     path = tmp_path / "run.npz"
     last = diverged(checkpoint=path)
     with pytest.warns(fb.errors.CheckpointWarning, match=rf"x and y of its best row, of round {last.best.round}"):
@@ -284,7 +317,10 @@ def test_a_checkpoint_of_a_diverged_run_can_be_gone_on_from(tmp_path, smaller):
 
 
 def test_a_run_that_diverges_again_and_again_ends(tmp_path):
-    """Steps that are 8 times too large after three halvings. A run that is resumed has ended as well."""
+    """A run that diverges again and again ends.
+
+    Its steps are still 8 times too large after three halvings. A resumed run has ended, too.
+    """
     wild = fixed(fb.SimFBO(local_steps=1, batch_size=None, server_lr=fb.XYV(x=0.1, y=1e3, v=0.1)))
     given = {"on_divergence": "shrink", "checkpoint": tmp_path / "run.npz", "checkpoint_every": 1000}
     with pytest.warns(NumericalWarning, match="3 of 3 times"):
@@ -298,8 +334,11 @@ def test_a_run_that_diverges_again_and_again_ends(tmp_path):
 @pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
 @pytest.mark.parametrize("method", slow_but(fb.SimFBO, of=[fb.SimFBO, fb.FedBiO]))
 def test_a_run_without_steps_that_no_step_suits_ends_at_finite_numbers(method, tmp_path):
-    """And again where it is resumed. g = ln(1 + e^-y) + x y²/2 is convex for x > 0 alone. f wants y = 100, hence
-    x = σ(-y)/y, which is 0 but for rounding: x crosses 0 however short its steps are."""
+    """A run without given steps, which no step suits, ends at finite numbers, also if it is resumed.
+
+    g = ln(1 + e^-y) + x y²/2 is convex for x > 0 only. f wants y = 100 and therefore x = σ(-y)/y, which is 0 up to
+    rounding, so that x crosses 0 however short its steps are.
+    """
     problem = fb.Bilevel(
         lambda x, y, batch: jnp.mean((y - batch) ** 2) / 2,
         lambda x, y, batch: jax.nn.softplus(-y) + x * y**2 / 2 + 0 * jnp.mean(batch),

@@ -1,4 +1,4 @@
-"""Are the options of a run those of `solve`, and is each refused by itself, by its name?"""
+"""Are the options of a run those of `solve`, and is each wrong option refused by its name?"""
 
 import inspect
 
@@ -25,7 +25,7 @@ def keywords(function):
 
 
 def test_the_options_are_the_keywords_of_solve():
-    """The same names, types and defaults, in the same order."""
+    """RunOptions has the keywords of `solve`: the same names, types and defaults, in the same order."""
     assert keywords(RunOptions) == keywords(fb.solve)
 
 

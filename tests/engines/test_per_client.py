@@ -1,4 +1,4 @@
-"""Are metrics of clients each one's mean over its own samples, and the columns what they are called?"""
+"""Are metrics of clients the means over each client's own samples, and do columns have the numbers that they name?"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +12,7 @@ from refusals import refuses
 from representatives import slow_but
 
 BLOCK = 8
-SIZES = (1, 7, 11, 8)  # within a block, over its edge, exactly one
+SIZES = (1, 7, 11, 8)  # within a block, over its edge, exactly one block
 P = np.arange(1, 5) / 10
 
 
@@ -32,7 +32,7 @@ def population(map_in=None):
 
 
 def mapped(folder, name, rows):
-    """The same samples in a file."""
+    """Return the same samples in a file."""
     np.save(folder / f"{name}.npy", np.concatenate([row["a"] for row in rows]))
     size = np.array([len(row["a"]) for row in rows])
     return fb.Ragged({"a": np.load(folder / f"{name}.npy", mmap_mode="r")}, np.cumsum(size) - size, size)
@@ -61,7 +61,7 @@ def result():
 
 
 def test_columns_are_those_of_a_loop_over_clients(result):
-    """Each client's mean over all of its own samples, in NumPy; columns by their definitions."""
+    """The columns equal those of a loop in NumPy over each client's samples, by their definitions."""
     clients, x, y, row = population(), np.asarray(result.x), np.asarray(result.y), result.history.rows[-1]
     error = np.array([np.mean(abs(clients.outer.row(i)["a"] @ y - x[0])) for i in range(4)])
     fits = np.array([np.mean(clients.inner.row(i)["a"] @ y > x[1]) for i in range(4)])
@@ -95,7 +95,11 @@ def test_engines_and_places_of_samples_agree(how, result, tmp_path):
 
 
 def test_deciles_count_clients_and_the_mean_their_weights():
-    """Eleven clients of values 0 … 10: the k-th decile is k. All weight on the last one: the mean is 10."""
+    """Deciles count clients, and the mean counts their weights.
+
+    Eleven clients have the values 0 … 10, so that the k-th decile is k. All weight is on the last one, so that the mean
+    is 10.
+    """
     values, weights = np.arange(11.0), np.eye(11)[10]
     row = spread("loss", values, weights)
     assert [row[f"loss.p{10 * k}"] for k in range(1, 10)] == pytest.approx(list(range(1, 10)))
@@ -155,7 +159,10 @@ def test_samples_are_outer_or_inner_and_a_column_is_measured_once():
 
 
 def test_losses_that_take_all_samples_or_draw_are_metrics_too():
-    """Each has a function inside that takes an argument more: the mean over all of a client's samples is the loss."""
+    """A loss that takes all samples, or that draws, can be a metric: its mean over all of a client's samples.
+
+    The function inside such a loss takes one argument more.
+    """
     whole = fb.WholeLoss(lambda x, y, samples, valid: jnp.sum(jnp.where(valid, samples["a"][:, 0], 0)) / jnp.sum(valid))
     drawn = fb.Bilevel(lambda x, y, batch, key: jnp.mean(batch["a"][:, 0]), lambda x, y, batch: y @ y).outer
     rows = [np.array([[1.0], [3.0]]), np.array([[5.0], [7.0]])]
@@ -167,13 +174,16 @@ def test_losses_that_take_all_samples_or_draw_are_metrics_too():
 
 
 def test_of_several_processes_each_measures_its_share(monkeypatch):
-    """Played one after the other: process k hears what the others would say, and reads no sample but its own."""
+    """Each of several processes measures its share of the clients, and reads no other samples.
+
+    The processes run one after the other here; the samples of other processes' clients are wrong.
+    """
     measured = {"error": PerClient(METRICS["error"])}
     x, y = jnp.array([0.1, 0.2]), jnp.ones(3) / 3
     whole = population()
     want = PerClientEvaluation(measured, whole, (None, None)).each(x, y)["error"]
     said = []
-    for process, own in enumerate([slice(0, 1), slice(1, 2), slice(2, 4)]):  # of 4 clients, in 3 ranges
+    for process, own in enumerate([slice(0, 1), slice(1, 2), slice(2, 4)]):  # 4 clients in 3 ranges
         group = ProcessGroup(processes=3, process=process)
         monkeypatch.setattr(group, "gather", lambda word: [word])
         others = np.setdiff1d(np.arange(4), np.arange(4)[own])

@@ -30,9 +30,9 @@ def test_every_member_of_a_cohort_has_one_place_with_its_owner(population, proce
         np.testing.assert_array_equal(member[where], np.arange(cohort))
         by_process = np.arange(len(member)) // (devices * places)
         np.testing.assert_array_equal(by_process[where], owners[ids])
-        held = np.isin(by_process, owners[ids])  # elsewhere nobody is played
+        held = np.isin(by_process, owners[ids])  # no client runs in other places
         np.testing.assert_array_equal(owners[ids][member[held]], by_process[held])
-        on_device = taken.reshape(-1, places)  # the filled places come first, and devices of one process share evenly
+        on_device = taken.reshape(-1, places)  # filled places come first, and the devices of a process share evenly
         assert (np.diff(on_device.astype(int), axis=1) <= 0).all()
         assert (np.ptp(on_device.sum(1).reshape(processes, devices), axis=1) <= 1).all()
 
@@ -40,7 +40,7 @@ def test_every_member_of_a_cohort_has_one_place_with_its_owner(population, proce
 def test_a_share_holds_the_samples_of_its_clients_only():
     sizes = [2, 5, 1, 3, 4]
     rows = Ragged.listed("inner", [np.arange(10 * i, 10 * i + n) for i, n in enumerate(sizes)])
-    shares = [Shares(5, 2, mine, 1) for mine in range(2)]  # clients 0 and 1; 2, 3 and 4
+    shares = [Shares(5, 2, mine, 1) for mine in range(2)]  # clients 0 and 1, and clients 2, 3 and 4
     held = [one.own_rows(rows) for one in shares]
     assert held[0][0].tolist() == [0, 1, 10, 11, 12, 13, 14, 0]
     assert held[1][0].tolist() == [20, 30, 31, 32, 40, 41, 42, 43]

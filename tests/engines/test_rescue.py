@@ -1,4 +1,4 @@
-"""Where does a run that diverges return to, how often, and what does it say?"""
+"""Where does a run that diverges return to, how often, and with which warnings?"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -36,7 +36,7 @@ def test_a_run_returns_to_the_row_before_its_best_and_gives_up_in_the_end():
     for times in (1, 2):
         with pytest.warns(fb.errors.NumericalWarning, match=f"why; back to round 2 with half the steps, {times} of 2"):
             assert int(found.retreat("why", result(7), METHOD).round) == 2
-        assert found.may_return(5, result(7))  # after the last time, too: to end there
+        assert found.may_return(5, result(7))  # also after the last time, so that the run ends there
         assert (found.halvings, found.gave_up) == (times, "")
     with pytest.warns(fb.errors.NumericalWarning, match="why: the run diverges; lower lr"):
         assert int(found.retreat("why", result(7), METHOD).round) == 2

@@ -1,4 +1,4 @@
-"""Does a saved result come back whole, and do the ready-made callbacks stop when they say?"""
+"""Is a saved result read back completely, and do the ready-made callbacks stop when they should?"""
 
 import io
 import zipfile
@@ -73,7 +73,7 @@ class Pair(NamedTuple):
 
 @pytest.mark.parametrize("x", [{"w": jnp.ones(2), "depth": 2}, Pair(jnp.ones(2)), {1: jnp.ones(2)}])
 def test_a_file_without_an_outline_asks_for_x0_and_y0(x, tmp_path):
-    """Fixed leaves and nodes of other classes are in no file."""
+    """A file without an outline needs x0 and y0, since fixed leaves and nodes of other classes are in no file."""
     saved = result(x=x)
     saved.save(tmp_path / "result.npz")
     with pytest.raises(CheckpointError, match=r"result\.npz does not describe .* Also pass x0 and y0 of the run"):
@@ -142,7 +142,7 @@ def test_checkpoints_and_results_are_told_apart(tmp_path):
 
 
 def told(callback, values, metric="m"):
-    """What a callback says to a run that measures these values, None being a call between rows."""
+    """Return a callback's answers in a run that measures these values; None is a call between rows."""
     history, said = [], []
     for value in values:
         row = None if value is None else {"round": len(history), metric: value}
@@ -174,6 +174,6 @@ def test_a_callback_stops_when_it_says(callback, values, said):
 
 @pytest.mark.parametrize("callback", [fb.stop_when("m", above=0), fb.stop_without_progress("m", patience=1)])
 def test_a_misspelt_metric_is_refused_once_there_are_rounds(callback):
-    """Row 0 lacks the losses of the rounds; any later row must have the metric."""
+    """A misspelt metric is refused after row 0, since row 0 lacks the losses of rounds, and later rows have them."""
     with refuses("metric", "m", "other"):
         told(callback, [1, 2, 3], metric="other")

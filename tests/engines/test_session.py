@@ -1,4 +1,4 @@
-"""What a Python session and a notebook show: is it short, true, and harmless whatever an object holds?"""
+"""What a Python session and a notebook show: is it short, true, and harmless, whatever an object contains?"""
 
 import re
 import sys
@@ -15,7 +15,7 @@ from fedbilevel.tasks import Task
 from refusals import refuses
 
 EVIL = "<script>alert('&')</script>"
-MANY = {f"{EVIL}{i}": np.ones((3, i + 1)) for i in range(200)}  # of NumPy, which compiles nothing
+MANY = {f"{EVIL}{i}": np.ones((3, i + 1)) for i in range(200)}  # NumPy's arrays, for which nothing is compiled
 
 
 def history(rows=300):
@@ -99,7 +99,7 @@ def test_a_notebook_gets_a_table_in_which_names_are_text(name):
 def test_what_is_shown_is_true():
     rows = [{"round": 0, "test_accuracy": 0.1}, {"round": 5, "test_accuracy": 0.9}, {"round": 9, "test_accuracy": 0.85}]
     ledger = authoring.Ledger(rounds=9, exchanges=1234, bytes_down=1_500_000, bytes_up=500_000, gradients=1, hvps=0)
-    ledger.ticks = 7_000  # of 0.1 ms
+    ledger.ticks = 7_000  # in units of 0.1 ms
     result = fb.Result(
         {"w": jnp.ones((2, 3))}, None, 9, 9, authoring.History(rows, {"test_accuracy": True}), ledger, stopped="enough"
     )
@@ -145,7 +145,10 @@ def test_what_is_shown_is_true():
 
 
 def test_pandas_gets_the_rows_and_is_named_where_it_is_missing(monkeypatch):
-    """Stands in for pandas.DataFrame, which takes rows as dicts and fills what they lack with NaN."""
+    """pandas gets the rows, and is named if it is not installed.
+
+    A stand-in takes the place of pandas.DataFrame, which takes rows as dicts and fills missing entries with NaN.
+    """
     frame = SimpleNamespace(DataFrame=lambda rows, columns: (rows, columns))
     monkeypatch.setitem(sys.modules, "pandas", frame)
     made = authoring.History([{"round": 0}, {"round": 1, "loss": 2.0}])
@@ -156,7 +159,7 @@ def test_pandas_gets_the_rows_and_is_named_where_it_is_missing(monkeypatch):
 
 
 def told(name, *values):
-    """A history of a per-client metric of eleven clients whose deciles are a tenth apart, about each value."""
+    """Return a history of a metric of eleven clients, whose deciles are a tenth apart, around each of these values."""
     cost = {"bytes_down": 0, "bytes_up": 0, "gradients": 0, "hvps": 0, "seconds": 0.0}
     rows = []
     for i, value in enumerate(values):
@@ -189,7 +192,7 @@ def test_a_result_draws_the_mean_of_a_per_client_metric_in_a_band_of_deciles(pyp
         high |= {(x, round(value - 0.4, 9)), (x, round(value + 0.4, 9))}
     assert low == high
     assert axes.get_ylabel() == "fit error"
-    assert axes.figure.number in pyplot.get_fignums()  # which notebooks show
+    assert axes.figure.number in pyplot.get_fignums()  # notebooks show the figures with a number
 
 
 def test_a_legend_that_is_given_names_alone_names_the_means(pyplot):
@@ -201,14 +204,15 @@ def test_a_legend_that_is_given_names_alone_names_the_means(pyplot):
 
 
 def test_a_plot_of_a_run_without_metrics_is_of_the_outer_loss(pyplot):
-    """Not of what the method tells of itself, which stands before it in the rows."""
+    """A run without metrics plots its outer loss, not what the method reports of itself, although it comes first."""
     rows = [row | {"curvature": 2.0, "inner_loss": 1.0, "outer_loss": 3.0} for row in told("e", 1.0, 0.5).rows]
     assert authoring.History(rows).plot().get_ylabel() == "outer loss"
     assert authoring.History(rows, {"e": False}).plot().get_ylabel() == "e"
 
 
 def test_what_the_first_figure_of_pyplot_sets_stays(pyplot, monkeypatch):
-    """In a notebook it makes pyplot interactive: without that, no later figure is shown."""
+    """What pyplot sets at its first figure stays set; in a notebook it becomes interactive, without which no figure
+    shows."""
     make = pyplot.figure
 
     def first(**options):
@@ -219,7 +223,7 @@ def test_what_the_first_figure_of_pyplot_sets_stays(pyplot, monkeypatch):
     assert not pyplot.isinteractive()
     axes = told("fit_error", 1.0, 0.5).plot(size=(3.3, 2.5))
     assert pyplot.isinteractive()
-    assert axes.xaxis.label.get_fontsize() == 8  # and the style was that of a narrow figure
+    assert axes.xaxis.label.get_fontsize() == 8  # the figure had the style of a narrow one
 
 
 def test_a_plot_has_the_panel_the_size_and_the_axes_that_are_asked_for(pyplot):

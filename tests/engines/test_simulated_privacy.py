@@ -1,6 +1,6 @@
-"""Differential privacy in a simulation: what is clipped, the law of the noise, ε, the budget, and that engines agree.
+"""Differential privacy in a simulation: clipping, the law of the noise, ε, the budget, and the agreement of engines.
 
-Random claims are made of one seed, so that each test gives one result, and allow four standard errors.
+Each random test uses one seed, so that it always gives the same result, and allows four standard errors.
 """
 
 from typing import NamedTuple
@@ -44,7 +44,7 @@ def close(one, other, tolerance=1e-12):
 
 
 class Sums(NamedTuple):
-    """Of v, the mean of replies without its expectation: Σ v, Σ v vᵀ, Σ v (the last v)ᵀ, and what came last."""
+    """Sums over v, the mean of replies minus its expectation: Σ v, Σ v vᵀ, Σ v (the last v)ᵀ, and the last replies."""
 
     x: jax.Array
     y: jax.Array
@@ -55,7 +55,7 @@ class Sums(NamedTuple):
 
 
 class Gradients(authoring.Algorithm):
-    """Asks for the same gradients again and again; with `again` also by the same key."""
+    """Ask for the same gradients again and again; with `again`, also with the same key."""
 
     exchanges: int = authoring.static(default=1)
     again: bool = authoring.static(default=False)
@@ -84,7 +84,7 @@ D, P = 3, 4
 
 
 def centres(t):
-    """Clients of equal weights, with f_i(x) = ‖x − t_i‖²/2; at x = 0 they reply −t_i, of which the mean is 0."""
+    """Return a problem with f_i(x) = ‖x − t_i‖²/2, clients of equal weights, which reply −t_i at x = 0, and a start."""
     problem = fb.Bilevel(
         lambda x, y, b: jnp.mean(jnp.sum((x - b["t"]) ** 2, -1)) / 2 + 0 * y @ y, lambda x, y, b: jnp.sum((x - y) ** 2)
     )
@@ -93,8 +93,12 @@ def centres(t):
 
 @pytest.mark.parametrize("again", [False, True])
 def test_noise_of_a_mean_has_variance_z_squared_c_squared_over_p(again):
-    """Over n exchanges: mean 0, covariance σ²/P·I with σ = zC, no correlation from one to the next, also by one key.
-    Sums of n squares have variance 2n·(σ²/P)², those of products of independent numbers half of it."""
+    """Noise has the mean 0 and the covariance σ²/P·I with σ = zC, and does not depend on earlier noise, also with one
+    key.
+
+    This is measured over n exchanges. Sums of n squares have the variance 2n·(σ²/P)², and sums of products of
+    independent numbers half of it.
+    """
     n, sigma = 20_000, 0.7 * 2.0
     terms, v = fb.Privacy(clip=2.0, noise_multiplier=0.7, delta=1e-5), sigma**2 / P
     state = fb.solve(
@@ -107,8 +111,11 @@ def test_noise_of_a_mean_has_variance_z_squared_c_squared_over_p(again):
 
 @pytest.mark.parametrize(("clip", "size"), [(0.5, 1.0), (2.0, 1.0), (100.0, 1.0), (0.5, 1e200)])
 def test_all_unmarked_leaves_together_are_clipped(clip, size):
-    """u and its first entry again, of each client: ‖(u, u_0)‖ is 0.7 to 6 times the size, whose square may be infinite.
-    What is marked has no part in it."""
+    """All leaves of a reply that are not marked are clipped together; marked leaves have no part in it.
+
+    Each client replies u and its first entry once more. ‖(u, u_0)‖ is 0.7 to 6 times `size`, whose square may be
+    infinite.
+    """
     t = size * np.array([[0.5, 0, 0], [0, 1, 2], [3, 2, 1], [-4, 0, 1.0]])
     terms = fb.Privacy(clip=clip, noise_multiplier=1e-15, delta=1e-5)
     result = fb.solve(Gradients(), *centres(t), rounds=1, privacy=terms, eval_every=1)
@@ -118,16 +125,16 @@ def test_all_unmarked_leaves_together_are_clipped(clip, size):
     got = result.state.inside.got
     np.testing.assert_allclose(np.concatenate([got["u"], got["w"]]), sent.mean(0), atol=1e-12)
     assert (float(got["n"]), got["q"].tolist()) == (1.0, [0.0] * D)
-    assert "size" not in result.history.columns  # as from a site, which tells no metrics
+    assert "size" not in result.history.columns  # as from a site, which reports no metrics
     assert result.history["reply_norm.gradient"][-1] == pytest.approx(lengths.mean(), rel=1e-12)
     assert result.history["clipped.gradient"][-1] == np.mean(lengths > clip)
     columns = {f"reply_norm.gradient.p{percent}": at for percent, at in ((10, 0), (50, 1), (90, 3))}
-    if size == 1e200:  # beyond what is told
+    if size == 1e200:  # too large for the columns
         assert not columns.keys() & {*result.history.columns}
-    else:  # of four, in the same quarter of an octave as the shortest, the second and the longest
+    else:  # the quantiles of four: in the same quarter of an octave as the shortest, the second and the longest
         found = np.array([result.history[name][-1] / np.sort(lengths)[at] for name, at in columns.items()])
         assert np.all(np.abs(np.log2(found)) < 1 / 4)
-    assert result.ledger.gradients == P  # for the clock
+    assert result.ledger.gradients == P  # counted for the clock
 
 
 METHODS = {
@@ -149,7 +156,7 @@ def given(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_without_noise_and_clip_a_run_is_what_it_is_without_privacy(name):
-    """σ = 1e-14, less than the rounding of numbers of size 1."""
+    """With noise of σ = 1e-14, below the rounding of numbers of size 1, and no clip, a run is that without privacy."""
     plain = solve(METHODS[name], **given(name), engine=fb.Local(clock=TIMED))
     hidden = solve(METHODS[name], **given(name), engine=fb.Local(clock=TIMED), privacy=FEW)
     close((plain.x, plain.y), (hidden.x, hidden.y), 1e-11)
@@ -164,8 +171,10 @@ def test_without_noise_and_clip_a_run_is_what_it_is_without_privacy(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_engines_agree(name):
-    """See tests/engines/test_agreement.py; test_layered.py has a case for each time. Noise of deviation 0.15 is in the
-    numbers that agree to 1e-12."""
+    """Engines agree to 1e-12 on numbers that contain noise of deviation 0.15, as in tests/engines/test_agreement.py.
+
+    test_layered.py has a case for each time.
+    """
     engines = fb.Reference(clock=TIMED), fb.Local(clock=TIMED, devices=2, chunk=2)
     one, other = (solve(METHODS[name], **given(name), privacy=PRIVACY, engine=engine, rounds=2) for engine in engines)
     close(one.state, other.state)
@@ -175,7 +184,7 @@ def test_engines_agree(name):
 
 @pytest.mark.slow
 def test_clients_with_submodels_have_it_too():
-    """They keep nothing between rounds: each exchange counts for everyone."""
+    """Clients with submodels support privacy; since they keep nothing between rounds, each exchange counts for all."""
     task = quadratic(clients=5, dim_x=3, dim_y=4, samples=(3, 3), units=2)
     task = task.with_own(own={}, capacity=[1.0, 0.5, 0.5, 1.0, 0.5])
     algorithm = fixed(fb.RABO(batch_size=None))
@@ -192,7 +201,7 @@ def test_clients_with_submodels_have_it_too():
 
 
 def test_epsilon_is_that_of_all_replies_where_everyone_takes_part():
-    """Three inner exchanges and a correction a round."""
+    """If all clients take part, ε is that of all replies, here of three inner exchanges and a correction in a round."""
     result = solve(TwoPhase(), rounds=4, eval_every=2, privacy=PRIVACY)
     expected = [0.0, PRIVACY.epsilon_after(2 * 4), PRIVACY.epsilon_after(4 * 4)]
     assert result.history["epsilon"].tolist() == expected
@@ -202,7 +211,7 @@ def test_epsilon_is_that_of_all_replies_where_everyone_takes_part():
 
 
 def drawn(rounds, cohort, key=1):
-    """How often each client is drawn for a round."""
+    """Return how often each client is drawn for a round."""
     draw = fb.Cohort(cohort).draw
     ids = [draw(round_keys(jax.random.key(key), round).cohort, 6) for round in range(rounds)]
     return np.bincount(np.concatenate(ids), minlength=6)
@@ -217,7 +226,10 @@ def test_epsilon_with_cohorts_is_that_of_the_client_that_was_drawn_most():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::fedbilevel.errors.NumericalWarning")
 def test_an_exchange_with_a_fresh_cohort_counts_for_everyone():
-    """FedNest asks its own cohort for the inner steps, and a fresh one in each exchange of the hypergradient."""
+    """An exchange with a fresh cohort counts for all clients.
+
+    FedNest asks its own cohort for the inner steps, and a fresh one in each exchange of the hypergradient.
+    """
     result = solve(FEDNEST, rounds=5, cohort=2, privacy=PRIVACY)
     phases = result.ledger.exchanges_by_phase
     fresh = sum(count for name, count in phases.items() if name.startswith("hypergradient"))
@@ -229,8 +241,12 @@ def test_an_exchange_with_a_fresh_cohort_counts_for_everyone():
 
 
 def test_epsilon_with_asynchronous_clients_counts_their_messages():
-    """The first exchange asks all six, who are equally fast: client 0, by its number, ends it, and is asked again in
-    the second, which client 1 ends, and so on. In the seventh client 5 is asked again, in the eighth client 0."""
+    """With asynchronous clients, ε counts the messages that each client gets.
+
+    The first exchange asks all six clients, which are equally fast. Client 0, which has the lowest number, ends it, and
+    is asked again in the second exchange, which client 1 ends, and so on. The seventh exchange asks client 5 again, and
+    the eighth asks client 0.
+    """
     result = solve(fb.Asynchronous(SIMFBO, wait_for=1), rounds=8, cohort=None, privacy=PRIVACY, eval_every=1)
     most = [0, 1, 2, 2, 2, 2, 2, 2, 3]
     assert result.history["epsilon"].tolist() == [PRIVACY.epsilon_after(replies) for replies in most]
@@ -238,7 +254,8 @@ def test_epsilon_with_asynchronous_clients_counts_their_messages():
 
 @pytest.mark.parametrize(("counts", "fresh", "added"), [(True, None, 0), (True, 0, 1), (False, None, 1)])
 def test_the_server_counts_the_exchanges_whose_replies_clients_do_not_count(counts, fresh, added):
-    """Those of fresh cohorts, and all of them where clients keep nothing."""
+    """The server counts the exchanges that clients do not count: those of fresh cohorts, and all if clients keep
+    nothing."""
     layer = Private(clip=1.0, noise_multiplier=1.0, delta=1e-5, counts=counts)
     asked = Asked(SIMFBO, "local_updates", None, jax.random.key(0), fresh=fresh)
     assert layer.exchange(asked, jnp.asarray(4), lambda again: again)[1] == 4 + added
@@ -269,8 +286,11 @@ def test_with_cohorts_it_ends_where_a_client_is_drawn_once_too_often():
 
 @pytest.mark.parametrize("eval_every", [1, 100])
 def test_a_budget_copies_no_tables_of_clients_states_on_disk(eval_every, monkeypatch):
-    """The clients' states are tables, which rounds change in place. The refused round leaves their rows as they were,
-    also those of its own cohort; and no table is made between the first round and the last."""
+    """A budget copies no tables of clients' states on disk.
+
+    Rounds change the tables in place. A refused round leaves the rows as they were, also those of its own cohort, and
+    no table is made between the first round and the last.
+    """
     terms = fb.Privacy(0.5, 5.0, 1e-5)
     each = solve(TwoPhase(), rounds=1).ledger.exchanges
     limited = fb.Privacy(0.5, 5.0, 1e-5, budget=terms.epsilon_after(3 * each))
@@ -280,7 +300,7 @@ def test_a_budget_copies_no_tables_of_clients_states_on_disk(eval_every, monkeyp
     class Watched(fb.Local):
         def start(self, *given):
             run = super().start(*given)
-            made.clear()  # before the first round
+            made.clear()  # so that only tables that rounds make are counted
             return run
 
     carries, real, table = [], LocalRun.advance, on_disk.table
@@ -295,7 +315,7 @@ def test_a_budget_copies_no_tables_of_clients_states_on_disk(eval_every, monkeyp
     given = {"cohort": 4, "engine": Watched(stream=True), "eval_every": eval_every}
     result = solve(TwoPhase(), rounds=20, privacy=limited, **given)
     assert (result.round, made) == (allowed, [])
-    assert len(carries) == allowed + 1  # the last was refused
+    assert len(carries) == allowed + 1  # the last round was refused
     tables = jax.tree.map(np.array, carries[-1][0])
     carries.clear()
     whole = solve(TwoPhase(), rounds=allowed, privacy=terms, **given)
@@ -351,7 +371,7 @@ def test_a_checkpoint_of_other_terms_is_refused(terms, said, tmp_path):
 
 
 def test_not_even_by_force_is_another_noise_gone_on_with(tmp_path):
-    """Clients count replies, and not which noise each had."""
+    """A run is not continued with other noise, not even by force, since clients count replies, but not their noise."""
     file = tmp_path / "run.npz"
     solve(SIMFBO, privacy=PRIVACY, checkpoint=file)
     with pytest.raises(CheckpointError, match=r"noise_multiplier is 0\.3, not 0\.4$"):

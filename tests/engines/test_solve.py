@@ -28,7 +28,10 @@ def task():
 
 @pytest.fixture(scope="module")
 def alike():
-    """Clients of as many samples: a run that diverges is played again uncompiled, and all have the same shapes."""
+    """Return a task whose clients have equally many samples.
+
+    If a run diverges, its round is repeated without compilation, so that all clients should have the same shapes.
+    """
     return quadratic(clients=6, samples=(7, 7))
 
 
@@ -41,13 +44,13 @@ def same_bits(a, b):
 
 
 def same_run(a, b):
-    """Whether state, rows and costs are the same, but for the seconds of this machine."""
+    """Return whether state, rows and costs are the same, except for the seconds of this machine."""
     rows = [[{name: one for name, one in row.items() if name != "seconds"} for row in x.history.rows] for x in (a, b)]
     return same_bits(a.state, b.state) and rows[0] == rows[1] and a.ledger == b.ledger
 
 
 def at(round, do):
-    """A callback that does something when that round is over."""
+    """Return a callback that calls `do` when this round is over."""
     return lambda result, row: do() if result.round == round else None
 
 
@@ -62,7 +65,7 @@ def test_rows_come_at_the_start_at_every_multiple_and_at_the_end(task):
 
 @pytest.mark.checked
 def test_without_jit_a_loss_can_be_looked_at_client_by_client(task):
-    """A client's samples are numbers there, and tracers wherever a program is traced."""
+    """Without jit, a loss gets each client's samples as numbers, and tracers only where a program is traced."""
     seen = []
 
     def inner(x, y, batch):
@@ -77,7 +80,7 @@ def test_without_jit_a_loss_can_be_looked_at_client_by_client(task):
 
 
 def test_the_cut_into_stretches_changes_no_bit(task, monkeypatch):
-    """Rows, saves and the length of a stretch decide where the program returns; never what it computes."""
+    """Rows, saves and the length of a stretch decide where the program returns, and change no bit of the results."""
     whole = run(task, eval_every=7)
     monkeypatch.setattr(loop, "STRETCH_SECONDS", 0.0)  # one round at a time
     pieces = run(task, eval_every=7)
@@ -112,7 +115,7 @@ def test_a_callback_stops_the_run(task):
 
 
 def test_what_a_callback_keeps_stays_valid(task):
-    """The engine reuses the carry's memory; a snapshot must not be part of it."""
+    """A result that a callback keeps stays valid, although the engine reuses the memory of the carry."""
     kept = []
 
     def keep(result, row):
@@ -155,7 +158,11 @@ def test_a_loss_that_is_no_scalar_and_a_start_that_is_not_finite(task):
 
 
 def test_divergence_names_round_and_quantity(alike):
-    """The clients' sums of five gradients are finite, above 1.1 in some entry; the server's step of 1.7e308 is not."""
+    """If a run diverges, the error names the round and the quantity.
+
+    The clients' sums of five gradients are finite, and above 1.1 in some entry, so that the server's step of 1.7e308
+    makes infinite numbers.
+    """
     algorithm = fixed(fb.SimFBO(local_steps=5, batch_size=None, client_lr=1e-9, server_lr=fb.XYV(1e-3, 1.7e308, 1e-3)))
     with pytest.raises(fb.errors.NonFiniteError, match=SERVER_DIVERGED):
         run(alike, algorithm, rounds=50)
@@ -163,7 +170,10 @@ def test_divergence_names_round_and_quantity(alike):
 
 @pytest.mark.parametrize("engine", [fb.Local(), fb.Reference()])
 def test_a_bad_client_is_named_with_its_phase(alike, engine):
-    """√(1 − s‖y‖²) is finite at the start, y = 0, and not once y has moved, at the one client whose s is huge."""
+    """A client whose loss becomes infinite is named, with its phase.
+
+    √(1 − s‖y‖²) is finite at the start, y = 0. Once y has moved, it is not finite at the one client whose s is huge.
+    """
 
     def inner(x, y, batch):
         return alike.problem.inner(x, y, batch) + jnp.mean(jnp.sqrt(1 - batch["s"] * jnp.vdot(y, y)))
@@ -178,7 +188,10 @@ def test_a_bad_client_is_named_with_its_phase(alike, engine):
 
 
 def test_a_loss_or_metric_that_is_not_finite_is_not_masked(task):
-    """log of a negative number is NaN while its gradient is finite: the iterates alone would not show it."""
+    """A loss or metric that is not finite is an error, although iterates stay finite.
+
+    The log of a negative number is NaN, while its gradient is finite.
+    """
     outer = lambda x, y, batch: task.problem.outer(x, y, batch) + jnp.log(0.5 - jnp.vdot(y, y))  # noqa: E731
     with pytest.raises(fb.errors.NonFiniteError, match=r"round \d, .*, client \d: .*outer_loss is not finite"):
         fb.solve(ALGORITHM, fb.Bilevel(outer, task.problem.inner), task.clients, task.x0, task.y0 + 0.4, rounds=9)
@@ -187,7 +200,7 @@ def test_a_loss_or_metric_that_is_not_finite_is_not_masked(task):
 
 
 LATER = fixed(fb.SimFBO(local_steps=1, batch_size=None, server_lr=fb.XYV(1e-3, 1e60, 1e-3)))
-"""y becomes some 1e60 times as long in each round: at the start of round 3 its square in the losses is infinite."""
+"""Steps that make y about 1e60 times as large in each round: at the start of round 3, its square is infinite."""
 
 
 def test_of_a_run_that_diverges_the_state_before_that_round_is_saved(alike, tmp_path, monkeypatch):
@@ -202,7 +215,10 @@ def test_of_a_run_that_diverges_the_state_before_that_round_is_saved(alike, tmp_
 
 
 def test_a_round_that_is_saved_again_does_not_push_out_the_one_before(alike, tmp_path):
-    """Resumed at round 3, the run diverges in it, and is saved where it already was."""
+    """A round that is saved again does not push out the checkpoint before it.
+
+    The run is resumed at round 3, diverges in it, and is saved where it was saved already.
+    """
     path = tmp_path / "run.npz"
     run(alike, LATER, rounds=3, checkpoint=path, checkpoint_every=1)
     with pytest.raises(fb.errors.NonFiniteError, match="round 3"):
@@ -215,7 +231,10 @@ def explode():
 
 
 def test_a_run_whose_callback_raises_is_saved_first(task, tmp_path, monkeypatch):
-    """With the row that the callback was given, if any; the callback is not called for it again."""
+    """If a callback raises, the run is saved first, with the row that the callback got.
+
+    The resumed run does not call the callback for this row again.
+    """
     monkeypatch.setattr(saver, "SAVE_SECONDS", 1e9)
     path, whole, seen = tmp_path / "run.npz", run(task, rounds=9, eval_every=2), []
     with pytest.raises(ValueError, match="no space for the picture"):
@@ -227,7 +246,7 @@ def test_a_run_whose_callback_raises_is_saved_first(task, tmp_path, monkeypatch)
 
 
 def no_space_later(monkeypatch):
-    """The first checkpoint is written, none after it."""
+    """Let the first checkpoint be written, and none after it."""
     real, calls = files.save, []
 
     def save(*arguments, **more):
@@ -241,8 +260,11 @@ def no_space_later(monkeypatch):
 
 
 def test_an_error_is_not_hidden_by_a_disk_that_is_full_when_it_is_saved(alike, tmp_path, monkeypatch):
-    """Neither a callback's error nor that of a run that diverges; a warning says that its state was not saved."""
-    monkeypatch.setattr(saver, "SAVE_SECONDS", 1e9)  # a busy machine saves on the way, too
+    """A full disk hides neither a callback's error nor that of a run that diverges.
+
+    A warning says that the state was not saved.
+    """
+    monkeypatch.setattr(saver, "SAVE_SECONDS", 1e9)  # otherwise a busy machine could save during the run
     path = tmp_path / "run.npz"
     for changes, error in [
         ({"callbacks": [at(1, explode)]}, ValueError),
@@ -257,7 +279,7 @@ def test_an_error_is_not_hidden_by_a_disk_that_is_full_when_it_is_saved(alike, t
 
 
 class Killed(BaseException):
-    """Ends a run as `kill -9` would: nothing more is saved."""
+    """End a run as `kill -9` would: nothing more is saved."""
 
 
 def kill():
@@ -266,7 +288,10 @@ def kill():
 
 @pytest.mark.parametrize("kill_at", [1, 5])
 def test_a_run_that_was_killed_goes_on_from_where_the_clock_had_it_saved(task, tmp_path, monkeypatch, kill_at):
-    """Here after every round; there are no rows between the first and the last."""
+    """A killed run is resumed from the last save that the clock asked for, here after every round.
+
+    There are no rows between the first and the last.
+    """
     monkeypatch.setattr(loop, "STRETCH_SECONDS", 0.0)
     monkeypatch.setattr(saver, "SAVE_SECONDS", 0.0)
     monkeypatch.setattr(saver, "SAVE_SHARE", np.inf)
@@ -286,7 +311,10 @@ def test_a_run_that_was_killed_goes_on_from_where_the_clock_had_it_saved(task, t
 def test_saves_are_some_seconds_apart_unless_rounds_are_given(
     task, tmp_path, monkeypatch, seconds, share, every, saved
 ):
-    """Where a save is a larger share of the time than it may be, the next one waits, too."""
+    """Saves are some seconds apart, unless a number of rounds is given.
+
+    If a save takes a larger share of the time than is allowed, the next save waits longer.
+    """
     rounds = []
     monkeypatch.setattr(saver, "SAVE_SECONDS", seconds)
     monkeypatch.setattr(saver, "SAVE_SHARE", share)
@@ -296,7 +324,7 @@ def test_saves_are_some_seconds_apart_unless_rounds_are_given(
 
 
 def test_a_resumed_run_is_saved_soon(task, tmp_path, monkeypatch):
-    """So that one that is killed again and again gets on, though each time within a second."""
+    """A resumed run is saved soon, so that a run that is killed again and again within a second makes progress."""
     run(task, rounds=3, eval_every=1, checkpoint=tmp_path / "run.npz")
     rounds = []
     monkeypatch.setattr(saver, "SAVE_SECONDS", 1e9)
@@ -306,7 +334,10 @@ def test_a_resumed_run_is_saved_soon(task, tmp_path, monkeypatch):
 
 
 def test_a_damaged_checkpoint_is_not_the_only_one(task, tmp_path):
-    """Saves at rounds 0, 2, 4 and 6; the end of the run is at 6 again, which does not push round 4 out."""
+    """A damaged checkpoint is not the only one: the one before it is read.
+
+    Saves are at rounds 0, 2, 4 and 6. The run's end is at 6 again, which does not push out round 4.
+    """
     path = tmp_path / "run.npz"
     before = files.previous(path)
     whole = run(task, rounds=6, eval_every=2, checkpoint=path, checkpoint_every=2)
@@ -317,7 +348,7 @@ def test_a_damaged_checkpoint_is_not_the_only_one(task, tmp_path):
         again = run(task, rounds=6, eval_every=2, checkpoint=path, checkpoint_every=2, resume=True)
     assert same_bits(whole.state, again.state)
     assert again.history["round"].tolist() == [0, 2, 4, 6]
-    assert before.read_bytes() == kept  # what was damaged did not become the one before
+    assert before.read_bytes() == kept  # the damaged file has not replaced the one before
     assert run(task, rounds=6, eval_every=2, checkpoint=path, resume=True).round == 6
     path.unlink()
     with pytest.raises(fb.errors.ConfigurationError, match="unless resume=True"):
@@ -333,7 +364,7 @@ def test_a_damaged_checkpoint_is_not_the_only_one(task, tmp_path):
 
 
 class Handled(Exception):
-    """What a program's own handler of SIGTERM raises."""
+    """Raised by a program's own handler of SIGTERM."""
 
 
 def end_it(number, frame):
@@ -376,7 +407,7 @@ def test_a_signal_that_a_program_ignores_does_not_end_a_run(task):
 
 
 def rewritten(path, **header):
-    """Write other entries into the header of a checkpoint; None takes them out."""
+    """Change entries in the header of a checkpoint; None removes an entry."""
     with np.load(path) as stored:
         arrays = dict(stored)
     found = json.loads(arrays["__meta__"].tobytes())
@@ -409,7 +440,7 @@ def test_a_checkpoint_of_a_later_format_says_which_version_reads_it(task, tmp_pa
     path = tmp_path / "run.npz"
     run(task, rounds=6, checkpoint=path)
     rewritten(path, fedbilevel="9.1\x1b[2J", format=files.FORMAT + 1)
-    files.previous(path).unlink()  # a run would go on from it
+    files.previous(path).unlink()  # otherwise a run would continue from it
     said = rf"run\.npz was written by fedbilevel 9\.1.\[2J, in a format that fedbilevel {fb.__version__} does not read"
     with pytest.raises(fb.errors.CheckpointError, match=said) as caught:
         run(task, rounds=6, checkpoint=path, resume=True)
@@ -417,7 +448,10 @@ def test_a_checkpoint_of_a_later_format_says_which_version_reads_it(task, tmp_pa
 
 
 def test_a_checkpoint_of_an_earlier_format_goes_on_where_its_state_is_the_same(task, tmp_path):
-    """Else it is refused, and the sentence names the version and the format."""
+    """A checkpoint of an earlier format is continued if its state is the same.
+
+    If not, it is refused, and the error names version and format.
+    """
     path = tmp_path / "run.npz"
     whole = run(task, rounds=6, checkpoint=path)
     rewritten(path, fedbilevel="0.2.0", format=files.FORMAT - 1)
@@ -448,7 +482,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_stays(task, tmp_path):
 
 @pytest.mark.slow
 def test_streaming_under_a_scoped_float64_setting(task):
-    """The setting of the caller's thread reaches the one that reads ahead."""
+    """With streaming, the float64 setting of the caller's thread also holds in the thread that reads ahead."""
     with jax.enable_x64(False):
         start = (jnp.zeros(5, jnp.float32), jnp.zeros(8, jnp.float32))
         given, options = (ALGORITHM, task.problem, task.clients, *start), {"rounds": 2, "cohort": 3}

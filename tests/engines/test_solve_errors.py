@@ -1,4 +1,4 @@
-"""Is what does not fit together refused in a sentence, before anything is compiled?"""
+"""Are arguments that do not fit together refused with a sentence, before anything is compiled?"""
 
 import importlib.util
 import sys
@@ -123,7 +123,10 @@ class Tensor:
     ],
 )
 def test_pytorch_in_a_loss_is_answered_with_from_torch(loss, tmp_path, monkeypatch):
-    """By a line of PyTorch where it fails, or what an array of JAX is asked for: the errors say neither."""
+    """A loss that uses PyTorch is answered with from_torch.
+
+    Either a line of PyTorch fails, or the loss uses a method that JAX's arrays lack. The original errors say neither.
+    """
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(LIKE_TORCH)
     spec = importlib.util.spec_from_file_location("torch", tmp_path / "torch" / "__init__.py")
@@ -138,7 +141,8 @@ def test_what_does_not_fit_is_refused_with_what_was_given(case):
     changed, words = WRONG[case]
     with pytest.raises(fb.errors.ConfigurationError, match=words) as raised:
         run(**changed)
-    assert isinstance(raised.value.__cause__, TypeError) or "TypeError" not in words  # the user's own error
+    # the cause is the user's own error
+    assert isinstance(raised.value.__cause__, TypeError) or "TypeError" not in words
 
 
 @pytest.mark.parametrize(
@@ -173,13 +177,14 @@ def test_losses_with_other_arguments_are_refused_when_the_problem_is_made(make, 
 
 
 def test_losses_may_take_their_arguments_in_any_way():
-    """They are called by position: whatever Python lets that do is allowed, and what shows no signature."""
+    """Losses are called by position, so that all signatures which Python allows are accepted, and functions without
+    one."""
     for loss in (lambda *a: 0.0, jax.jit(outer), lambda x, y, batch, scale=2.0: 0.0, np.hypot):
         fb.Bilevel(loss, loss)
 
 
 class Wrong(Algorithm):
-    """A method whose phase has a mistake, or draws what only JAX's own keys can be asked for."""
+    """A method whose phase has a mistake, or draws numbers that only JAX's own keys support."""
 
     mistake: bool = static(default=True)
 

@@ -1,4 +1,4 @@
-"""Does a client get its own samples whether they lie on the device, in memory, or in a file on disk?"""
+"""Does a client get its own samples, whether they are on the device, in memory, or in a file on disk?"""
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ def layout(clients):
 
 
 def window(data, rows, name, longest, at):
-    """The samples of the client in a row of a table."""
+    """Return the samples of the client in a row of a table."""
     start, size = (jnp.asarray(getattr(rows, f"{name}_{what}")[at]) for what in ("start", "size"))
     return Samples(getattr(data, name), start, size, longest, False)
 
@@ -90,7 +90,7 @@ def test_streaming_reads_ahead_and_takes_rounds_in_any_order():
     clients = population()
     streamed = Streamed(clients, layout(clients), KEY, None, prefetch=2)
     try:
-        first = streamed.inputs(4)[2].tolist()  # a resumed run begins anywhere
+        first = streamed.inputs(4)[2].tolist()  # a resumed run may begin with any round
         assert sorted(streamed.pending) == [5, 6]
         streamed.inputs(5)
         assert sorted(streamed.pending) == [6, 7]
@@ -100,7 +100,7 @@ def test_streaming_reads_ahead_and_takes_rounds_in_any_order():
 
 
 def mapped(tmp_path, data, name, spoil=None):
-    """The same samples in a file, but for a NaN in the first sample of the client to spoil."""
+    """Return the same samples in a file, with a NaN in the first sample of the client `spoil`."""
 
     def on_disk(leaf):
         path = tmp_path / f"{name}-{leaf.dtype}.npy"
@@ -136,12 +136,16 @@ def spoilt(tmp_path, client):
 
 
 def cohorts(rounds):
-    """Who takes part in each round of `solve`."""
+    """Return the clients that take part in each round of `solve`."""
     return [draw_cohort(round_keys(jax.random.key(3), r).cohort, 6, COHORT).tolist() for r in range(rounds)]
 
 
 def test_a_nan_on_disk_is_found_when_it_is_read(tmp_path):
-    """Neither when the population is described, which may be larger than memory, nor where others take part."""
+    """A NaN on disk is found when its client takes part.
+
+    It is not found when the population is described, whose samples may be larger than memory, or in rounds of other
+    clients.
+    """
     early, later = cohorts(2), cohorts(9)
     unread = next(i for i in later[-1] if i not in early[0] + early[1])
     clients, engine = spoilt(tmp_path, unread), fb.Local(prefetch=1)

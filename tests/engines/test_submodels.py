@@ -1,4 +1,4 @@
-"""Clients who hold submodels: the same on every engine, the mean over those who hold an entry, smaller messages."""
+"""Clients that hold submodels: agreement of engines, the mean over the holders of an entry, smaller messages."""
 
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,7 @@ start = partial(two_layers.start, INPUTS)
 SINGLE = fb.SingleLevel(lambda x, batch: outer(x[0], x[1], batch), structure=fb.Structure(x=(STRUCTURE.x, STRUCTURE.y)))
 
 
-DEEP = fb.Bilevel(  # one group within x, one that reaches into y
+DEEP = fb.Bilevel(  # one group within x, and one that reaches into y
     lambda x, y, batch: outer(x[1], y, {**batch, "input": jnp.tanh(batch["input"] @ x[0])}),
     lambda x, y, batch: inner(x[1], y, {**batch, "input": jnp.tanh(batch["input"] @ x[0])}),
     structure=fb.Structure(x=["_ first", {"weight": "first hidden", "bias": "hidden"}], y=STRUCTURE.y),
@@ -48,7 +48,7 @@ DEEP_Y = fb.Bilevel(  # one group, within y
 
 
 def population(capacity=CAPACITY, **fields):
-    """Ragged samples and unequal weights."""
+    """Return clients with unequal numbers of samples and unequal weights."""
     rng = np.random.default_rng(0)
 
     def rows(least):
@@ -97,7 +97,7 @@ MOMENTUM = fb.parts.Momentum(decay=0.5)
 RANDOM = fb.parts.Implicit(solver=fb.parts.Neumann(terms=3, sampling="random"))
 WORK = {"local_steps": (1, 3)}
 TWO_KINDS = {"capacity": np.where(CAPACITY < 1, 0.5, 1.0)}
-"""Local compiles a phase for each capacity; the cases that are slow have three."""
+"""Two capacities, since Local compiles a phase for each; the slow cases have three."""
 CASES = {
     "SimFBO, importance": (
         fixed(fb.SimFBO(local_steps=2, batch_size=3, local_optimizer=MOMENTUM)),
@@ -122,7 +122,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", slow_but("SimFBO, importance", of=CASES))
 def test_engines_agree(case):
-    """Sums of a few dozen terms of size about 1 in another order differ by 1e-15 or so; 1e-12 leaves room."""
+    """Engines agree to 1e-12: sums of a few dozen terms of size about 1 in another order differ by about 1e-15."""
     algorithm, problem, fields, cohort = CASES[case]
     clients = population(**fields)
     want = solved(algorithm, clients=clients, engine=fb.Reference(), problem=problem, cohort=cohort)
@@ -163,8 +163,10 @@ def magnitudes(*leaves):
 
 @pytest.mark.parametrize("name", slow_but("FedNest", of=ON_A_SLICE))
 def test_where_all_hold_the_same_units_it_is_the_method_on_these(name):
-    """Everyone holds the first half of the units: their part is that of the sliced problem, trained whole, and no
-    other entry moves."""
+    """If all clients hold the first half of the units, their part is that of the sliced problem, trained whole.
+
+    No other entry moves.
+    """
     half, algorithm, (x, y) = HIDDEN // 2, ON_A_SLICE[name], start()
     problem = BILEVEL
     if name == "FedAvgS":
@@ -190,7 +192,11 @@ def test_where_all_hold_the_same_units_it_is_the_method_on_these(name):
 
 @pytest.mark.parametrize("name", slow_but("FedAvgS", of=ON_A_SLICE))
 def test_where_all_hold_the_same_weights_it_is_the_method_on_the_masked_problem(name):
-    """A round on whole arrays, of losses that see them masked, from where the masks leave what is held."""
+    """If all clients hold the same weights, a round is that of the method on whole arrays, with losses that see them
+    masked.
+
+    The compared round starts from x and y as they are, and the masks leave what is held.
+    """
     algorithm, (x, y) = ON_A_SLICE[name], start()
     halves = magnitudes(*x.values())[23], magnitudes(*y.values())[7]
     m, n = (
@@ -222,12 +228,12 @@ STATIC = fb.Submodels(ONE_STEP, policy="static")
 
 @pytest.fixture(scope="module")
 def one_round():
-    """SimFBO on the first units, full batches, one local step: a round that can be done by hand."""
+    """Run a round of SimFBO on the first units, with full batches and one local step, which can be done by hand."""
     return solved(STATIC, rounds=1)
 
 
 def test_an_entry_moves_by_the_mean_over_those_who_hold_it(one_round):
-    """Σ p_i u_i over the holders / Σ p_i over the holders, each u_i computed on sliced arrays, entry by entry."""
+    """An entry moves by Σ p_i u_i over its holders / Σ p_i over its holders, where u_i is computed on sliced arrays."""
     clients, (x, y), algorithm = population(), start(), fixed(fb.SimFBO())
     total = {"weight": np.zeros((INPUTS, HIDDEN)), "bias": np.zeros(HIDDEN)}, {"weight": np.zeros((HIDDEN, OUTPUTS))}
     held = jax.tree.map(np.zeros_like, total)
@@ -249,9 +255,12 @@ def test_an_entry_moves_by_the_mean_over_those_who_hold_it(one_round):
 
 
 def test_fiarse_is_its_algorithm_1():
-    """Two local steps, on whole arrays with masks written out: slopes of the masked loss, each times
-    1 + 2|w|θ/(|w| + θ)², of what is at least θ at that step. Of 64 weights clients hold 64, 32 or 16, in numbers of 8
-    bytes; who lacks any is sent 64 bits and θ."""
+    """FIARSE is its Algorithm 1: two local steps on whole arrays, with masks written out.
+
+    A step uses the slopes of the masked loss, each times 1 + 2|w|θ/(|w| + θ)², for the weights that are at least θ at
+    this step. Of 64 weights, clients hold 64, 32 or 16, in numbers of 8 bytes. A client that lacks any weight also gets
+    64 bits and θ.
+    """
     clients, w, lr = population(), (*start(),), 0.3
     method = fb.FedAvg(local_steps=2, batch_size=None, lr=lr)
     result = solved(fb.Submodels(method, policy="weights"), problem=SINGLE, rounds=1)
@@ -282,7 +291,10 @@ def test_fiarse_is_its_algorithm_1():
 
 
 def test_weights_of_a_bilevel_problem_have_the_masked_gradients():
-    """One step with v = 0: the gradients of the masked losses, x and y with a threshold each."""
+    """In a bilevel problem, weights move along the gradients of the masked losses; x and y have a threshold each.
+
+    The test makes one step with v = 0.
+    """
     clients, (x, y), algorithm = population(np.full(CLIENTS, 0.5)), start(), ONE_STEP
     result = solved(fb.Submodels(algorithm, policy="weights"), clients=clients, rounds=1)
     thresholds = magnitudes(*x.values())[23], magnitudes(*y.values())[7]  # half of 5 · 8 + 8, and of 8 · 2
@@ -302,14 +314,20 @@ def test_weights_of_a_bilevel_problem_have_the_masked_gradients():
 
 
 def test_weights_spare_bytes_and_no_operations():
-    """What is done by entry of x, y and v alone is less: here under a tenth of all."""
+    """Holding fewer weights saves bytes, but hardly any operations.
+
+    Only operations by entry of x, y and v are fewer, which are less than a tenth of all here.
+    """
     given = fb.Submodels(ONE_STEP, policy="weights"), BILEVEL, population(np.where(CAPACITY < 1, 0.5, 1.0)), *start()
     half, whole = sorted(known_flops(*given, classes(*given)).values())
     assert 0.9 * whole < half <= whole
 
 
 def test_one_variable_alone_can_be_cut():
-    """With "x" the group within x: of 5 units 5, 3 (2.5 rounded up), 1; "y" has no group of its own here."""
+    """With pruned = "x", only the group within x is cut: of 5 units, clients hold 5, 3 (2.5 rounded up) or 1.
+
+    "y" has no group of its own here.
+    """
     of_x, of_y = (fb.Submodels(ONE_STEP, policy="static", pruned=name) for name in "xy")
     bytes_up = solved(of_x, problem=DEEP, rounds=1).ledger.bytes_up
     kept = [{1: 5, 0.5: 3, 0.25: 1}[c] for c in CAPACITY]
@@ -320,7 +338,10 @@ def test_one_variable_alone_can_be_cut():
 
 @pytest.mark.slow
 def test_y_alone_can_be_cut():
-    """Of the 8 units within y clients hold 8, 4 or 2; "x" has no group of its own here. All but y and v stay whole."""
+    """With pruned = "y", only y and v are cut: of the 8 units within y, clients hold 8, 4 or 2.
+
+    "x" has no group of its own here.
+    """
     of_x, of_y = (fb.Submodels(ONE_STEP, policy="static", pruned=name) for name in "xy")
     result = solved(of_y, problem=DEEP_Y, rounds=1)
     assert result.ledger.bytes_up == 8 * sum(INPUTS * HIDDEN + HIDDEN + 2 * k * (HIDDEN + OUTPUTS) for k in KEPT)
@@ -331,8 +352,11 @@ def test_y_alone_can_be_cut():
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.errors.AbsenceWarning")
 def test_nothing_is_dealt_to_those_who_are_never_there():
-    """Seven clients of ½, two of them away: 2 segments among 5 clients, the second to exactly min_coverage = 2 of them.
-    A count of everyone would deal some of it to those who are away."""
+    """No units are assigned to clients that are never there.
+
+    Of seven clients of ½, two are away. The 5 others share 2 segments, and exactly min_coverage = 2 of them hold the
+    second one. If all seven were counted, some units would be assigned to those that are away.
+    """
     clock = fb.Clock(availability=[1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0])
     algorithm, half = replace(AVERAGING, policy="covered", min_coverage=2, fixed=True), np.full(CLIENTS, 0.5)
     results = [
@@ -346,7 +370,7 @@ def test_nothing_is_dealt_to_those_who_are_never_there():
 
 
 def test_operations_fall_with_the_submodels():
-    """A client of k units costs k times one of one unit, but for what is done to targets and single numbers."""
+    """A client of k units takes k times the operations of one unit, except for targets and single numbers."""
     given = STATIC, BILEVEL, population(np.where(np.arange(CLIENTS) < 3, 1.0, 0.5)), *start()
     half, whole = sorted(known_flops(*given, classes(*given)).values())
     assert 0.5 < half / whole < 0.6
@@ -354,8 +378,11 @@ def test_operations_fall_with_the_submodels():
 
 
 def test_messages_and_coverage_are_those_of_the_submodels(one_round):
-    """Of k units a client holds k (5 + 1) numbers of x and 2 k of y and of v, 8 bytes each. All hold units 0 and 1,
-    four clients 2 and 3, one of them 4 to 7."""
+    """Messages and coverage are those of the submodels.
+
+    A client with k units holds k (5 + 1) numbers of x, and 2 k of y and of v, with 8 bytes each. All clients hold units
+    0 and 1, four hold 2 and 3, and one of these holds 4 to 7.
+    """
     numbers = int(np.sum(KEPT * (INPUTS + 1 + 2 * OUTPUTS)))
     assert one_round.ledger.bytes_down == one_round.ledger.bytes_up == 8 * numbers
     assert (one_round.ledger.exchanges, one_round.ledger.replies) == (1, CLIENTS)
@@ -364,7 +391,10 @@ def test_messages_and_coverage_are_those_of_the_submodels(one_round):
 
 
 def test_mask_noise_is_in_the_history(one_round):
-    """The weakest clients hold units 0 and 1: what the others weigh of ‖x‖² and of ‖y‖², at the start of the round."""
+    """The history has the mask noise: the share of ‖x‖² and ‖y‖² outside of units 0 and 1, at the start of the round.
+
+    The weakest clients hold only these two units.
+    """
     (x, y), least = start(), min(KEPT)
     cut = {name: float(jnp.sum(leaf[..., least:] ** 2)) for name, leaf in x.items()}
     total = {name: float(jnp.sum(leaf**2)) for name, leaf in x.items()}
@@ -376,7 +406,10 @@ def test_mask_noise_is_in_the_history(one_round):
 
 @pytest.mark.slow
 def test_mask_noise_is_that_of_the_cohort_and_none_of_a_model_that_is_zero():
-    """A cohort of one each round, of each class in turn: the noise of its class alone; y starts at 0."""
+    """Mask noise is that of the cohort, and 0 for a model that is zero.
+
+    Each cohort has one client, of each class in turn, and the noise is that of its class; y starts at 0.
+    """
     x, y = start()
     algorithm = fb.Submodels(fixed(fb.SimFBO(local_steps=1, batch_size=None, server_lr=1e-12)), policy="static")
     given = algorithm, BILEVEL, population(), x, jax.tree.map(jnp.zeros_like, y)
@@ -401,7 +434,8 @@ def test_what_nobody_holds_stays_and_is_counted():
 
 @pytest.mark.slow
 def test_with_all_capacities_1_it_is_the_method_itself():
-    """The same sums, but each divided by what they are multiplied with again."""
+    """With all capacities 1, a run is the method itself: each sum is divided by its factor, and multiplied with it
+    again."""
     algorithm = fixed(fb.SimFBO(batch_size=3))
     whole, full = solved(algorithm, clients=population(None)), solved(algorithm, clients=population(np.ones(CLIENTS)))
     same_numbers(whole, full)
@@ -409,7 +443,8 @@ def test_with_all_capacities_1_it_is_the_method_itself():
     assert "coverage_x" not in whole.history.columns
 
 
-@pytest.mark.filterwarnings("error::fedbilevel.errors.CapacityWarning")  # so that nothing is compiled after it
+# an error, so that nothing is compiled after it
+@pytest.mark.filterwarnings("error::fedbilevel.errors.CapacityWarning")
 def test_a_method_without_submodels_says_that_it_trains_whole_models():
     method = fixed(fb.FedNest(batch_size=3, hypergradient=fb.parts.Implicit(solver=fb.parts.CG(max_steps=2))))
     said = (
@@ -455,7 +490,7 @@ def test_capacities_are_shares_of_one_each(capacity):
 
 
 class TestPolicies:
-    """Which units a client holds: 3 of 8."""
+    """Tests of which 3 of 8 units a client holds."""
 
     unit_layout = UnitLayout.of(STRUCTURE, *start())
 
@@ -482,7 +517,10 @@ class TestPolicies:
         assert len(fixed) == 1
 
     def test_segments_cover_all_units_as_evenly_as_can_be(self):
-        """⌈8/3⌉ = 3 segments among 6 clients: each twice; the last overlaps the second by a unit, which counts 4."""
+        """⌈8/3⌉ = 3 segments cover all units: each is held by two of 6 clients.
+
+        The last segment overlaps the second one by a unit, which 4 clients hold.
+        """
         for round in range(3):
             held = np.bincount([unit for j in range(6) for unit in self.units(policy="covered", rank=j, round=round)])
             assert sorted(held) == [2] * 7 + [4]
@@ -492,7 +530,8 @@ class TestPolicies:
 
     @pytest.mark.parametrize("least", [1, 2])
     def test_a_coverage_can_be_asked_for(self, least):
-        """4 segments of 2 among 10 clients: three with exactly `least`, one with all others."""
+        """With 4 segments of 2 units among 10 clients, exactly `least` clients hold three of them, and all others the
+        fourth."""
         dealt = [self.units(policy="covered", min_coverage=least, kept=2, rank=j, peers=10) for j in range(10)]
         assert sorted(np.bincount(np.concatenate(dealt))) == [least] * 6 + [10 - 3 * least] * 2
 
@@ -513,11 +552,11 @@ class TestPolicies:
 
 
 SWAPPED = np.stack([CAPACITY, CAPACITY[::-1]])
-"""Capacities of two rounds: who could hold much holds little in the second."""
+"""The capacities of two rounds; clients with a large capacity in the first round have a small one in the second."""
 
 
 def test_capacities_by_round_are_those_of_the_rounds():
-    """Two rounds are one with the first row, and one with the second from where that ended; engines agree on it."""
+    """Two rounds with capacities by round equal one round with each row, one after the other, and engines agree."""
     averaged = partial(solved, AVERAGING, problem=SINGLE, engine=fb.Reference())
     both = averaged(clients=population(SWAPPED))
     first = averaged(clients=population(SWAPPED[0]), rounds=1)
@@ -533,7 +572,10 @@ def test_capacities_by_round_are_those_of_the_rounds():
 
 
 def test_units_are_dealt_anew_to_those_who_share_a_capacity_in_a_round():
-    """Of "covered" units each is held by two of the four clients of one half in either round, whoever they are."""
+    """With "covered", units are assigned anew in each round, to the clients that share a capacity in that round.
+
+    In either round, two of the four clients with capacity ½ hold each unit, whichever clients these are.
+    """
     half = np.array([[1, 1, 1, 0.5, 0.5, 0.5, 0.5], [0.5, 0.5, 1, 1, 0.5, 1, 0.5]])
     method = replace(AVERAGING, policy="covered", min_coverage=2)
     row = solved(method, problem=SINGLE, clients=population(half), engine=fb.Local(chunk=2))

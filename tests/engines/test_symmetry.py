@@ -1,6 +1,6 @@
-"""Is an inner loss refused whose derivative in y is not the gradient of one function, and no other one?
+"""Is an inner loss refused if its derivative in y is not the gradient of one function, and no other loss?
 
-y has leaves of each client's own and shared ones. In Ditto the shared model ignores that it pulls the own models.
+y has leaves of each client's own and shared ones. In Ditto, the shared model does not see that it pulls the own models.
 """
 
 import jax
@@ -15,7 +15,7 @@ from fedbilevel.core.tree import split
 from fedbilevel.engines.first_look import first_look
 from fedbilevel.errors import ConfigurationError
 
-pytestmark = pytest.mark.checked  # a check before a run is the claim
+pytestmark = pytest.mark.checked  # the tests are about a check before a run
 
 RNG = np.random.default_rng(0)
 FEATURES, CLASSES = 6, 3
@@ -39,7 +39,7 @@ def outer(x, y, batch):
 
 
 def pulled(seen, weight=1.0, power=2):
-    """Own and shared models; an own one is pulled to what `seen` lets it see of the shared one."""
+    """Return a loss of own and shared models; an own model is pulled to what `seen` shows it of the shared one."""
 
     def inner(x, y, batch):
         pull = jnp.sum(jnp.abs(y["own"] - seen(y["shared"])) ** power)
@@ -49,7 +49,7 @@ def pulled(seen, weight=1.0, power=2):
 
 
 def on_features(seen):
-    """A network, and a head of each client's own on what `seen` lets it see of the network's features."""
+    """Return a loss of a network, and of each client's own head on what `seen` shows it of the network's features."""
 
     def inner(x, y, batch):
         features = jax.nn.relu(batch["u"] @ y["body"])
@@ -68,7 +68,7 @@ reversed_gradient.defvjp(lambda a: (a, None), lambda _, slope: (-slope,))
 
 
 def squares(x, y, batch):
-    """A pull whose gradient JAX cannot differentiate."""
+    """Compute a pull whose gradient JAX cannot differentiate."""
     return fit(y["own"], batch) + fit(y["shared"], batch) + 10**x * once(jnp.ravel(y["own"] - y["shared"]))
 
 
@@ -170,7 +170,7 @@ FIXED = {"count": 3, "table": jnp.arange(3), "function": jnp.tanh, "nothing": No
 
 
 def beside_fixed(inner):
-    """Return an inner loss of a y whose model is beside leaves that are no floating arrays."""
+    """Return an inner loss of a y that has its model beside leaves that are not floating arrays."""
     return lambda x, y, batch: inner(x, {"own": y["own"], "shared": y["shared"]}, batch)
 
 
@@ -192,7 +192,7 @@ STEPS = {"local_steps": 1, "batch_size": None, "server_lr": 0.1, "client_lr": 1.
 
 @pytest.mark.parametrize("method", [fb.SimFBO(**STEPS), fb.F2SA(**STEPS)], ids=["SimFBO", "F2SA"])
 def test_solve_refuses_ditto_and_runs_mr_mtl(method):
-    """F2SA also where JAX cannot differentiate the gradient."""
+    """`solve` refuses Ditto and runs MR-MTL; F2SA also runs if JAX cannot differentiate the gradient."""
     arguments = fb.Clients(SAMPLES), 0.0, PAIR
     own = lambda path: path == "own"  # noqa: E731
     with pytest.raises(ConfigurationError, match=WORDS):

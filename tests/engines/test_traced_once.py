@@ -1,7 +1,7 @@
-"""How often one `solve` calls what the user wrote: JAX traces each function once for arguments of the same shapes.
+"""How often does one `solve` call the user's functions? JAX traces each once for arguments of the same shapes.
 
-Shapes that a run may ask for: two samples, and one, for the checks before the first round, which also do where the
-samples of a padded batch, or of a population, are taken one by one; and a batch, as clients draw them.
+A run may ask for these shapes: two samples, and one sample, for the checks before the first round, also where the
+samples of a padded batch or of a population are taken one by one; and a batch, as clients draw them.
 """
 
 import jax.numpy as jnp
@@ -16,25 +16,27 @@ from fedbilevel.engines.progress import COMPILING
 from fedbilevel.engines.recorder import Recorder
 from fixed_steps import fixed
 
-pytestmark = pytest.mark.checked  # the checks of the losses call them, too
+pytestmark = pytest.mark.checked  # the checks of the losses also call the functions
 
 SAMPLES = [np.random.default_rng(i).normal(size=(n, 3)) for i, n in enumerate((4, 6))]
 CLIENTS = fb.Clients(SAMPLES, [2 * rows for rows in SAMPLES])
-BATCHES = {"outer": 2, "inner": 2}  # two, which is the batch too, and one
+BATCHES = {"outer": 2, "inner": 2}  # for two samples, which is also the batch size, and for one
 LOCAL = fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=3, step=0.01))
 CASES = {
     "SimFBO": (fixed(fb.SimFBO(batch_size=2)), BATCHES),
-    "SimFBO, all samples": (fixed(fb.SimFBO(batch_size=None)), BATCHES),  # unequal clients: one by one
+    # clients are unequal, so that samples are taken one by one
+    "SimFBO, all samples": (fixed(fb.SimFBO(batch_size=None)), BATCHES),
     "LFedNest": (fixed(fb.LFedNest(batch_size=2, hypergradient=LOCAL)), BATCHES),
     "RABO": (fixed(fb.RABO(batch_size=2, hypergradient=LOCAL)), BATCHES),
     "AFBO, asynchronous": (fb.Asynchronous(fixed(fb.AFBO(batch_size=2, hypergradient=LOCAL)), wait_for=1), BATCHES),
     "FedAvg": (fb.FedAvg(batch_size=2), {"loss": 2}),
-    "FISM": (fb.FISM(), {"preference": 3, "inner": 2, "project": 1}),  # H with the samples that it ignores, and without
+    # H with the samples, which it ignores, and without them
+    "FISM": (fb.FISM(), {"preference": 3, "inner": 2, "project": 1}),
 }
 
 
 class Traced(Exception):
-    """All is traced; the test needs no compiled program."""
+    """Raised when all is traced, since the test needs no compiled program."""
 
 
 def problem_for(algorithm, counted):
@@ -54,7 +56,7 @@ def problem_for(algorithm, counted):
 
 
 def calls(algorithm, monkeypatch, **options):
-    """By the function's name, how often a `solve` calls it."""
+    """Return how often a `solve` calls each function."""
     found = {}
 
     def counted(name, function):
@@ -86,16 +88,23 @@ def test_a_function_is_called_once_for_arguments_of_the_same_shapes(case, monkey
 
 
 def test_each_run_calls_them_anew_and_counting_operations_for_shapes_of_its_own_alone(monkeypatch):
-    """What they read may have changed, which JAX, who remembers by the function, would not see. Operations are of all a
-    client's samples: whole batches are counted as long as the longest, sample by sample."""
+    """Each run calls the functions again, and counting operations calls them only for shapes of its own.
+
+    What functions read may have changed, which JAX, whose cache has the function as its key, would not see. Operations
+    are those of all samples of a client: whole batches count as long as the longest, sample by sample.
+    """
     for options in ({}, {}, {"count_flops": True}):
         assert calls(fixed(fb.SimFBO(batch_size=2)), monkeypatch, **options) == BATCHES
 
 
 @pytest.mark.parametrize("length", ["--exchanges", "--rounds"])
 def test_a_command_traces_a_round_twice(length, monkeypatch, tmp_path):
-    """Once as shapes alone, from which operations and bytes are counted; once for the program, which holds an engine's
-    clients, sums and keys. A budget is turned into rounds by four rounds of that same program."""
+    """A command traces a round twice.
+
+    The first time only shapes are traced, from which operations and bytes are counted. The second time is for the
+    program, with an engine's clients, sums and keys. A budget is turned into a number of rounds by four rounds of this
+    program.
+    """
     fb.Local.forget()
     rounds, whole = [], fb.FedBiO.round
     monkeypatch.setattr(fb.FedBiO, "round", lambda self, fed, *at: rounds.append(type(fed)) or whole(self, fed, *at))

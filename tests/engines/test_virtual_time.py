@@ -16,7 +16,7 @@ from refusals import refuses
 
 
 class Silent(Early):
-    """One that does not say that it is asynchronous."""
+    """An asynchronous algorithm that does not declare that it is asynchronous."""
 
     asks = Asks()
 
@@ -42,7 +42,10 @@ def test_by_default_time_counts_exchanges():
 
 
 def test_an_exchange_costs_the_slowest_of_its_cohort():
-    """SimFBO with one step spends 2 gradients and 2 products; client i then takes 4 c_i + w_i."""
+    """An exchange takes as long as the slowest client of its cohort.
+
+    SimFBO with one step takes 2 gradients and 2 products, so that client i takes 4 c_i + w_i.
+    """
     compute, network = np.array([0.1, 0.2, 0.3, 0.1, 0.1, 0.5]), np.array([5, 1, 1, 9, 1, 0.5])
     clock = fb.Clock(compute=compute.tolist(), network=network.tolist())
     slowest = max(compute * 4 + network)
@@ -54,7 +57,11 @@ def test_an_exchange_costs_the_slowest_of_its_cohort():
 
 @pytest.mark.slow
 def test_a_cohort_without_the_slow_one_is_quicker():
-    """With two of six clients a round, one of which takes 50: (5 choose 2)/(6 choose 2) = 2/3 of rounds take 1."""
+    """A cohort without the slow client is quicker.
+
+    With two of six clients in a round, one of which takes 50, a share of (5 choose 2)/(6 choose 2) = 2/3 of the rounds
+    takes 1.
+    """
     clock = fb.Clock(stragglers=1, slowdown=50)
     took = np.diff(times(fixed(fb.SimFBO(local_steps=1)), clock, rounds=200, cohort=2))
     assert set(np.round(took).tolist()) == {1.0, 50.0}
@@ -63,7 +70,11 @@ def test_a_cohort_without_the_slow_one_is_quicker():
 
 
 def test_factors_are_log_normal_with_mean_one():
-    """Mean 1 to rounding; the logarithm has standard deviation σ, but for what lies beyond the 1/8192-quantiles."""
+    """Factors are log-normal with mean one.
+
+    The mean is 1 up to rounding. The logarithm has the standard deviation σ, except for what lies beyond the
+    1/8192-quantiles.
+    """
     pace = fb.Clock(spread=0.7).pace(1000)
     assert len(pace.spread) == QUANTILES
     np.testing.assert_allclose(pace.spread.mean(dtype=float), 1, atol=1e-6)
@@ -92,7 +103,10 @@ def test_a_schedule_of_arrivals_that_cannot_be_is_refused(fields, path, fact):
 
 @pytest.mark.slow
 def test_arrivals_that_read_something_changed_are_noticed():
-    """A program is found by what its schedule computes; nobody's reply has been counted where nobody arrives."""
+    """A schedule of arrivals that reads a value that has changed gets another program.
+
+    Programs are found by what their schedule computes. If no client arrives, no reply counts.
+    """
     late, sent = [True], []
     algorithm = fb.Asynchronous(fixed(fb.SimFBO(batch_size=None, local_steps=1)), wait_for=1)
     for late[0] in (True, False):
@@ -141,7 +155,7 @@ def test_drift_lasts_for_a_period():
 
 
 def test_the_clock_counts_periods_that_end_within_exchanges():
-    """After exchanges of 0.4 to 2.9 periods the clock stands where their sum says."""
+    """After exchanges of 0.4 to 2.9 periods, the clock is where their sum says."""
     pace, now, total = fb.Clock(drift=0.5, period=1.0).pace(3), ClockState.start(), 0
     for ticks in np.random.default_rng(0).integers(4_000, 29_000, size=50).tolist():
         now, total = now.later(pace, jnp.asarray(ticks)), total + ticks
@@ -165,11 +179,11 @@ def test_clients_are_there_for_their_share_of_each_period():
     begins, lasts, period = int(pace.begins[3]), 40_000, 80_000
     edges = [0, lasts - 1, lasts, period - 1]
     at = [int(pace.waits(ClockState.start(), jnp.array([3]), np.array([begins + edge]))[0]) for edge in edges]
-    assert at == [0, 0, period - lasts, 1]  # to the tick
+    assert at == [0, 0, period - lasts, 1]  # exact to the tick
 
 
 def test_an_exchange_waits_for_clients_to_come_back():
-    """Each takes no time at all: an exchange lasts until the last one is there, and the next one likewise."""
+    """An exchange of clients that take no time lasts until the last one is there, and the next exchange does, too."""
     clock = fb.Clock(network=0.0, availability=[1, 1, 1, 1, 1, 0.5], period=8.0, seed=0)
     begins = int(clock.pace(6).begins[5]) * TICK
     first = 0.0 if (0 - begins) % 8 < 4 else begins
@@ -177,8 +191,11 @@ def test_an_exchange_waits_for_clients_to_come_back():
 
 
 def test_who_is_never_there_is_told_and_left_out():
-    """Waiting for everyone, and for the first four of the four who are there, is the same, p_i being normalised over
-    these: in the second run the server itself divides by the weight of those it has heard of."""
+    """Clients that are never there are named and left out, with p_i normalised over the others.
+
+    Waiting for all, and for the first four replies of the four others, is the same. In the second run the server itself
+    divides by the weight of the clients that have replied.
+    """
     clock = fb.Clock(availability=[1, 1, 0, 1, 0, 1])
     found = []
     simfbo = fixed(fb.SimFBO(local_steps=1, batch_size=None))
@@ -213,7 +230,7 @@ def test_an_asynchronous_run_resumes_to_the_bit(busy, tmp_path):
 
 @pytest.mark.slow
 def test_the_same_events_in_float32_and_float64(busy):
-    """Times are whole numbers: how precisely the models are computed does not move an event."""
+    """The same events happen in float32 and float64, since times are whole numbers."""
     took = []
     for x64 in (True, False):
         with jax.enable_x64(x64):

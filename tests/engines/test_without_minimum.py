@@ -1,4 +1,4 @@
-"""An inner loss that curves downwards however far y goes has no y*(x): every method that needs it says so, once."""
+"""An inner loss that curves downwards, however far y goes, has no y*(x): every method that needs y* warns once."""
 
 import warnings
 
@@ -10,12 +10,13 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.algorithms.parts.linear_solvers import without_minimum
 
-pytestmark = pytest.mark.checked  # a check before a run is the claim
+pytestmark = pytest.mark.checked  # the tests are about a check before a run
 
 RNG = np.random.default_rng(0)
 U = RNG.normal(size=(4, 20, 3))
 DATA = {"u": U, "t": U.sum(-1), "label": (U.sum(-1) > 0).astype(float)}
-LOWEST = np.linalg.eigvalsh(2 * np.einsum("mni,mnj->ij", U, U) / 80)[0]  # of the Hessian of `squares`
+# the lowest eigenvalue of the Hessian of `squares`
+LOWEST = np.linalg.eigvalsh(2 * np.einsum("mni,mnj->ij", U, U) / 80)[0]
 
 
 def squares(x, y, batch):
@@ -23,12 +24,12 @@ def squares(x, y, batch):
 
 
 def penalised(lower):
-    """Squares with e^x y² − `lower` y²: the lowest curvature at x = −1 is LOWEST + 2/e − 2 `lower`."""
+    """Return squares with e^x y² − `lower` y²; the lowest curvature at x = −1 is LOWEST + 2/e − 2 `lower`."""
     return lambda x, y, batch: squares(x, y, batch) + jnp.sum(jnp.exp(x) * y**2) - lower * jnp.sum(y**2)
 
 
 def logistic(x, y, batch):
-    """Of the first three entries of y: the loss is flat along the fourth."""
+    """Compute a loss of the first three entries of y, which is flat along the fourth."""
     s = batch["u"] @ y[:3]
     return jnp.mean(jax.nn.softplus(s) - batch["label"] * s) + jnp.exp(x[0]) * y[0] ** 2
 
@@ -39,7 +40,7 @@ def network(x, y, batch):
 
 
 def said(method, problem, y0):
-    """The warnings of a run of one round from x = −1."""
+    """Return the warnings of a run of one round from x = −1."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fb.solve(method, problem, fb.Clients(DATA), np.full(3, -1.0), y0, rounds=1, progress=False)
@@ -48,7 +49,10 @@ def said(method, problem, y0):
 
 @pytest.mark.parametrize("name", ["SimFBO", pytest.param("AggITD", marks=pytest.mark.slow)])
 def test_a_concave_inner_loss_is_warned_of_once(name):
-    """1.2 is above LOWEST/2 + 1/e; the ridge that it names is half of the curvature."""
+    """A concave inner loss is warned of once, with a ridge of half its curvature.
+
+    The loss is concave in one direction, since 1.2 is above LOWEST/2 + 1/e.
+    """
     lowest = LOWEST + 2 / np.e - 2.4
     assert lowest < 0
     (warning,) = said(getattr(fb, name)(), fb.Bilevel(squares, penalised(1.2)), np.zeros(3))
@@ -58,7 +62,10 @@ def test_a_concave_inner_loss_is_warned_of_once(name):
 
 @pytest.mark.parametrize("bits", [32, 64])
 def test_only_a_loss_without_a_minimum_is_told(bits):
-    """A curvature of 0 is none that is negative; that of a network is, but not far from the start."""
+    """Only a loss without a minimum is reported.
+
+    A curvature of 0 is not negative. The curvature of a network is negative at its start, but not far from it.
+    """
     weights = {"a": RNG.normal(size=(3, 8)), "b": RNG.normal(size=8)}
     cases = [(penalised(1.2), np.zeros(3)), (penalised(1.1), np.zeros(3)), (logistic, np.zeros(4)), (network, weights)]
     with jax.enable_x64(bits == 64):
@@ -72,7 +79,7 @@ def at_start(inner, y0):
 
 
 def test_the_network_curves_downwards_at_its_start():
-    """So that the test above can fail."""
+    """The network of the test above curves downwards at its start, so that the test could fail."""
     weights = {"a": RNG.normal(size=(3, 8)), "b": RNG.normal(size=8)}
     flat, shaped = jax.flatten_util.ravel_pytree(weights)
     batch = jax.tree.map(lambda a: a.reshape(80, *a.shape[2:]), DATA)

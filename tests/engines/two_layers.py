@@ -1,4 +1,4 @@
-"""A network of two layers, whose hidden units submodels are cut from: x is the first layer, y the second."""
+"""A network of two layers, from whose hidden units submodels are cut: x is the first layer, and y the second."""
 
 import jax.numpy as jnp
 import numpy as np

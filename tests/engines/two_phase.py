@@ -1,4 +1,4 @@
-"""A small algorithm with all that the seam allows: two phases, a loop of exchanges, client state, both means."""
+"""A small algorithm with all that algorithms may use: two phases, a loop of exchanges, client states, both means."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ class State(NamedTuple):
 
 
 class TwoPhase(authoring.Algorithm):
-    """Inner steps with a control variate that each client keeps, then one outer step on its mean."""
+    """Make inner steps with a control variate that each client keeps, then one outer step on its mean."""
 
     inner: int = static(default=3)
     lr: float = 0.1
