@@ -48,11 +48,14 @@ class Case(NamedTuple):
 
 
 TWO_PHASES = "two phases, a loop, client state"
-"""A case that is compared on every engine; the others are on one, which has it all."""
+"""A case that is compared on every engine. The other cases are compared on one engine, which combines all settings."""
 COHORT = 5
-"""Of 8: divided by neither the chunks nor the number of devices of test_agreement.py."""
+"""The size of a cohort of 8 clients; neither the chunks nor the numbers of devices in test_agreement.py divide it."""
 LENGTHS = (3, 5, 5, 3, 5, 3, 3, 5)
-"""Samples of f; of g the other way round, so that clients are of two kinds: Reference compiles each phase for each."""
+"""The numbers of outer samples; clients have the inner ones in the reverse order.
+
+Clients are therefore of only two kinds, since Reference compiles each phase for each kind.
+"""
 WORK = np.array([1, 2, 3, 4, 1, 2, 3, 4])
 SINGLE_LEVEL = fb.SingleLevel(lambda x, batch: outer(x, jnp.resize(x, batch["t"].shape[-1]), batch))
 MINIMAX = fb.Minimax(lambda x, y, batch: outer(x, y, batch) - 2 * jnp.vdot(y, y))

@@ -75,7 +75,7 @@ EXACT = {
     "FedBiO": fb.FedBiO(client_lr=STEPS, **LOOP),
     "AFBO, steps on v": fb.AFBO(inner=INNER, hypergradient=SystemSteps(), **ON_X),
 }
-"""v is solved for as well as y, so that the end is the solution."""
+"""Methods that also solve for v, so that the end is the solution."""
 TRUNCATED = {
     "FedNest": fb.FedNest(inner=SVRG(local_steps=1), hypergradient=WHOLE, **ON_X),
     "FedMBO": fb.FedMBO(inner=SGD, hypergradient=WHOLE, **ON_X),

@@ -27,9 +27,9 @@ WITH_FIELDS = {
     fb.LFedNest: Case(fixed(fb.LFedNest(batch_size=None, hypergradient=LOCAL))),
     fb.RAFBO: Case(fixed(fb.RAFBO(batch_size=None, hypergradient=fb.parts.PrintedSlopes(perturbation=1.0)))),
 }
-"""Methods that can be late with other fields than the defaults, or that compile sooner so."""
+"""Methods that can be late only with other fields than the defaults, or that compile faster with other fields."""
 QUICK = (fb.FedAvg, fb.SimFBO, fb.IRG, fb.FedBiO)
-"""One of each kind of reply; the phases of the others are like these, or other tests make them late."""
+"""One method for each kind of reply. The phases of the others are similar, or other tests make them late."""
 
 
 def outcome(algorithm, problem, rounds=4):

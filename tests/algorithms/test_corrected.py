@@ -20,7 +20,7 @@ AGREEMENT = {
 }
 NEVER_LATE = {fb.CorrectedFBO: "paths follow the mean direction of the last round"}
 FAR = fb.XYV(0.01, 0.1, 0.1)
-"""Local steps that take 20 directions a good part of the way to each client's own solution."""
+"""Steps so long that 20 of them lead a good part of the way to each client's own solution."""
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ LONGEST = max(SIZES)
 ROWS = [{"i": np.full(n, i), "s": np.arange(n)} for i, n in enumerate(SIZES)]
 CLIENTS = fb.Clients(ROWS)
 DRAWN = fb.SingleLevel(lambda x, batch, key: jnp.mean(x[batch["i"], batch["s"]]) * jax.random.uniform(key))
-"""Its derivative by x[i, s] is u/n_i, u being what client i drew for its sample s."""
+"""A loss whose derivative by x[i, s] is u/n_i, where u is the number that client i drew for its sample s."""
 
 
 def draws(rounds, steps=1, **options):

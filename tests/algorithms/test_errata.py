@@ -18,7 +18,7 @@ from fixed_steps import fixed
 from representatives import slow_but
 
 EXACTLY = fb.parts.Neumann(terms=1, step=1.0)
-"""Where ∇²yy g = I."""
+"""A series that is exact if ∇²yy g = I."""
 
 
 # ------------------------------------------------------------------------------------------------------ RABO, RAFBO

@@ -8,7 +8,7 @@ from benchmarks.family import GROUPS, ROUNDS, kept, played
 
 OTHER = 8  # a family of problems on which no number of the adaptive steps was chosen
 FEW = {"SimFBO": 1, "FedBiO": 6, "AFBO": 4, "AggITD": 5}
-"""A group for each of four methods: stiffening penalties in float32, raw penalties, a linear map, softmax."""
+"""A group for each of four methods: stiffening penalties in float32, raw penalties, a linear map, and softmax."""
 
 
 def check(ends):

@@ -21,7 +21,7 @@ from fixed_steps import fixed
 from representatives import slow_but
 
 SIZES, BATCH, DIM, SEED = (7, 2, 6, 4, 3), 3, 3, 5
-"""Of samples: with a rest, fewer than a batch, none, and a single batch."""
+"""SIZES are numbers of samples: with a rest, fewer than a batch, without a rest, with a rest, and exactly one batch."""
 WEIGHTS = np.array([1.0, 2.0, 0.5, 1.5, 1.0])
 # batches in an epoch, with the short last batch and without it
 SHORT, DROPPED = np.array([3, 1, 2, 2, 1]), np.array([2, 1, 2, 1, 1])
@@ -34,7 +34,7 @@ MINIMAX = fb.Minimax(
     lambda x, y, batch: jnp.mean((batch["a"] @ x - batch["b"]) * (batch["a"] @ y)) - jnp.vdot(y, y) + jnp.vdot(x, x)
 )
 MARKS = fb.SingleLevel(lambda x, batch: jnp.mean(x[batch["number"]]))
-"""Its gradient is 1 at the numbers of a batch's samples, divided by how many there are."""
+"""A loss whose gradient is 1 at the numbers of a batch's samples, divided by the number of samples in the batch."""
 SERIES = Neumann(terms=2)
 METHODS = {
     "FedAvg": (fb.FedAvg(lr=0.2), SINGLE_LEVEL),

@@ -17,7 +17,7 @@ from fixed_steps import fixed
 from representatives import slow_but
 
 NONE = {"BiFISTA", "IRG"}
-"""Their clients send a subgradient, and the server steps."""
+"""Methods whose clients send a subgradient, and whose server makes the step."""
 SHORT = {"iterations": 2, "estimate": fb.parts.LinearizedADMM(steps=2)}
 METHODS = {cls.__name__: fixed(cls()) for cls in ALGORITHMS.values() if cls.__name__ not in NONE} | {
     "ADBO": fb.ADBO(wait_for=2, **SHORT),
@@ -54,10 +54,10 @@ def field(method, path):
 
 
 REPEATED = {"ADBO", "SDBO", "AFBO", "FedMBO", "FedBiO", "FedNestSGD", "IRIG", "RAFBO", "ShroFBO", "FedAvg"}
-"""What steps by own numbers is a class that another method has, too."""
+"""Methods that step by clients' own numbers in a class that another method also has."""
 
 SECOND = {"FedBiOAcc", "CorrectedFBO"}
-"""Methods with a number that the second round is the first to use."""
+"""Methods with a number that is first used in the second round."""
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ def afbo_on_cosines(outer, inner, beta, hold=0):
 
 ETA, ROUNDS, M = 0.05, 1_000, 16
 START = 2 * (1 - np.cos(1.0)) / (ETA * ROUNDS)
-"""2Φ(x₀)/(ηT), of Φ(x) = 1 − cos x"""
+"""2Φ(x₀)/(ηT) for Φ(x) = 1 − cos x."""
 
 
 @pytest.mark.slow

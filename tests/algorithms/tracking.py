@@ -6,8 +6,10 @@ import numpy as np
 import fedbilevel as fb
 
 DIM = 1_000
-"""Coordinates, each with samples of its own, over which an expectation is measured: the mean of a square of so many
-nearly normal ones is off by √(2/1,000) = 4 % at any moment, and by less over many rounds."""
+"""The number of coordinates, each with samples of its own, over which an expectation is measured.
+
+The mean of the square of so many nearly normal numbers is off by √(2/1,000) = 4 % in one round, and by less over many.
+"""
 
 
 def tracking(clients, apart, x_pull=0.0, **kinds):

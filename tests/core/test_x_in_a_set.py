@@ -21,9 +21,12 @@ CENTERS = jnp.array([[1.0, -2.0, 0.5], [3.0, 0.0, 0.0], [0.0, -1.0, 1.0]])
 TARGETS = jnp.array([[4.0, 1.0, 2.0], [2.0, -3.0, 0.0], [0.0, -1.0, -2.0]])
 WEIGHTS = np.array([0.5, 0.3, 0.2])
 BEST = WEIGHTS @ np.asarray(TARGETS - CENTERS)
-"""g_i = ½‖y − x − b_i‖² has y* = x + b̄; with f_i = ½‖y − t_i‖², Φ = ½‖x + b̄ − t̄‖² + a constant: x* = t̄ − b̄, and in a
-convex set the point nearest to it. All Hessians are the identity, so that no method is off by drift or by clients' own
-hypergradients."""
+"""x* without a set; in a convex set, x* is the point nearest to it.
+
+g_i = ½‖y − x − b_i‖² has y* = x + b̄. With f_i = ½‖y − t_i‖², Φ is ½‖x + b̄ − t̄‖² plus a constant, so that
+x* = t̄ − b̄. All Hessians are the identity, so that neither drift nor clients' own hypergradients move the end of any
+method.
+"""
 SETS = {
     "box": (fb.projections.box(-0.1, jnp.array([0.7, 5.0, 0.1])), lambda x: np.clip(x, -0.1, [0.7, 5.0, 0.1])),
     "ball": (fb.projections.ball(0.5), lambda x: x * min(1, 0.5 / np.linalg.norm(x))),
@@ -126,7 +129,7 @@ def test_a_state_whose_x_is_computed_is_refused():
 
 
 DRAWN = {"fedex"}
-"""x is one of some draws."""
+"""Methods whose x is one of some draws."""
 
 
 def able():

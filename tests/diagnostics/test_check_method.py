@@ -131,7 +131,7 @@ WRONG = {
     Keyless: ({"another seed"}, {"rounds move the state", "a seed repeats a run"}),
     Elsewhere: ({"the solution of a quadratic problem"}, {"rounds move the state"}),
 }  # fmt: skip
-"""Method -> the checks that fail, and some that it passes all the same."""
+"""For each method, the checks that fail, and some checks that it passes."""
 
 
 @pytest.mark.parametrize("kind", WRONG)
