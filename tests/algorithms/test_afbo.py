@@ -98,7 +98,7 @@ def method(hypergradient, outer_lr=0.05, **inner):
 
 
 def beta_by_both(t, k):
-    """Return β_{t,k} that is no product of a function of t and a function of k."""
+    """Return a β_{t,k} that is not a product of a function of t and a function of k."""
     return 0.8 / (1 + t + 2 * k)
 
 

@@ -303,7 +303,7 @@ def test_simfbo_table_1_has_the_rounds_of_full_participation(runs):
 
 
 def test_simfbo_combinations_of_equation_4_are_no_variance_reduction():
-    """The combinations of SimFBO's equation (4) are no variance reduction.
+    """The combinations of SimFBO's equation (4) do not reduce the variance as SVRG does.
 
     (4) combines directions at z_k on the samples of step k, with weights a_k that do not depend on the draws. SVRG's
     steps d(z_k; ξ_k) − d(z₀; ξ_k) + d(z₀) also need the draws at z₀. For d(z; ξ) = z + ξ with ξ = ±1, SVRG's steps have

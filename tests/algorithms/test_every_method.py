@@ -1,7 +1,7 @@
 """What does one round of each method draw, and how is a cohort weighted? One table has a row for every method.
 
 Closed forms with full batches, and the agreement of engines, cannot show this. The losses of a round note which samples
-of which client they get. The expected numbers follow from the method's equations and fields, and stand beside it.
+of which client they get. The expected numbers follow from the method's equations and fields, and are in its row.
 """
 
 from dataclasses import replace

@@ -59,7 +59,7 @@ SLOW = {"AFBO, all are first", "AFBO, local", "AFBO, global"}
 def test_the_same_rows_with_and_without_the_server(name):
     """Rows of x are the same whether clients or the server keep x, and without the server no message has x.
 
-    Messages and replies have y and, for some methods, v, and without x they have one or two numbers less beside them.
+    Messages and replies then have y, for some methods v, and one or two numbers, and are shorter by exactly x.
     """
     algorithm = METHODS[name]
     metrics = {"x": lambda x, y: jnp.sum(x**2)}

@@ -1,5 +1,4 @@
-"""Do clients' own leaves of y, and the shared leaves, solve the joint problem, and do own leaves stay with their
-client?
+"""Do clients' own leaves of y and the shared ones solve the joint problem, and do own leaves stay with their client?
 
 The closed form: g_i = ½ yᵀA_i y − yᵀ(B_i x + c_i), f_i = ½‖y − t_i‖² + ½ρ‖x‖² and y = (s, o_i), where s is shared and
 o_i is client i's own. With Y = (s, o_1, …, o_M), and E_i the rows of the identity that take (s, o_i) from Y, the joint

@@ -1,4 +1,4 @@
-"""Statements that the papers make beside their main theorems, each measured where its numbers are known.
+"""Statements of the papers other than their main theorems, each measured where its numbers are known.
 
 Tests of rates of convergence are slow tests. Whether a rate holds is mathematics; a mistake in the code of a method
 shows in the tests of its equations first.

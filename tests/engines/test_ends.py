@@ -34,8 +34,7 @@ def wrong(x, y, batch):
 PROBLEM = fb.Bilevel(wrong, lambda x, y, batch: jnp.mean((y - x) ** 2 + 0 * batch) / 2)
 """x goes from 0 to 1, and y follows it, so that the outer loss of all clients rises from START to END."""
 TRAINED = fb.Bilevel(squares, lambda x, y, batch: jnp.mean((y - 1 - x) ** 2 + 0 * batch) / 2)
-"""y goes from 0 to 1 while x stays at 0. The outer loss rises as much, but once y is trained, it is END at the start.
-"""
+"""y goes from 0 to 1 while x stays at 0. The outer loss rises as much, but with y trained it is END at the start."""
 
 
 def solve(target=1.0, clients=None, problem=PROBLEM, **options):
@@ -48,7 +47,7 @@ def solve(target=1.0, clients=None, problem=PROBLEM, **options):
 
 @pytest.mark.parametrize("rounds", [60, 120])
 def test_a_y_that_was_not_trained_is_no_better_start(rounds):
-    """A start at which y was not trained is no better start; the result has a remark, but there is no warning."""
+    """A start at which y was not trained does not count as better: there is a remark, but no warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         said = [solve(problem=TRAINED, key=key, rounds=rounds).remarks for key in range(4)]
@@ -223,7 +222,7 @@ def test_a_result_is_not_lost_by_it(outer_losses, monkeypatch):
 
 
 def test_an_inner_variable_that_raises_the_loss_is_no_worse_end():
-    """In a minimax problem, a loss that rises because y is trained is no worse end.
+    """In a minimax problem, a loss that rises because y is trained is not reported as a worse end.
 
     max over y of 3y + xy − y²/2 + x²/2 is (3 + x)²/2 + x²/2 ≥ 2.25, and at y = 0 the loss is 0.
     """
@@ -250,7 +249,7 @@ def test_the_outer_losses_of_unequal_clients():
 
 
 def test_the_outer_losses_of_whole_clients():
-    """A WholeLoss gets all samples of a client; so does a loss that is no mean, if clients are equal and have few
+    """A WholeLoss gets all samples of a client; so does a loss that is not a mean, if clients are equal and have few
     samples."""
     rng = np.random.default_rng(2)
     samples = [rng.normal(size=size) for size in (300, 5, 1)]

@@ -187,13 +187,13 @@ FEW_TELL = {
     "a sum over positives": (of_positives, {"u": U, "l": rare(0.1, 4, 20)}, "looks like a sum"),
     "a sum of hinges": (hinges, SAMPLES | {"t": 5 * rare(0.1, 4, 20)}, "looks like a sum"),
 }
-"""Losses that are no mean, which only few samples, or few pairs of samples, show."""
+"""Losses that are not means over samples, which only few samples, or few pairs of samples, show."""
 
 
 @pytest.mark.parametrize("penalty", [0.0, 1.0])
 @pytest.mark.parametrize("case", FEW_TELL)
 def test_no_mean_is_said_where_few_samples_differ(case, penalty):
-    """A loss that is no mean is found although few samples differ.
+    """A loss that is not a mean over samples is found although only few samples differ.
 
     A penalty makes the loss of all other samples a number other than 0 in one case.
     """

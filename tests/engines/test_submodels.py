@@ -490,7 +490,7 @@ def test_capacities_are_shares_of_one_each(capacity):
 
 
 class TestPolicies:
-    """Tests of which 3 of 8 units a client holds."""
+    """The policies that choose which 3 of 8 units a client holds."""
 
     unit_layout = UnitLayout.of(STRUCTURE, *start())
 

@@ -67,7 +67,7 @@ def test_it_and_slopes_of_the_quadratic_are_exact(population, m):
 
 
 def test_it_is_the_slope_of_the_objective_of_tuned_ridge_regression():
-    """The implicit gradient is the slope of the objective of ridge regression, of which the penalties are tuned.
+    """The implicit gradient is the slope of the objective of ridge regression as a function of its penalties.
 
     The problem has trees, a cross derivative that depends on x, an outer loss that is not quadratic, and clients of
     unequal sizes and weights.
