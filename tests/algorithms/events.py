@@ -86,8 +86,7 @@ class Federation:
         return self.mean(kind, number, table, answer(0))
 
     def deliver(self, kind, number, answer, table):
-        """Ask all idle clients. The clients that the schedule names hand in their replies, each for the kind it was
-        asked for."""
+        """Ask all idle clients; let clients that the schedule names hand in their replies, each for its own kind."""
         for i in set(self.there) - self.at_work.keys():
             self.at_work[i] = None, number, kind, answer(i)
         named, self.begun = self.arrivals[self.begun % len(self.arrivals)], self.begun + 1

@@ -70,8 +70,7 @@ def clocked(**fields):
 
 
 class Simulation:
-    """Simulate the method event by event: Algorithm 1 with tables, and the departures that the module's docstring
-    names."""
+    """Simulate the method event by event: Algorithm 1 with tables, and the departures of the module's docstring."""
 
     def __init__(self, task, algorithm, times):
         self.a, self.times, self.members = algorithm, times, members(task)
@@ -140,8 +139,7 @@ class Simulation:
         return own["theta"], own["y"]
 
     def collected(self):
-        """Make one exchange; return the replies that count in it, as (client, exchange in which it was asked, θ_i,
-        y_i)."""
+        """Make an exchange; return the replies that count, as (client, exchange in which it was asked, θ_i, y_i)."""
         for i in range(len(self.p)):
             if i not in self.at_work:
                 self.at_work[i] = (self.now + self.times[i], self.exchange, *self.answer(i))

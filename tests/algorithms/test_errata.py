@@ -96,8 +96,7 @@ def test_rabo_needs_a_step_on_y_in_proportion_to_that_on_x():
 
 @pytest.mark.parametrize(("alpha", "beta"), slow_but((0.1, 1.0), of=[(0.1, 1.0), (0.01, 1.0), (0.1, 1 / 200)]))
 def test_rafbo_with_the_printed_slopes_climbs(alpha, beta):
-    """RAFBO with the printed slopes (10) goes uphill, at any α and any β ≤ 1, although Theorem 2 and Remark 3 are about
-    it.
+    """RAFBO with the printed slopes (10), which Theorem 2 and Remark 3 use, goes uphill at any α and any β ≤ 1.
 
     (10) makes δ → ∇²yx g and h = ∇x f + δᵀ∇y f, where ∇x f − ∇²xy g [∇²yy g]⁻¹ ∇y f is wanted. Here δ = −1 and
     h = −tanh y. y > 0 stays positive, x and y never fall, and ‖∇Φ‖ = tanh x is at least tanh 1 in every round. RAFBO by

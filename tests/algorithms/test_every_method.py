@@ -193,8 +193,7 @@ class Watched:
 
 
 def population(clients: int) -> dict[str, Any]:
-    """Return each client's samples; both losses have the same number, so that one key would draw the same places of
-    both."""
+    """Return each client's samples, as many for both losses, so that one key would draw the same places of both."""
     of, place = np.mgrid[:clients, :SAMPLES]
     return {"of": of, "place": place, "a": 1 + np.random.default_rng(0).uniform(size=of.shape)}
 

@@ -61,8 +61,7 @@ def end():
 
 
 def test_it_ends_at_its_own_fixed_point(end):
-    """FedAvg-S ends where Σ p_i (I − (I − S_i M_i)^τ_i) (z − z_i) = 0, with S_i = diag(α, β)/τ_i, and not at the
-    saddle."""
+    """FedAvg-S ends where Σ p_i (I − (I − S_i M_i)^τ_i) (z − z_i) = 0, S_i = diag(α, β)/τ_i, and not at the saddle."""
     steps = np.diag([ALPHA] * DX + [BETA] * DY)
     left, right = 0, 0
     for p, own, tau in zip(population().weights, members(), WORK, strict=True):

@@ -45,8 +45,7 @@ def test_fedbio_is_simfbo_whose_server_takes_the_mean():
 
 @pytest.mark.slow
 def test_fedbioacc_reaches_the_closed_form():
-    """With τ = 1, full batches and all clients, m is d from the first round on: gradient steps on x, y and v lead to
-    x*, y*."""
+    """With τ = 1, full batches and all clients, m is d from the first round on, and the steps lead to x* and y*."""
     task = quadratic(clients=4, condition=5)
     algorithm = fb.FedBiOAcc(local_steps=1, batch_size=None, client_lr=fb.XYV(0.02, 0.5, 0.5))
     result, exact = run(algorithm, task, 3_000), solution(task.clients)

@@ -110,8 +110,7 @@ def test_equals_the_rounds_written_out(rule):
 
 
 def test_a_cohorts_weights_are_normalised():
-    """A cohort's weights are normalised: with two of three clients, the round is Algorithm 2 over one of the three
-    pairs."""
+    """A cohort's weights are normalised: with two of three clients, a round is Algorithm 2 over one of the pairs."""
     task = population()
     found, pairs = states(method(), task, 1, cohort=2)[1], []
     for pair in map(np.array, combinations(range(3), 2)):

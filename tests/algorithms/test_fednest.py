@@ -106,8 +106,7 @@ def test_reaches_the_closed_form(name, task):
 
 
 def end_of_own_at(task, beta):
-    """Return the x with Σ p_i h_i(x, y_i) = 0, where y_i is one step β from y*(x) along −∇y g_i; the sum is affine in
-    x."""
+    """Return the x with Σ p_i h_i(x, y_i) = 0, where y_i is y*(x) − β ∇y g_i; the sum is affine in x."""
     m = mean_matrices(task)
 
     def slope(x):

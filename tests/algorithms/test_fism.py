@@ -179,8 +179,7 @@ def test_weights_by_size_are_the_papers_plain_mean():
 
 
 def test_random_order():
-    """In random order a walk takes every sample once in each round, in a new order, and the numbers are those of this
-    order."""
+    """In random order a walk takes every sample once in each round, in a new order, and equals NumPy in this order."""
     result, visits = visited(fb.FISM(order="random", **FIELDS), ALL)
     assert len(visits) == ROUNDS
     for walks in visits:
@@ -382,11 +381,11 @@ def test_two_constraints():
 
 
 def test_cohorts():
-    """With cohorts of two of three clients, a reply has the weight p_i (M/P)/n_i over the mean of these sums in all
-    rounds.
+    """With cohorts, replies are weighted such that the mean over cohorts is the mean over all clients.
 
-    The mean runs over the rounds so far. If each cohort were divided by its own sum, the mean over cohorts would not be
-    the mean over all clients.
+    Two of three clients take part in a round. A reply has the weight p_i (M/P)/n_i, divided by the mean of the cohorts'
+    sums of these weights in the rounds so far. If each cohort were divided by its own sum, the mean over cohorts would
+    be another one.
     """
     problem, seen = noting()
     with jax.disable_jit():

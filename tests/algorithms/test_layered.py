@@ -177,8 +177,7 @@ def test_a_reply_that_is_not_finite_is_a_bad_one_as_well():
 
 
 def liar(away):
-    """Return a problem with y* = x + the mean of the clients' c, its clients, and the x* of the other clients, −mean
-    c/1.1.
+    """Return a problem with y* = x + the mean of the clients' c, its clients, and x* = −mean c/1.1 of the others.
 
     The c of the last client is off by `away`.
     """

@@ -178,8 +178,7 @@ def test_what_is_dropped_changes_from_epoch_to_epoch():
 
 @pytest.mark.parametrize("name", slow_but("FedAvg", of=METHODS))
 def test_engines_agree(name):
-    """Engines agree on each method with local epochs, with two devices and chunks that divide neither clients nor
-    devices.
+    """Engines agree on each method with local epochs, with two devices and chunks that divide neither.
 
     FedAvg is also streamed.
     """

@@ -189,8 +189,7 @@ def test_the_problem_of_everyones_own_y(name):
 
 
 def test_a_short_series_of_each_client_ends_beside_the_solution():
-    """A series of 20 terms with step 0.1, as by default, leaves up to 0.9²⁰ = 0.12 of v, and x ends beside the
-    solution."""
+    """A series of 20 terms with step 0.1, as by default, leaves up to 0.9²⁰ = 0.12 of v, so that x ends near x*."""
     short = fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=20, step=0.1))
     result = run(fb.RABO(**ALONE | {"hypergradient": short}, inner=ROUNDS_ON_Y), ALL, rounds=400)
     assert 1e-3 < np.abs(result.x - closed_form(0)[0]).max() < 0.12

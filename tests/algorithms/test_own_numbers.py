@@ -245,8 +245,7 @@ def test_steps_by_round_are_those_of_runs_with_each(task):
 
 
 def test_each_schedule_of_a_count_has_its_own_program(task):
-    """A rule for a count has its own compiled program: a second rule has, and a rule that reads a value that has
-    changed."""
+    """A rule for a count has its own compiled program, and another one if a value that it reads has changed."""
     count = [1]
 
     def ran(rule):

@@ -349,8 +349,7 @@ NINE = fb.parts.Neumann(terms=9)
 
 
 def hypergradient_program(part, pixels, batch_size):
-    """Return the program of a client's own hypergradient, where x is a layer that makes four features of `pixels`
-    pixels."""
+    """Return the program of a client's own hypergradient, where x is a layer of four features of `pixels` pixels."""
 
     def loss(x, y, batch):
         return jnp.mean((jnp.tanh(batch @ x) @ y) ** 2) + jnp.sum(y**2)

@@ -52,8 +52,7 @@ def bifista(momentum=5.0):
     [(fb.IRG(lr_decay=0.7, **FIELDS), irg), (fb.BiFISTA(momentum=5.0, **FIELDS), bifista)],
 )
 def test_as_written(algorithm, expected):
-    """Four rounds equal the equations in NumPy, with a box whose sides x meets and clients of unequal sizes and
-    weights."""
+    """Four rounds equal the equations in NumPy, where x meets sides of its box and clients are unequal."""
     result = fb.solve(algorithm, flat.PROBLEM, flat.CLIENTS, flat.START, rounds=ROUNDS)
     for have, want in zip((result.x, result.y), expected(), strict=True):
         np.testing.assert_allclose(have, want, rtol=0, atol=1e-12)

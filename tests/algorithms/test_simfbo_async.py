@@ -56,8 +56,7 @@ def test_equals_the_events_written_out(method):
 
 @pytest.mark.slow
 def test_reaches_the_solution_from_late_replies():
-    """With one local step each, x ends at x* also with late replies, since at rest all last replies are those of this
-    point."""
+    """With one local step each, late replies do not move the end, since at rest all last replies are those of x*."""
     task = drawn()
     simfbo = fb.SimFBO(local_steps=1, client_lr=1.0, batch_size=None, server_lr=fb.XYV(0.004, 0.06, 0.06))
     algorithm = fb.Asynchronous(simfbo, wait_for=2, delay_penalty=0.0)

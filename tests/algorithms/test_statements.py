@@ -146,8 +146,7 @@ def test_fism_remark_3_a_round_takes_the_longest_walk_and_a_message():
 
 
 def afbo_on_cosines(outer, inner, beta, hold=0):
-    """Return the mean of sin² x over ROUNDS rounds from x = 1 and y = y*(1), with K = 1, and the age of H in each
-    round.
+    """Return the mean of sin² x over ROUNDS rounds from x = 1, y = y*(1), with K = 1, and the age of H in each one.
 
     With `hold`, all clients keep outer messages for `hold` rounds and then reply to an inner one; the first outer
     message gets its reply at once.

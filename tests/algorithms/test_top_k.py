@@ -72,8 +72,7 @@ def test_late_and_short_replies_share_a_memory():
 
 
 def test_cohorts_of_some_come_to_the_same_limit():
-    """With cohorts of three clients the limit is the same, since clients that are not asked, and the server, keep their
-    g_i."""
+    """With cohorts of three the limit is the same: clients that are not asked, and the server, keep their g_i."""
     result = run(layered(SHAPE, TopK(share=0.3)), rounds=4000, cohort=3, key=2)
     np.testing.assert_allclose(result.x, best(), atol=1e-11)
 

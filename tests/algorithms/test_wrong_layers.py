@@ -1,5 +1,4 @@
-"""If a user's layer returns something wrong, the error names layer and function, what was returned, and what is
-allowed."""
+"""If a user's layer returns something wrong, does the error name layer, function, and what is allowed?"""
 
 import warnings
 from abc import abstractmethod

@@ -84,8 +84,7 @@ def test_the_nearest_point(case):
 
 
 def test_two_balls_with_one_point_in_common():
-    """Where the balls around (±1, 0) with radius 1 touch only in 0, Dykstra's algorithm is slow, and returns NaN at its
-    limit."""
+    """If the balls around (±1, 0) with radius 1 touch only in 0, Dykstra's algorithm is slow, and ends with NaN."""
     touching = projections.intersection(
         projections.ball(1.0, np.array([1.0, 0])), projections.ball(1.0, np.array([-1.0, 0])), max_steps=50
     )

@@ -190,6 +190,5 @@ def test_the_seed_of_a_run_is_hidden_in_its_name() -> None:
     ],
 )  # fmt: skip
 def test_a_name_is_near_from_a_ratio_of_six_tenths(name, names, near) -> None:
-    """A name is near if twice the number of equal letters, over that of all letters, is at least 0.6: 8/14 is not,
-    10/14 is."""
+    """A name is near if twice the number of equal letters, over that of all, is at least 0.6: 10/14 is, 8/14 is not."""
     assert wording.nearest(name, names) == near

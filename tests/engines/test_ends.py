@@ -249,8 +249,7 @@ def test_the_outer_losses_of_unequal_clients():
 
 
 def test_the_outer_losses_of_whole_clients():
-    """A WholeLoss gets all samples of a client; so does a loss that is not a mean, if clients are equal and have few
-    samples."""
+    """A WholeLoss gets all samples of a client; so does a loss that is not a mean, if clients are equal and small."""
     rng = np.random.default_rng(2)
     samples = [rng.normal(size=size) for size in (300, 5, 1)]
     whole = fb.WholeLoss(lambda x, y, batch, valid: jnp.max(jnp.where(valid, batch, -jnp.inf)) * y)

@@ -188,8 +188,7 @@ def test_of_a_large_array_in_memory_every_number_counts(monkeypatch, dtype):
 
 
 def test_the_type_and_the_shape_of_an_array_count():
-    """The type and the shape of an array count: four zeros as a row, as a column and as whole numbers have the same
-    bytes."""
+    """Type and shape of an array count: four zeros as a row, as a column and as integers have the same bytes."""
     row, column, whole = np.zeros((1, 4)), np.zeros((4, 1)), np.zeros((1, 4), np.int64)
     assert len({kept.of_array(array) for array in (row, column, whole)}) == 3
 

@@ -77,8 +77,7 @@ def test_parts_of_a_run_add_up_to_the_whole():
 
 
 def test_totals_do_not_overflow():
-    """Totals do not overflow: int32 counts for each round, 10 rounds of 2³⁰ gradients, and petabytes, are added
-    exactly."""
+    """Totals do not overflow: rounds have int32 counts, but ten rounds of 2³⁰ gradients, and petabytes, are exact."""
     ledger = Ledger()
     much = np.full(10, 2**30, np.int32)
     ledger.add(a_book({("ask", 2**40, 2**41): much}, much, much), rounds=10)

@@ -105,8 +105,7 @@ def test_samples_go_with_the_run_before_the_garbage_collector_comes(options, mon
     "algorithm", [fb.FedNest(), pytest.param(fb.RABO(), marks=pytest.mark.slow)], ids=lambda one: type(one).__name__
 )
 def test_checks_of_steps_keep_no_losses(algorithm):
-    """The checks of steps, which compute largest eigenvalues of the inner Hessians before the first round, keep no
-    losses."""
+    """The checks of steps, which compute eigenvalues of inner Hessians before the first round, keep no losses."""
     kept = solved(fb.Local(), algorithm)
     gc.collect()
     assert [name for name, thing in kept.items() if thing() is not None and not name.startswith("program")] == []

@@ -196,8 +196,7 @@ def test_a_run_that_grows_is_warned_of_once_on_its_way_and_at_its_end():
 
 
 def test_what_has_grown():
-    """A loss has grown if it is over 1,000 times the start, or 1 if that is larger, and over 10 times the median
-    before.
+    """A loss has grown if it is over 1,000 times the start (or 1, if larger) and over 10 times the median before.
 
     The median is that of the rows, or of the rounds of a single row. Noise about a level has not grown, however low it
     began.

@@ -211,8 +211,7 @@ def test_a_plot_of_a_run_without_metrics_is_of_the_outer_loss(pyplot):
 
 
 def test_what_the_first_figure_of_pyplot_sets_stays(pyplot, monkeypatch):
-    """What pyplot sets at its first figure stays set; in a notebook it becomes interactive, without which no figure
-    shows."""
+    """What pyplot sets at its first figure stays set: in a notebook it becomes interactive, and shows figures."""
     make = pyplot.figure
 
     def first(**options):

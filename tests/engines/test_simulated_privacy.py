@@ -93,8 +93,7 @@ def centres(t):
 
 @pytest.mark.parametrize("again", [False, True])
 def test_noise_of_a_mean_has_variance_z_squared_c_squared_over_p(again):
-    """Noise has the mean 0 and the covariance σ²/P·I with σ = zC, and does not depend on earlier noise, also with one
-    key.
+    """Noise has the mean 0, the covariance σ²/P·I with σ = zC, and no correlation in time, also with one key.
 
     This is measured over n exchanges. Sums of n squares have the variance 2n·(σ²/P)², and sums of products of
     independent numbers half of it.
@@ -254,8 +253,7 @@ def test_epsilon_with_asynchronous_clients_counts_their_messages():
 
 @pytest.mark.parametrize(("counts", "fresh", "added"), [(True, None, 0), (True, 0, 1), (False, None, 1)])
 def test_the_server_counts_the_exchanges_whose_replies_clients_do_not_count(counts, fresh, added):
-    """The server counts the exchanges that clients do not count: those of fresh cohorts, and all if clients keep
-    nothing."""
+    """The server counts exchanges of fresh cohorts, and all if clients keep nothing; clients count the others."""
     layer = Private(clip=1.0, noise_multiplier=1.0, delta=1e-5, counts=counts)
     asked = Asked(SIMFBO, "local_updates", None, jax.random.key(0), fresh=fresh)
     assert layer.exchange(asked, jnp.asarray(4), lambda again: again)[1] == 4 + added

@@ -177,8 +177,7 @@ def test_losses_with_other_arguments_are_refused_when_the_problem_is_made(make, 
 
 
 def test_losses_may_take_their_arguments_in_any_way():
-    """Losses are called by position, so that all signatures which Python allows are accepted, and functions without
-    one."""
+    """Losses are called by position, so that all signatures that Python allows, and none at all, are accepted."""
     for loss in (lambda *a: 0.0, jax.jit(outer), lambda x, y, batch, scale=2.0: 0.0, np.hypot):
         fb.Bilevel(loss, loss)
 

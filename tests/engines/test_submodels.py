@@ -192,8 +192,7 @@ def test_where_all_hold_the_same_units_it_is_the_method_on_these(name):
 
 @pytest.mark.parametrize("name", slow_but("FedAvgS", of=ON_A_SLICE))
 def test_where_all_hold_the_same_weights_it_is_the_method_on_the_masked_problem(name):
-    """If all clients hold the same weights, a round is that of the method on whole arrays, with losses that see them
-    masked.
+    """If all clients hold the same weights, a round is that of the method on whole arrays, with masked losses.
 
     The compared round starts from x and y as they are, and the masks leave what is held.
     """
@@ -434,8 +433,7 @@ def test_what_nobody_holds_stays_and_is_counted():
 
 @pytest.mark.slow
 def test_with_all_capacities_1_it_is_the_method_itself():
-    """With all capacities 1, a run is the method itself: each sum is divided by its factor, and multiplied with it
-    again."""
+    """With all capacities 1, a run is the method itself: each sum is divided and multiplied by the same factor."""
     algorithm = fixed(fb.SimFBO(batch_size=3))
     whole, full = solved(algorithm, clients=population(None)), solved(algorithm, clients=population(np.ones(CLIENTS)))
     same_numbers(whole, full)
@@ -530,8 +528,7 @@ class TestPolicies:
 
     @pytest.mark.parametrize("least", [1, 2])
     def test_a_coverage_can_be_asked_for(self, least):
-        """With 4 segments of 2 units among 10 clients, exactly `least` clients hold three of them, and all others the
-        fourth."""
+        """With 4 segments of 2 units and 10 clients, `least` clients hold each of three segments, the rest the fourth."""
         dealt = [self.units(policy="covered", min_coverage=least, kept=2, rank=j, peers=10) for j in range(10)]
         assert sorted(np.bincount(np.concatenate(dealt))) == [least] * 6 + [10 - 3 * least] * 2
 

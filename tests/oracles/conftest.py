@@ -1,5 +1,4 @@
-"""A bilevel problem without symmetries that could hide mistakes: not quadratic, with trees of several shapes as x and
-y."""
+"""A bilevel problem without symmetries that could hide mistakes: not quadratic, with trees of several shapes."""
 
 from typing import Any, NamedTuple
 

@@ -128,8 +128,7 @@ def test_unrolling_is_the_derivative_of_the_iteration(population, m):
 
 
 def test_newton_reaches_the_minimum_and_the_pulled_minimum(population, m):
-    """Newton's method reaches the minimum, and with a pull s towards the start the y with (A + sI)
-    y = Bx + c + s·start."""
+    """Newton's method reaches the minimum and, with a pull s, the y with (A + sI) y = Bx + c + s·start."""
     start, ends = np.arange(5.0), []
     for pull in (0.0, 0.3):
         exact = np.linalg.solve(m["A"] + pull * np.eye(5), m["B"] @ X + m["c"] + pull * start)
