@@ -27,7 +27,7 @@ def relative_error(found, exact):
 @pytest.mark.parametrize(
     ("method", "end", "exchanges"),
     [
-        # T = 2 exchanges on y, ∇y F, h, and the step on x; none for a system, since H = I
+        # 2 exchanges on y, ∇y F, h, and the step on x; none for a system, since H = I
         pytest.param(fb.FedNest, solution, 5, id="fednest"),
         pytest.param(fb.LFedNest, local_point, 2, id="lfednest"),
     ],

@@ -52,9 +52,8 @@ def distance(got, exact):
 def test_it_ends_where_the_derivatives_of_the_saddle_problem_are_0(penalty):
     """MEHA ends where the derivatives of the saddle problem are 0.
 
-    Clients differ in all matrices and in their weights, and B is not square. At these penalties, x* is far away. The
-    slowest error falls at least by the factor 0.98 in a round at both penalties, so that 3,000 rounds leave less than
-    1e-14.
+    Clients differ in all matrices and in their weights, and B is not square. At these penalties, x* is far away. At
+    both penalties a round multiplies the slowest error by at most 0.98, so that 3,000 rounds leave less than 1e-14.
     """
     task = quadratic(**SMALL)
     method = fb.MEHA(**ONE_STEP, server_lr=XYV(0.02, 0.4, 0.4), penalty=penalty)

@@ -187,8 +187,8 @@ def test_counts(replies):
 def test_drawn_coordinates_are_unbiased(task):
     """The mean over drawn coordinates is the hypergradient.
 
-    A draw has what comes through y along its d coordinates, times |P|/d, and nothing elsewhere. Each coordinate is in a
-    share d/|P| of 3,000 draws, within five standard errors.
+    With d the number of coordinates of x, and P those that are drawn, a draw has what comes through y along P, times
+    d/|P|, and nothing elsewhere. Each coordinate is in a share |P|/d of 3,000 draws, within five standard errors.
     """
     count = 2
     algorithm = fixed(fb.RAFBO(hypergradient=fb.parts.Coordinates(count=count, terms=3, step=0.7), **STEPS))

@@ -528,7 +528,7 @@ class TestPolicies:
 
     @pytest.mark.parametrize("least", [1, 2])
     def test_a_coverage_can_be_asked_for(self, least):
-        """With 4 segments of 2 units and 10 clients, `least` clients hold each of three segments, the rest the fourth."""
+        """With 4 segments of 2 units and 10 clients, `least` clients hold each of three, and the rest the fourth."""
         dealt = [self.units(policy="covered", min_coverage=least, kept=2, rank=j, peers=10) for j in range(10)]
         assert sorted(np.bincount(np.concatenate(dealt))) == [least] * 6 + [10 - 3 * least] * 2
 
