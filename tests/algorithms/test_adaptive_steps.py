@@ -233,7 +233,7 @@ def test_clients_that_are_alike_go_on_by_all_their_local_steps(method):
 
 def test_clients_that_differ_do_not_drift_where_they_come_to_rest():
     """If clients differ, y comes to y* also with τ = 10 local steps. With local steps of 1/L, y would rest where the
-    drifts cancel. There r goes to 0, and the drifts go to 0 with it."""
+    drifts cancel. At this point r goes to 0, and the drifts go to 0 with it."""
     (problem, clients), x, y = stiffening(10.0)
     run = played(fb.SimFBO(batch_size=None, local_steps=10), (problem, clients), 1_500)
     np.testing.assert_allclose(run.y * 10 ** (float(run.x) - x), y, rtol=0.02, atol=0.02 * np.abs(y).max())
@@ -417,7 +417,7 @@ def test_the_unit_of_the_outer_loss_is_no_matter(method):
 
 @pytest.mark.slow
 def test_which_steps_are_given_is_a_program_of_its_own():
-    """Methods with as many given steps, but in other fields, do not share a compiled program in one process."""
+    """Methods with equally many given steps, in other fields, do not share a compiled program in one process."""
     problem, _, _ = stiffening(10.0)
     steps = [fb.SimFBO(server_lr=fb.XYV(**{**dict.fromkeys("xyv"), given: 0.05}), **LOOP) for given in "xyv"]
     parts = [

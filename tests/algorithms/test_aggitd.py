@@ -67,7 +67,10 @@ def unrolled(task, loss, x, y0):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["linear in y", "from y*(x)"])
 def test_equals_unrolling_where_it_should(case, monkeypatch):
-    """The series, and the mean of the random estimate over Q, equal unrolling if F is linear in y or y0 = y*(x)."""
+    """The hypergradient equals unrolling if F is linear in y or y0 = y*(x).
+
+    This holds for the series, and for the mean of the random estimate over Q = 0..N−1.
+    """
     task = quadratic(clients=3, noise=0.0, samples=(5, 5))
     if case == "linear in y":
         loss, y0 = linear_outer, Y0

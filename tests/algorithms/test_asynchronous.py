@@ -138,9 +138,9 @@ def test_the_penalty_divides_the_step_by_one_and_the_delay():
 def test_steps_that_are_stable_without_delays_are_stable_with_them(shares):
     """A step that is stable without delays stays stable with them if it is divided by 1 + 2·mean delay.
 
-    Without delays a < 2 is stable. With the shares w_d of replies that are d exchanges old, all roots of z^{D+1} − z^D
-    + a Σ w_d z^{D−d} lie in the unit disc for a = 1.99/(1 + 2·mean delay). If all replies are one exchange old, a = 1
-    is the limit.
+    Without delays, a step a is stable for a < 2. With the shares w_d of replies that are d exchanges old, all roots of
+    z^{D+1} − z^D + a Σ w_d z^{D−d} lie in the unit disc for a = 1.99/(1 + 2·mean delay). If all replies are one
+    exchange old, a = 1 is the limit.
     """
     most, mean = len(shares) - 1, np.dot(shares, range(len(shares)))
 
@@ -158,7 +158,7 @@ def test_late_replies_do_not_make_the_steps_of_a_preset_diverge(dies):
 
     Four clients reply in pairs, and the last client may fall silent for ever after 50 exchanges. The steps of the
     preset were chosen for exchanges that wait for all clients, and are twice as long as late replies allow: undivided,
-    they raise the error.
+    they raise the loss a hundredfold and more.
     """
     at = np.arange(200)[:, None]
     table = (np.arange(4) // 2 == at % 2) & ~((np.arange(4) == 3) & (at > 50) & dies)
