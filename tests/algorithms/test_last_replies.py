@@ -14,7 +14,7 @@ CLIENTS, SIZE = 6, 3
 def exchanges(rng, count):
     """Return for each exchange the clients that reply, and for each of them when it was asked, and its reply.
 
-    A client is never asked before the time of its previous reply.
+    The request to which a client replies is never older than that of its previous reply.
     """
     asked = np.full(CLIENTS, -1)
     for t in range(count):
@@ -59,7 +59,7 @@ def test_mean_weight_and_delay_are_those_of_the_table():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 def test_what_rounding_leaves_in_the_sum(dtype):
-    """Rounding in the sum stays within five standard deviations of its derived size.
+    """Rounding errors of the sum stay below five of the standard deviations that are derived here.
 
     5,000 exchanges have one reply each, uniform in [−1, 1]. Rounding a difference, its product with the weight, and the
     sum makes errors of at most 2, 2p and 1 times ε/2, whose signs are independent. Their standard deviation after n

@@ -19,7 +19,7 @@ AGREEMENT = {
         fixed(fb.MEHA(local_steps=2, batch_size=4, penalty=20.0, proximity=0.5)), work=agreement.WORK, slow=True
     ),
 }
-SMALL = {"clients": 4, "condition": 5, "samples": (2, 2)}  # the smallest task that needs thousands of rounds
+SMALL = {"clients": 4, "condition": 5, "samples": (2, 2)}  # small, as the tests make thousands of rounds
 ONE_STEP = {"local_steps": 1, "batch_size": None, "client_lr": 1.0}
 
 

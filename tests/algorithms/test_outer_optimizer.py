@@ -38,8 +38,8 @@ def test_plain_descent_of_rate_1_is_the_method_itself(method, task):
 def test_momentum_is_the_sum_written_out(task):
     """With momentum, x moves by the sum x_{k+1} = x_k − m_k with m_k = 0.9 m_{k−1} + α h(x_k, y_k).
 
-    FedNest's h depends on x and y alone. Full batches draw nothing, so that each round is that of a run from (x_k,
-    y_k).
+    FedNest's h depends on x and y alone. Full batches draw nothing, so that each round is that of a run from
+    (x_k, y_k).
     """
     series = fb.parts.Implicit(solver=fb.parts.Neumann(terms=2))
     method, engine = fixed(fb.FedNest(batch_size=None, hypergradient=series)), fb.Reference()

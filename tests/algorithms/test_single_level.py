@@ -1,7 +1,7 @@
 """Do FedLin and FedAvg end where their mathematics says, on least squares with unequal clients and unequal work?
 
-With f_i(x) = ½ mean_n (a_n·x − b_n)², ∇f_i = P_i x − q_i. τ steps of size s from x end at x_i + (I − s P_i)^τ
-(x − x_i), where x_i is the client's own minimiser.
+With f_i(x) = ½ mean_n (a_n·x − b_n)², ∇f_i = P_i x − q_i. τ steps of size s from x end at
+x_i + (I − s P_i)^τ (x − x_i), where x_i is the client's own minimiser.
 """
 
 import agreement
