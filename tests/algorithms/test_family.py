@@ -1,5 +1,7 @@
-"""Methods without given steps, on random problems (benchmarks/family.py): no run diverges, and a run that ends worse
-than it began says so. benchmarks/family.json has the best of 12 pairs of fixed steps, with which the ends are compared.
+"""Methods without given steps on random problems do not diverge, and say so if they end worse than they began.
+
+The problems are those of benchmarks/family.py. benchmarks/family.json has the results of the best of 12 pairs of fixed
+steps, with which the ends are compared.
 """
 
 import numpy as np

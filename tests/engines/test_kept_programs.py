@@ -1,5 +1,7 @@
-"""A later run of the same program finds the compiled program of an earlier one, and no other run does. The numbers are
-those of a run on its own."""
+"""A later run of the same program finds the compiled program of an earlier one, and no other run does.
+
+The numbers are those of a run on its own.
+"""
 
 from functools import partial
 from typing import NamedTuple
