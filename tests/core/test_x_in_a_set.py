@@ -241,6 +241,9 @@ def test_a_server_optimizer_with_a_step_for_each_entry_needs_a_box(method):
     """
     np.testing.assert_allclose(nearest_by_curvature(), [0.465, 0.179, 0.042], atol=1e-3)
     made = method(server_optimizer=optax.adam(1.0))
-    with refuses(f"{method.__name__}.server_optimizer", fact="optax.sgd"):
-        fb.solve(made, *curved(fb.projections.ball(RADIUS)), rounds=1)
+    warmed = method(server_optimizer=optax.adam(optax.linear_schedule(0.0, 1.0, 10)))
+    clipped = method(server_optimizer=optax.chain(optax.clip(1.0), optax.sgd(1.0)))
+    for refused in (made, warmed, clipped):
+        with refuses(f"{method.__name__}.server_optimizer", fact="optax.sgd"):
+            fb.solve(refused, *curved(fb.projections.ball(RADIUS)), rounds=1)
     fb.solve(made, *curved(SETS["box"][0]), rounds=1)

@@ -267,6 +267,30 @@ def test_half_the_steps_from_the_row_before_the_best():
     same(shrunk, solve(rounds, half))
 
 
+def counted(*lrs, engine=None, layer=None):
+    """Return the gradients that are charged for a run whose steps on y are so long that its first round fails."""
+    method = fixed(fb.SimFBO(local_steps=3, batch_size=None, client_lr=fb.XYV(0.05, *lrs, 0.05), server_lr=0.05))
+    method = fb.layered(method, layer) if layer else method
+    with pytest.raises(NonFiniteError) as error:
+        solve(5, method, engine=engine, on_divergence="shrink")
+    return error.value.ledger.gradients
+
+
+def test_rounds_that_failed_are_charged():
+    """The first round fails with the given steps and three times with halved ones; a round has G gradients."""
+    once = solve(1).ledger.gradients / 2 * 3  # `solve` has two local steps
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NumericalWarning)
+        assert counted(1e300) == 4 * once
+
+
+@pytest.mark.parametrize("engine", [fb.Reference(), fb.Local()], ids=["Reference", "Local"])
+def test_a_late_reply_that_is_not_finite_is_charged(engine):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NumericalWarning)
+        assert counted(1e300, engine=engine, layer=fb.Asynchronous(wait_for=2)) > 0
+
+
 def test_every_step_is_halved_and_nothing_else():
     """Every step is halved, also several numbers in a field, schedules, and steps of parts; no other field is."""
     inner = fb.parts.MeanGradient(rounds=2, lr=[0.4, lambda round: 0.2 + round], client_lr=0.02)

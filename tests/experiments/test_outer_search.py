@@ -214,6 +214,16 @@ def test_an_outer_loss_that_is_not_finite_is_a_trial_that_diverges(trials):
     assert np.max(result.x) <= 0.5
 
 
+@pytest.mark.parametrize("unit", ["exchanges", "evaluations"])
+def test_a_search_ends_though_no_trial_can_begin(unit):
+    """An outer loss that is infinite everywhere: measurements, the only costs, use no evaluations of a budget."""
+    nowhere = replace(
+        TASK, metrics={}, problem=fb.Bilevel(lambda x, y, rows: jnp.inf + 0 * jnp.sum(y), TASK.problem.inner)
+    )
+    with pytest.raises(NumericalError, match=r"all .* trials of .* diverged"):
+        searched(Random(**BOUNDS, trial_exchanges=4, batch_size=None), 100, nowhere, unit=unit)
+
+
 def test_a_search_whose_trials_all_diverge_names_the_field_to_change():
     method = Random(**BOUNDS, trial_exchanges=4, batch_size=None, lr=1e200)
     with pytest.raises(

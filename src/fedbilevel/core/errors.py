@@ -104,7 +104,8 @@ class NumericalError(FedbilevelError, ArithmeticError):
     Attributes:
         costs: the costs of rounds that the run's ledger does not have, the failed round included; None if the engine
             does not know them.
-        ledger: the `Ledger` of all that the run has cost, the failed round included; None if it is not known.
+        ledger: the `Ledger` of all that the run has cost; None if it is not known. It has the failed round, too, unless
+            the engine does not know its costs, as over Flower.
     """
 
     costs: Any = None
@@ -117,7 +118,7 @@ class NonFiniteError(NumericalError):
     carry: object = None  # the carry before the round, if the engine still has it; `solve` saves it
     result: Any = None
     """The result of the run before that round, with finite x and y; None if it is not known any more."""
-    of_iterate: bool = False  # whether a state, and not only a metric, is not finite; `solve` then adds remedies
+    of_iterate: bool = False  # whether a round, and not only a metric of a row, is not finite; `solve` adds remedies
 
 
 class NumericalWarning(UserWarning):

@@ -102,10 +102,15 @@ class ReferenceFed(PythonFed):
             idle = [i for i in range(count) if queues.kind[i] != number]
             spent = {i: ask(i, own[i])[0] for i in idle}
             units = jnp.array([spent[i].gradients + spent[i].hvps if i in spent else 0 for i in range(count)])
-        plan = in_flight.first(queues, self.run.pace, self.now, name, n, units, max_staleness)
+        plan, parts = in_flight.first(queues, self.run.pace, self.now, name, n, units, max_staleness), []
         for i in np.flatnonzero(plan.asked).tolist():
             sums, reply = ask(i, own[i])
-            self.check(name, i, reply, True)
+            parts.append((message, sums, 1))
+            try:
+                self.check(name, i, reply, True)
+            except NonFiniteError:
+                self.book.enter(name, joined(parts), plan.ticks)
+                raise
             table = jax.tree.map(lambda rows, new, i=i: rows.at[i].set(new), table, sums)
         queues = in_flight.handed_in(in_flight.written(queues, name, table), plan, total_of)
         self.queues, total, age = in_flight.counted(queues, plan, name, total_of)

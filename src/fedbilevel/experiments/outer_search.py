@@ -17,10 +17,11 @@ Under privacy, clients add noise to all replies of every trial, and also clip th
 counts all these replies, so that k trials spend as much ε as a single run with as many exchanges. The search ends
 before a trial that would exceed the privacy budget.
 
-A trial diverges if its numbers, or its outer loss, are not finite. The trial is charged what it has spent, and the
-search continues. Optuna is told that the trial was pruned: TPE then ranks it below all trials that have a value, and
-avoids its place. (If its state were FAIL, TPE would ignore the trial, and the place would be drawn again.) The column
-`diverged` of the history counts these trials. If all trials of a search have diverged, the search ends with an error.
+A trial diverges if its numbers, or its outer loss, are not finite, or if an assumption of the method fails. Such a
+trial is charged what it has spent, and the search continues. Optuna is told that the trial was pruned: TPE then ranks
+it below all trials that have a value, and avoids its place. (If its state were FAIL, TPE would ignore the trial, and
+the place would be drawn again.) The column `diverged` of the history counts these trials. If all trials of a search
+have diverged, the search ends with an error.
 """
 
 from __future__ import annotations
@@ -76,6 +77,9 @@ SHARED = ("exchanges", "bytes", "evaluations")  # the kinds of budget that trial
 MOST_REPLIES = 2**20  # the largest number of replies for which ε is computed
 NOISE = 2**31  # added to the number of a measurement, so that its random key differs from those of all trials
 VALIDATION = "validation"  # the name of the outer loss as a metric per client
+FREE = (
+    20  # the number of trials in a row that may use none of the budget, since their losses are not finite at the start
+)
 
 
 class OuterSearch(TrainingAtX):
@@ -316,14 +320,18 @@ class SearchRun:
         self.seconds = self.compiling = 0.0
         self.x, self.y, self.least, self.stopped = task.x0, task.y0, math.inf, ""
         self.diverged, self.why = 0, ""  # the number of trials that diverged, and the error of the last of them
+        self.free = 0  # the number of trials since the last one that has used some of the budget
         self.values = self.measure()
         self.record({})
         study = self.method.study(self.seed)
         study.enqueue_trial(dict(zip(names, start.tolist(), strict=True)))
         while not self.stopped and (rounds := self.affordable()):
-            trial = study.ask()
+            trial, spent = study.ask(), self.cost(self.ledger)
             drawn = jnp.asarray([trial.suggest_float(name, low, high) for name in names], start.dtype)
             self.train(study, trial, unravel(drawn), rounds)
+            self.free = self.free + 1 if self.cost(self.ledger) == spent else 0
+            if self.free == FREE:
+                self.stopped = f"{FREE} trials in a row diverged before they had used any of the budget"
         if self.diverged and self.least == math.inf:
             raise self.nothing_found()
         return self.result()

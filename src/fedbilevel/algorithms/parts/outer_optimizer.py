@@ -21,6 +21,8 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, near
 
 PARALLEL = 1e-4  # vectors count as parallel if the cosine of their angle is below 1 by at most this
+SIZES = (0.1, 1e3)  # the sizes of the gradients, since a large one may be clipped
+STEPS = 3  # the number of updates for each, since a warm-up may begin with updates that are 0
 
 
 def require_direction(
@@ -43,16 +45,20 @@ def require_direction(
         x_of: iterate -> its x.
 
     Raises:
-        ConfigurationError: the first update and the gradient in x are not parallel.
+        ConfigurationError: one of the first updates for the same gradient is not parallel to it in x.
     """
     if not problem.couples_x:
         return
     zero = optax.tree.zeros_like(like)
-    gradient = near(zero, np.random.default_rng(0))
-    update, x = x_of(optimizer.update(gradient, optimizer.init(like), zero)[0]), x_of(gradient)
-    along = abs(optax.tree.vdot(update, x)), optax.tree.norm(update) * optax.tree.norm(x)
     allowed = "an optimizer that steps along the gradient, such as optax.sgd, since x is in a set that is no box"
-    require(bool(along[0] >= (1 - PARALLEL) * along[1]), field, optimizer, allowed)
+    for size in SIZES:
+        gradient = jax.tree.map(lambda leaf, size=size: size * leaf, near(zero, np.random.default_rng(0)))
+        state, x = optimizer.init(like), x_of(gradient)
+        for _ in range(STEPS):
+            updates, state = optimizer.update(gradient, state, zero)
+            update = x_of(updates)
+            along, most = abs(optax.tree.vdot(update, x)), optax.tree.norm(update) * optax.tree.norm(x)
+            require(bool(along >= (1 - PARALLEL) * most), field, optimizer, allowed)
 
 
 class OuterOptimizer(Layer):
