@@ -1,4 +1,4 @@
-"""Fixed numbers for the steps of a method that are None, for tests of what is not about steps."""
+"""Fixed numbers in place of the steps of a method that adapt, for tests of other claims than those about steps."""
 
 import fedbilevel as fb
 from fedbilevel.core.hyperparameters import entries, replaced

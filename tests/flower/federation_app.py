@@ -1,4 +1,7 @@
-"""A Flower app whose parties misbehave as told (misbehaviour.py), runs of it, and the run that should come of them."""
+"""A Flower app whose server or clients misbehave as a file says (misbehaviour.py), and the reference for its runs.
+
+The reference is a run without the replies that do not count because of the misbehaviour.
+"""
 
 import contextlib
 import json

@@ -1,7 +1,8 @@
-"""What goes wrong in a federation of real processes, a function each: it plays a run and says how far the result is
-from that of the run in which those clients were absent in those exchanges.
+"""Faults in a federation of real processes, a function for each fault.
 
-A client that fails in exchange e of round t is left out to the end of that round and asked again in the next one.
+A function plays a run and returns how far its result is from the run in which the clients with the fault were absent
+in the exchanges concerned. A client that fails in exchange e of round t is left out until this round ends, and is asked
+again in the next round.
 """
 
 import signal

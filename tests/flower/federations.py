@@ -1,4 +1,7 @@
-"""Federations in process: clients of a quadratic task, some of which misbehave, and the run that should come of it."""
+"""Federations in this process: clients of a quadratic task, some of which misbehave, and the reference for their runs.
+
+The reference is a run without the replies that do not count because of the misbehaviour.
+"""
 
 import jax
 import jax.numpy as jnp

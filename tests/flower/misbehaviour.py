@@ -1,7 +1,8 @@
-"""Part of the app under test, see federation_app.py: parties that do as told, once, and otherwise what they should.
+"""Parties of a federation that misbehave once, as they are told, and otherwise do what they should.
 
-The folder that FEDBILEVEL_FAULTS names has `faults.json`, a list of {"party": "server" or a client's number, "round",
-"exchange", "do", …}; what was done is noted in `done`, a line each, before its consequences.
+This file is a part of the app under test (see federation_app.py). The folder that FEDBILEVEL_FAULTS names has the file
+`faults.json`, a list of {"party": "server" or a client's number, "round", "exchange", "do", …}. Before a fault has
+consequences, a line about it is written to `done`.
 """
 
 import json

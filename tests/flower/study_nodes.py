@@ -1,4 +1,7 @@
-"""Nodes of studies over Flower in this process, with a file for each site, and servers that are killed."""
+"""Nodes, servers and files for tests of studies over Flower, all in this process.
+
+Each site has a CSV file of its own, and a test can end the server after a number of messages.
+"""
 
 import json
 

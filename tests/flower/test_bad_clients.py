@@ -1,7 +1,9 @@
-"""One client whose answers are out of all proportion: what is refused, what is undone, what neither can do.
+"""One client sends replies that are far too large.
 
-The federations follow targets, y ← y + ½·mean(t_i − y), which NumPy does as well: a run has to be that of the answers
-that should have counted.
+The server refuses some of them, undoes the rounds of others, and can notice the rest by neither rule.
+
+The federations follow targets, y ← y + ½·mean(t_i − y). NumPy computes the same, and each run must equal a run with
+only the replies that should count.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""Both sides draw up what a round may ask, from their own code; they find each other's differences."""
+"""Server and sites each draw up the contract of a run from their own code, and find the differences between the two.
+
+The contract says which calls a round may make.
+"""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A client's floors: what it refuses to be asked, whoever asks."""
+"""A client's floors and limits: requests beyond them are refused, whichever server makes them."""
 
 import fcntl
 import re

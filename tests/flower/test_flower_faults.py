@@ -1,4 +1,4 @@
-"""Whoever fails is as if absent: the run equals that of the reference engine without those answers."""
+"""A client that fails counts as absent: the run equals one of the reference engine without this client's replies."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Per-client metrics over Flower: the simulation's numbers, of those alone whose operator lets them tell."""
+"""Metrics of single clients over Flower are those of a simulation, over the clients whose operators permit them."""
 
 from types import SimpleNamespace
 

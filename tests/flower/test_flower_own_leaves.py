@@ -1,4 +1,4 @@
-"""Do leaves of y that are a client's own stay at its site, in all messages of a federation?"""
+"""Leaves of y that are a client's own stay at its site: no message of a federation has them."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Does all that a federation in this process was given, made and compiled go when its caller lets go of it?"""
+"""All that a federation in this process was given, made and compiled is freed when its caller drops it."""
 
 import gc
 import weakref

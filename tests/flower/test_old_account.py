@@ -1,4 +1,4 @@
-"""A site whose privacy account was restored from an older copy: what it has told a server, it cannot spend again."""
+"""A site whose privacy account was restored from an older copy cannot spend again what it has already told a server."""
 
 import json
 

@@ -1,6 +1,6 @@
-"""What is private to Flower: each name that is used is there and takes what it is given; and what is made of them.
+"""Names that Flower does not promise to keep: each name that the library uses exists and has the expected parameters.
 
-A Flower that fails here is none for `versions.TESTED`.
+A version of Flower for which a test here fails must not be in `versions.TESTED`.
 """
 
 import ast

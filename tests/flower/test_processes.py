@@ -1,4 +1,7 @@
-"""Processes: nothing is left behind, whatever happens; and the whole thing with Flower, its faults included (slow)."""
+"""Processes of a federation: none is left behind, whatever happens.
+
+The slow tests run federations of real processes over Flower, and some of these have faults.
+"""
 
 import json
 import os

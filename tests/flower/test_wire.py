@@ -1,4 +1,4 @@
-"""Bytes and records: what was sent comes back, and nothing else is taken for it."""
+"""Messages as bytes and as Flower's records: they are read back as they were sent, and other content is refused."""
 
 import dataclasses
 import json
