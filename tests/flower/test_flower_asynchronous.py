@@ -18,6 +18,7 @@ from fedbilevel.engines.virtual_time import TICK, ClockState
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.server.terms import Terms
 from fedbilevel.flower.wire import RequestMessage, decode
+from fixed_steps import fixed
 
 TASK = federations.TASK
 LR, ROUNDS = 0.05, 6
@@ -109,9 +110,9 @@ def both(algorithm, clock, exchanges, units, **options):
 
 UNITS = {"y_step": 1, "x_step": 2}
 SPREAD = {"network": 1.0, "spread": 0.6, "stragglers": 2}
+INNER = fb.parts.MeanGradient(rounds=2, local_steps=2)
 AFBO = fb.Asynchronous(
-    fb.AFBO(inner=fb.parts.MeanGradient(rounds=2, local_steps=2), hypergradient=fb.parts.SystemSteps(), batch_size=4),
-    wait_for=2,
+    fixed(fb.AFBO(inner=INNER, hypergradient=fb.parts.SystemSteps(), batch_size=4)), wait_for=2, delay_penalty=0
 )
 CASES = {
     "work, no ties": (
