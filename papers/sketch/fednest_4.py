@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib import pyplot
 
 import fedbilevel as fb
-from papers.claims import interval, state_of
+from papers.claims import POWER, interval, state_of
 
 SEEDS = (0, 1, 2)
 CLIENTS, DIM, ROUNDS = 100, 10, 200
@@ -77,7 +77,7 @@ def main() -> dict[tuple[str, str, str], str]:
         (name, better, than): [ends[name, than, seed] - ends[name, better, seed] for seed in SEEDS]
         for (better, than), name in product(CLAIMS, problems[0])
     }
-    return {claim: state_of(*interval(values), None) for claim, values in apart.items()}
+    return {claim: state_of(*interval(values), None, POWER) for claim, values in apart.items()}
 
 
 if __name__ == "__main__":
