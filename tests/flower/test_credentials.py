@@ -116,6 +116,8 @@ def federation(tmp_path):
     for name in ("logs", "operator"):
         (trial.directory / name).mkdir(parents=True)
     trial.credentials = credentials.make(trial.directory / "credentials", clients=2)
+    kind = trial.persistent, trial.database
+    trial.commands = trial.commands_of(trial.credentials, trial.port, trial.node_ports, trial.node_configs, *kind)
     trust = f'address = "{trial.address}"\nroot-certificates = "{trial.credentials.ca}"\n'
     (trial.directory / "operator" / "config.toml").write_text(f"[superlink.federation]\n{trust}")
     try:
@@ -156,7 +158,7 @@ def test_a_site_hears_why_it_does_not_reach_its_superlink(federation, tmp_path, 
     (one, other), stranger = made.clients, credentials.make(tmp_path / "other", clients=0).ca
     assert why(address, made.ca, one) == ""
     assert why(address, made.ca) == ""
-    assert "its key is not registered there" in why(address, made.ca, other)
+    assert "the key is not registered" in why(address, made.ca, other)
     assert "if it has TLS, pass --root-certificates" in why(address, None, one)
     assert "certificate is not valid: unable to get local issuer" in why(address, stranger, one)
     assert "has no certificate in PEM" in why(address, one, one)
@@ -174,7 +176,7 @@ def test_a_site_hears_why_it_does_not_reach_its_superlink(federation, tmp_path, 
                 if off:
                     assert re.search(rf"clock is {off} the SuperLink's, which allows 5 s ahead and 305 s behind", said)
                 else:
-                    assert ("its key is not registered there" in said) == (key is other)
+                    assert ("the key is not registered" in said) == (key is other)
     assert federation.online() == 0  # asking changes nothing there
 
 
