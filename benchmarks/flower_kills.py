@@ -150,7 +150,7 @@ def process(trial, moment):
 
 
 def running(pids, command):
-    """Return those of the processes `pids` that run a command."""
+    """Return the processes among `pids` that run a command."""
     words = {pid: command_of(pid) for pid in pids}
     return [pid for pid in pids if command in words[pid] and "fedbilevel.flower.launch.children" not in words[pid]]
 

@@ -120,7 +120,7 @@ class Loop:
         except (ExchangeError, NonFiniteError) as error:
             rows = len(self.measurements.history.rows)
             if isinstance(error, NonFiniteError) and self.rescue.may_return(rows, self.result):
-                self.measurements.charge(self.measurements.ledger, error.costs)
+                self.measurements.ledger = self.measurements.total(error.costs)
                 if end := self.go_back(str(error)):
                     self.saver.save(*self.checkpoint(self.carry))
                 return end, False

@@ -55,13 +55,9 @@ class RunMeasurements:
     def total(self, more: RoundCosts | None) -> Ledger:
         """Return the costs so far with those of some more rounds, which the ledger itself does not get."""
         total = replace(self.ledger, exchanges_by_phase=dict(self.ledger.exchanges_by_phase))
-        self.charge(total, more)
-        return total
-
-    def charge(self, ledger: Ledger, more: RoundCosts | None) -> None:
-        """Add the costs of some more rounds, if they are known, to a ledger."""
         if more is not None:
-            ledger.add(more, np.size(more.gradients), self.flops)
+            total.add(more, np.size(more.gradients), self.flops)
+        return total
 
     def add_row(self, result: Result, findings: Mapping[str, Any], per_client: PerClientRow | None) -> Row:
         """Evaluate the metrics, and append a row to the history.

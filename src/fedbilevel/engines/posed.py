@@ -17,7 +17,7 @@ from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel
 from fedbilevel.core.projections import acts_on_entries
 from fedbilevel.core.tree import PyTree, split
 from fedbilevel.engines.divergence import Met, curvature_needed, what_was_met
-from fedbilevel.engines.ends import Ends, Spent, affordable, affordable_gradients, comparable, outer_losses, trained
+from fedbilevel.engines.ends import Ends, Spent, affordable, affordable_gradients, outer_losses, trained
 from fedbilevel.engines.evaluation import Evaluation, PerClient, check_per_client
 from fedbilevel.engines.first_look import first_look
 from fedbilevel.engines.options import RunOptions
@@ -100,12 +100,11 @@ class PosedProblem:
 
         Returns:
             The losses, or None in these cases: samples are on other machines or in other processes; the computation
-            would take more than about a third of the time of the run's gradients, or more memory than there is; the
-            loss at the earlier point is not finite, for example because of a sample that no round has read; or the
-            lower outer loss is not the better one (`comparable`).
+            would take more than about a third of the time of the run's gradients, or more memory than there is; or
+            the loss at the earlier point is not finite, for example because of a sample that no round has read.
         """
         clients, problem = self.clients, self.problem
-        if not isinstance(clients, Clients) or current_group().processes > 1 or not comparable(problem):
+        if not isinstance(clients, Clients) or current_group().processes > 1:
             return None
         if problem.own is not None or not affordable(clients, spent):
             return None

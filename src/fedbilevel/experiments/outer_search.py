@@ -77,9 +77,7 @@ SHARED = ("exchanges", "bytes", "evaluations")  # the kinds of budget that trial
 MOST_REPLIES = 2**20  # the largest number of replies for which ε is computed
 NOISE = 2**31  # added to the number of a measurement, so that its random key differs from those of all trials
 VALIDATION = "validation"  # the name of the outer loss as a metric per client
-FREE = (
-    20  # the number of trials in a row that may use none of the budget, since their losses are not finite at the start
-)
+FREE = 20  # the number of trials in a row that may use none of the budget: their losses are not finite at the start
 
 
 class OuterSearch(TrainingAtX):
@@ -406,8 +404,7 @@ class SearchRun:
             return "pruned" if trial.should_prune() else self.stopped or None
 
         try:
-            # training may raise the outer loss
-            with warnings.catch_warnings(action="ignore", category=NumericalWarning):
+            with warnings.catch_warnings(action="ignore", category=NumericalWarning):  # the outer loss may rise
                 run = solve(
                     self.method,
                     self.task.problem,
