@@ -1,4 +1,4 @@
-"""What tests of the command line share: reading what a run left behind."""
+"""Constants and functions for tests of the command line, which read the files that a run leaves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def wait_for(path: Path, process: subprocess.Popen, seconds: float = 120) -> Non
 
 
 def survived(first: subprocess.Popen, second: subprocess.Popen, sign: Path) -> None:
-    """Kill the first of two processes when a file is there; the second ends well."""
+    """Kill the first of two processes as soon as the file `sign` exists, and check that the second one ends well."""
     wait_for(sign, first)
     first.kill()
     first.communicate()
@@ -31,7 +31,7 @@ def survived(first: subprocess.Popen, second: subprocess.Popen, sign: Path) -> N
 
 
 def outcome(folder: Path) -> tuple[dict, list, dict]:
-    """All that a run found, but for wall-clock times: arrays as bytes, rows, ledger."""
+    """Return the results of a run without wall-clock times: arrays as bytes, the rows of the history, the ledger."""
     with np.load(folder / "result.npz") as stored:
         arrays = {name: (stored[name].dtype, stored[name].tobytes()) for name in stored.files if name != "__meta__"}
     rows = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
@@ -41,10 +41,10 @@ def outcome(folder: Path) -> tuple[dict, list, dict]:
 
 
 def without_remarks(error: str) -> str:
-    """What was printed, but for remarks on where runs end: after few rounds their loss is often above the start."""
+    """Return printed errors without the remark that a run ended above its start, which is common after few rounds."""
     return "".join(line for line in error.splitlines(True) if "result.best has x and y" not in line)
 
 
 def leftovers(folder: Path) -> list[str]:
-    """Names of temporary files that atomic writing has left behind."""
+    """Return the names of temporary files that atomic writing has left behind."""
     return [path.name for path in folder.rglob("*.tmp")]

@@ -15,14 +15,14 @@ from own_files import apart
 
 @pytest.fixture(autouse=True)
 def _files_of_users_go_with_their_test() -> Iterator[None]:
-    """Tests have files of the same names, and a process one module of a name."""
+    """Forget users' modules after each test, since files of different tests have the same names."""
     with apart():
         yield
 
 
 @pytest.fixture
 def run(capsys) -> Callable[..., tuple[int, str, str]]:
-    """Run the command line here: exit code, standard output, standard error."""
+    """Return a function that runs the command line in this process and returns exit code, output and errors."""
 
     def call(*arguments: object) -> tuple[int, str, str]:
         capsys.readouterr()
@@ -38,7 +38,7 @@ def run(capsys) -> Callable[..., tuple[int, str, str]]:
 
 @pytest.fixture
 def start():
-    """Start the command line as a process of its own; what still runs is killed at the end of the test."""
+    """Return a function that starts the command line as a separate process, which is killed at the end of the test."""
     started: list[subprocess.Popen] = []
 
     def call(*arguments: object) -> subprocess.Popen:

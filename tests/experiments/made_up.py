@@ -1,4 +1,4 @@
-"""Groups of finished runs that nobody ran, for what is shown of them."""
+"""Groups of finished runs with invented numbers, for tests of tables, files and pictures of runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ SPEC = configure(task="quadratic")
 def made_up_run(
     name: str, seed: int, values: list[float], *, metric: str = "relative_error", algorithm: str = "simfbo"
 ):
-    """What load_run gives, with costs of six digits and more: 123,450 exchanges and 61.7 GB a row."""
+    """Return an object like that of `load_run`, whose costs have six digits and more.
+
+    Each row adds 123,450 exchanges and 61.7 GB to the costs.
+    """
     rows = [
         {"round": 1000 * i, "exchanges": 123_450 * i, "bytes_down": i * 10**9, "bytes_up": 60_700_000_000 * i}
         | {"gradients": 9_876_500 * i, "hvps": 1_234_500 * i, "flops": 5 * 10**14 * i, "seconds": 1234.5 * i}
@@ -35,7 +38,7 @@ def made_up_run(
 
 
 def made_up_groups(names: list[str], seeds: int, **fields) -> list[RunGroup]:
-    """One group for each name, each better than the one before, with values of four digits."""
+    """Return a group for each name. Each group has a smaller error than the one before, with at least four digits."""
     groups = []
     for i, name in enumerate(names):
         values = [[1.0, 0.0678912 / 10**i + 0.0001234 * seed] for seed in range(seeds)]

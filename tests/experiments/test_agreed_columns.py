@@ -1,4 +1,4 @@
-"""The example in which four hospitals agree on columns: a simulation and a federation, in which each has its folder."""
+"""In the example of four hospitals, do a simulation and a federation use the same agreed columns?"""
 
 import runpy
 import shutil
@@ -22,7 +22,10 @@ NAMES = ("cleveland", "hungarian", "switzerland", "va")
 
 @pytest.fixture
 def example(tmp_path, monkeypatch):
-    """The example, played up to columns.json, with made-up patients: no slope is known, and not all cholesterols."""
+    """Return a copy of the example with invented patients, in which make_data.py and agree.py have run.
+
+    All slopes are missing, and some cholesterol values.
+    """
     hospital_files.write(tmp_path, monkeypatch, loaders.HOSPITALS)
     place = shutil.copytree(EXAMPLE, tmp_path / "example", ignore=shutil.ignore_patterns("data", "runs", "__pycache__"))
     monkeypatch.chdir(place)
@@ -33,6 +36,7 @@ def example(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_each_reads_its_own_folder_and_the_agreed_columns(example, tmp_path):
+    """A federation whose hospitals read only their own folders gives the numbers of a simulation."""
     spec = read_spec("spec.toml").replace(run={"rounds": 3, "eval_every": 3})
     run(spec, tmp_path / "simulation")
 
@@ -58,13 +62,16 @@ def test_each_reads_its_own_folder_and_the_agreed_columns(example, tmp_path):
 
 
 def test_what_was_agreed_on_is_what_all_patients_in_one_place_give(example):
-    """No category is rare here."""
+    """The agreed columns equal those of a preparer that sees the patients of all hospitals together.
+
+    The agreement leaves out rare categories, but none of these categories is rare.
+    """
     parts = [pd.read_csv(f"data/{name}.csv", na_values="?") for name in NAMES]
     everyone = pd.concat(parts)
     agreed, spec = Preparer.load("data/columns.json"), read_spec("spec.toml")
     expected = Preparer(categorical=[*spec.task.fields["categorical"], "disease"]).fit_transform(everyone)
     pd.testing.assert_frame_equal(agreed.transform(everyone), expected, rtol=1e-12, atol=1e-12)
-    assert expected.shape == (613, 22)  # with two indicators of the target
+    assert expected.shape == (613, 22)  # of the columns, two are indicators of the target
     ours = task_of(spec).clients.inner.row(3)["row"]
     features = expected.drop(columns=["disease_0", "disease_1"]).to_numpy()[-len(parts[3]) :]
     np.testing.assert_allclose(ours, np.hstack([features, np.tile([0, 0, 0, 1, 1], (len(parts[3]), 1))]), atol=1e-6)

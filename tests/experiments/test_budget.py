@@ -1,4 +1,4 @@
-"""Runs that end after a number of exchanges."""
+"""Do runs end after a given number of exchanges or bytes, also if they were interrupted?"""
 
 from __future__ import annotations
 
@@ -28,16 +28,20 @@ def random_length(tmp_path_factory):
 
 
 def test_it_ends_at_the_first_row_that_reaches_it(random_length) -> None:
+    """A run ends at the first row whose number of exchanges is the budget or more."""
     _, folder = random_length
     loaded = experiments.load_run(folder)
     exchanges = loaded.history["exchanges"]
     assert exchanges[-2] < BUDGET <= exchanges[-1]
-    assert len(set(np.diff(exchanges))) > 1  # of random length indeed
+    assert len(set(np.diff(exchanges))) > 1  # rounds do differ in their numbers of exchanges
     assert loaded.summary["stopped"] == f"{BUDGET} exchanges done"
 
 
 def test_rows_are_spread_over_it(tmp_path) -> None:
-    """SimFBO makes one exchange a round: 200 of them in 50 rows are 4 rounds to a row."""
+    """The 50 rows of a run are spread over its budget.
+
+    SimFBO makes one exchange per round, so that with 200 exchanges there is a row after every 4 rounds.
+    """
     spec = experiments.configure(task="quadratic", settings=[*SMALL, "run.exchanges=200"])
     assert (spec.run.rounds, spec.run.eval_every) == (None, None)
     result = experiments.run(spec, tmp_path / "run", plot=False)
@@ -76,6 +80,7 @@ def test_resuming_a_run_that_was_killed_after_its_last_round_adds_none(random_le
 
 
 def test_rounds_and_a_budget_take_each_others_place() -> None:
+    """In a spec, a budget of exchanges replaces the number of rounds, and a number of rounds replaces the budget."""
     spec = experiments.configure(settings=["exchanges=50"])
     assert (spec.run.rounds, spec.run.exchanges, spec.run.eval_every) == (None, 50, None)
     assert experiments.resolve(spec.tables()) == spec
@@ -106,7 +111,7 @@ def test_what_cannot_be_is_refused(settings: list[str], words: str) -> None:
 
 
 def test_bytes_are_a_budget_too(tmp_path) -> None:
-    """Down and up together: the run ends at the first row that has so many."""
+    """A run with a budget of bytes ends at the first row where bytes down and bytes up together reach it."""
     spec = experiments.configure(task="quadratic", settings=[*SMALL[:2], "run.bytes=20000", "run.eval_every=1"])
     assert (spec.run.rounds, spec.run.budget) == (None, ("bytes", 20000))
     result = experiments.run(spec, tmp_path / "run", plot=False)

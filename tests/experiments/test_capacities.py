@@ -1,4 +1,4 @@
-"""Clients of limited capacity: what the tasks' losses take, and what a run of them shows."""
+"""Do the losses of tasks accept submodels of clients with limited capacity, and does a run report who held what?"""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ TASKS = {
 
 @pytest.mark.parametrize("name", TASKS)
 def test_the_losses_of_a_task_take_submodels(name) -> None:
+    """The losses accept models that are cut: of 8 hidden units, capacities 1, 0.5 and 0.25 keep 8, 4 and 2."""
     task = tasks.TASKS[name](network="mlp", hidden=(8,), clients=5).with_own(capacity=[1, 0.5, 0.25, 1, 0.5])
     cut = submodels.classes(TASKS[name], task.problem, task.clients, task.x0, task.y0)
     assert [list(kept.values()) for _, kept in cut] == [[8], [4], [2]]
@@ -40,7 +41,7 @@ def test_a_run_says_who_held_what(run, tmp_path) -> None:
     code, shown, error = run("run", *fedavg, *small, "--out", tmp_path / "a")
     assert (code, error) == (0, "")
     lines = {line.split("│")[1].strip(): line.split("│")[2].strip() for line in shown.splitlines() if "│" in line}
-    assert lines["clients per entry"] == "at least 1 (x)"  # two of four units are with the first client alone
+    assert lines["clients per entry"] == "at least 1 (x)"  # only the first client has two of the four units
     assert float(lines["GFLOP"]) > 0
 
 

@@ -1,4 +1,4 @@
-"""The command line: what it writes, what it shows, and one clear sentence for everything that can go wrong."""
+"""Does the command line write and show what it should, and explain in one clear sentence whatever goes wrong?"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedbilevel import display, experiments
 from fedbilevel.cli.shared import console
 from fedbilevel.experiments import experiment, runner
 
-pytestmark = pytest.mark.checked  # a user's whole run, which warns of nothing
+pytestmark = pytest.mark.checked  # these are whole runs of a user, and checks of the losses must give no warning
 FILES = ["checkpoint.npz", "checkpoint.previous.npz", "environment.json", "history.jsonl", "ledger.json", "plot.png"]
 FILES += ["result.npz", "spec.toml", "summary.json"]
 
@@ -59,19 +59,21 @@ def test_the_default_run_learns_the_digits(run, here) -> None:
 
 
 def test_a_network_brings_its_widths() -> None:
+    """The setting `network` also sets the default of `hidden`, and does not change widths that are given."""
     assert experiments.configure(settings=["network=cnn"]).task.fields["hidden"] == [8, 16, 32]
     assert experiments.configure(settings=["hidden=[4, 4, 4]", "network=cnn"]).task.fields["hidden"] == [4, 4, 4]
 
 
 def test_seeds_make_one_run_each_and_are_finished_where_they_were_left(run, here) -> None:
+    """Each seed has its own run, and the same command again finishes the runs that have not finished."""
     command = ["run", "quadratic", "--rounds", 20, "--out", "all"]
     code, shown, _ = run(*command, "--seeds", "0,1,2")
     assert (code, "mean ± sd" in shown) == (0, True)
     assert shown.splitlines()[-2:] == ["runs   all", f"plot   {Path('all') / 'plot.png'}"]
-    assert sorted(path.relative_to(here).as_posix() for path in here.rglob("*.png")) == ["all/plot.png"]  # of all
+    assert sorted(path.relative_to(here).as_posix() for path in here.rglob("*.png")) == ["all/plot.png"]  # one of all
     kept = (here / "all" / "seed-0" / "summary.json").read_bytes()
     (here / "all" / "seed-1" / "summary.json").unlink()
-    for file in (here / "all" / "seed-2").iterdir():  # killed before its first checkpoint
+    for file in (here / "all" / "seed-2").iterdir():  # as if the run had been killed before its first checkpoint
         if file.name != "spec.toml":
             file.unlink()
     code, shown, error = run(*command, "--seeds", "0,1,2,3", "--quiet")
@@ -97,6 +99,7 @@ def test_one_algorithm_or_task_is_shown_by_its_name(run) -> None:
 
 
 def test_a_pipe_gets_no_colours_and_its_own_width(monkeypatch) -> None:
+    """Output into a pipe has no colours, whatever the environment says, and 160 columns unless COLUMNS is set."""
     for variable in ("FORCE_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.setenv(variable, "1")
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -157,7 +160,7 @@ def test_a_run_that_diverged_at_its_end_is_no_success(run, here, more) -> None:
 
 def test_algorithms_that_are_compared_and_diverge_are_no_success(run, here) -> None:
     chosen = ["compare", "quadratic", "--algorithms", "simfbo", "--set", "server_lr=0.9", "--rounds", 20]
-    for warnings in (2, 0):  # the second time it is only read
+    for warnings in (2, 0):  # the second command only reads the finished run
         code, _, error = run(*chosen, "--out", "far", "--quiet")
         assert (code, error.count("the run diverges")) == (3, warnings)
 
@@ -176,6 +179,7 @@ def test_a_full_disk_ends_the_run_with_one_sentence(run, here, monkeypatch) -> N
 
 
 def test_a_disk_that_fills_up_on_the_way(run, here, monkeypatch) -> None:
+    """If the disk becomes full during a run, the error names the command that continues the run, and it works."""
     monkeypatch.setattr(display.Watch, "__call__", lambda *_: monkeypatch.setattr(os, "fsync", full))
     code, _, error = run(*QUADRATIC, "--rounds", 10, "--out", "disk")
     assert code == 4
@@ -186,7 +190,7 @@ def test_a_disk_that_fills_up_on_the_way(run, here, monkeypatch) -> None:
 
 
 def mixed_up(number: int) -> None:
-    """A library makes an error of its own of the KeyboardInterrupt that a signal has raised in it."""
+    """Send a signal, and raise an ImportError in place of its KeyboardInterrupt, as some libraries do."""
     try:
         os.kill(os.getpid(), number)
         time.sleep(30)
@@ -195,12 +199,13 @@ def mixed_up(number: int) -> None:
 
 
 def caught(number: int) -> None:
-    """A library catches it, and goes on."""
+    """Send a signal, and go on, like a library that catches the KeyboardInterrupt."""
     with suppress(ImportError):
         mixed_up(number)
 
 
 def held_back(number: int) -> None:
+    """Send a signal where fedbilevel defers it."""
     os.kill(os.getpid(), number)
 
 
@@ -216,6 +221,8 @@ def held_back(number: int) -> None:
     ],
 )
 def test_a_run_that_needs_more_memory_than_there_is(error, says, run, here, monkeypatch) -> None:
+    """If memory is short, the command ends with a sentence. Other errors of JAX are not taken for a lack of memory."""
+
     def short(*_: object, **__: object) -> None:
         raise error
 
@@ -246,6 +253,10 @@ CONTINUE = "interrupted; continue with: fedbilevel run --resume it"
 def test_a_signal_ends_a_run_in_a_sentence_wherever_it_comes(
     number, place, comes, says, run, here, monkeypatch
 ) -> None:
+    """A signal ends a run with one sentence and exit code 128 + number, also if a library converts or catches it.
+
+    After a checkpoint, the sentence names the command that continues the run.
+    """
     real = getattr(*place)
 
     def interrupted(*given: object, **named: object) -> object:

@@ -1,4 +1,4 @@
-"""The clock in specs, on the command line and in what is shown of runs."""
+"""Is the clock read from specs and settings, does it reach the engine, and are virtual times shown?"""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from fedbilevel.experiments.series import comparison_specs, seeded
 SMALL = ["clients=4", "samples=[3, 3]", "algorithm.local_steps=1"]
 CLOCK = ["clock.compute=0.1", "clock.network=1.0", "clock.stragglers=1", "slowdown=5.0"]
 SET = [part for setting in [*SMALL, *CLOCK] for part in ("--set", setting)]
-ROUND = 7.0  # s: (1.0 + 0.1·4)·5 of the straggler, who computes two gradients and two products for a local step
+ROUND = 7.0  # s: the straggler takes (1.0 + 0.1·4)·5, as a local step has two gradients and two products
 BUDGET = 150
 
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    """A comparison of one algorithm, with a budget of virtual time."""
+    """Return the folder of a comparison of one algorithm, with a budget of virtual time."""
     folder = tmp_path_factory.mktemp("clock") / "runs"
     settings = [*SMALL, *CLOCK, f"run.time={BUDGET}"]
     experiments.compare_algorithms("quadratic", ["simfbo"], settings=settings, out=folder)
@@ -41,7 +41,7 @@ def test_a_spec_holds_the_clock(tmp_path) -> None:
     (tmp_path / "spec.toml").write_text(spec.to_toml())
     assert read_spec(tmp_path / "spec.toml") == spec
     assert spec.timed
-    assert not spec.replace(clock=resolve({}).tables()["clock"] | {"seed": 3}).timed  # no draws: any seed is the same
+    assert not spec.replace(clock=resolve({}).tables()["clock"] | {"seed": 3}).timed  # without draws, no seed matters
 
 
 def test_a_spec_holds_a_schedule_of_arrivals() -> None:
@@ -75,6 +75,7 @@ def test_a_wrong_clock_is_refused_before_anything_runs(settings, words) -> None:
 
 
 def test_too_few_for_an_asynchronous_method_are_refused_before_anything_runs() -> None:
+    """Asynchronous ShroFBO refuses a cohort of some clients, and to wait for more clients than are ever available."""
     spec = configure(task="quadratic", algorithm="shrofbo", settings=[*SMALL, "cohort=3", "wait_for=2"])
     needed = r"run\.cohort = 3 is not allowed: it must be None: ShroFBO needs all clients in every round"
     with pytest.raises(ConfigurationError, match=needed):
@@ -87,6 +88,7 @@ def test_too_few_for_an_asynchronous_method_are_refused_before_anything_runs() -
 
 
 def test_a_federation_has_no_clock_of_ours(tmp_path) -> None:
+    """A federation refuses [clock] in its spec and in its settings, since its time is real."""
     for make in (
         lambda: write_app(configure(task="quadratic", settings=CLOCK), tmp_path / "app"),
         lambda: configured(configure(task="quadratic"), {"settings": "clock.stragglers=1"}),
@@ -97,6 +99,7 @@ def test_a_federation_has_no_clock_of_ours(tmp_path) -> None:
 
 
 def test_the_level_without_a_federation_has_no_stragglers() -> None:
+    """The pooled run of a comparison has one client, with the mean of the computing times and without stragglers."""
     settings = [*SMALL, "clock.compute=[1, 2, 3, 6]", "clock.stragglers=2", "wait_for=3"]
     specs = comparison_specs("quadratic", ["simfbo"], settings=settings, centralised=True)
     clock = specs["centralised"].clock
@@ -105,6 +108,7 @@ def test_the_level_without_a_federation_has_no_stragglers() -> None:
 
 
 def test_a_budget_of_time_ends_at_the_first_row_that_reaches_it(compared) -> None:
+    """A run with a budget of virtual time ends at the first row that reaches it, and all rounds take equally long."""
     run = experiments.load_run(compared / "simfbo")
     assert (run.spec.run.rounds, run.spec.run.time, run.spec.run.eval_every) == (None, BUDGET, None)
     time = run.history["time"]
@@ -115,7 +119,11 @@ def test_a_budget_of_time_ends_at_the_first_row_that_reaches_it(compared) -> Non
 
 @pytest.mark.slow
 def test_asynchronous_runs_have_time_without_a_clock_of_their_own(tmp_path) -> None:
-    """Four answers are there at the same moment: two count, and the others in an exchange that takes no time."""
+    """Without a clock, four exchanges take 4 if each waits for all clients, and 2 if each waits for two of the four.
+
+    All four replies arrive at the same moment. Two of them count at once, and the other two in the next exchange, which
+    takes no time.
+    """
     for name, settings in {"waits": [], "goes-on": ["wait_for=2", "cohort=none"]}.items():
         spec = configure(task="quadratic", settings=[*SMALL, "rounds=4", "eval_every=4", *settings])
         experiments.run(spec, tmp_path / name, plot=False)
@@ -137,10 +145,11 @@ def test_time_has_a_panel_where_there_is_a_clock(compared) -> None:
 
 
 def test_the_time_to_a_level() -> None:
+    """The time to a level is the time of the first row that reaches it."""
     rows = [{"round": i, "exchanges": 2 * i, "time": 3.5 * i, "e": 1.0 / (i + 1)} for i in range(4)]
     assert compare.cost_to(History(rows), "e", 0.5, "time") == 3.5
     assert compare.cost_to(History(rows), "e", 0.1, "time") is None
-    for row in rows:  # as runs wrote them before there was a clock: an exchange takes 1
+    for row in rows:  # like rows of runs from before the clock existed, in which each exchange takes 1
         del row["time"]
     assert compare.cost_to(History(rows), "e", 0.5, "time") == 2
 
@@ -151,7 +160,7 @@ def test_the_command_line_shows_time_and_who_is_never_there(run, tmp_path, monke
     arguments = ["--set", "clock.availability=[1, 1, 0, 1]", "--time", 2.5 * ROUND]
     code, shown, error = run("run", "quadratic", *given, *arguments, "--out", "away")
     assert code == 0
-    absent, *_ = error.splitlines()  # after it, that the outer loss of all four ended above that of the start
+    absent, *_ = error.splitlines()  # the second warning says that the outer loss ended above its start
     assert absent == "fedbilevel: warning: 1 of 4 clients are never available, and the run continues without them: 2"
     lines = [line for line in shown.splitlines() if line.startswith("round ")]
     assert lines[0].startswith("round 0  clock 0.0/17.5 s  relative_error 1")

@@ -1,4 +1,4 @@
-"""Runs side by side."""
+"""Does a comparison find all runs, count each once, and show their numbers correctly side by side?"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from run_folders import write_run
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Three seeds of SimFBO and one of ShroFBO on the quadratic."""
+    """Return a folder with three seeds of SimFBO and one of ShroFBO on the quadratic task."""
     root = tmp_path_factory.mktemp("runs")
     for name, algorithm, seeds in (("sim", "simfbo", (0, 1, 2)), ("shro", "shrofbo", (0,))):
         for seed in seeds:
@@ -37,7 +37,10 @@ def test_seeds_of_one_spec_form_one_group_in_which_each_run_counts_once(runs) ->
 
 @pytest.mark.parametrize("named", [".", "*", "*/seed-*"])
 def test_runs_are_found_at_any_depth(runs, named, tmp_path, run) -> None:
-    """What `compare --out` and `run --seeds` write lies one or two levels down, and pictures and tables beside it."""
+    """A comparison finds runs one or two levels below a folder, and ignores other files there.
+
+    `compare --out` and `run --seeds` write such folders, with pictures and tables beside the runs.
+    """
     folder = tmp_path / "c"
     shutil.copytree(runs, folder)
     (folder / "comparison.png").touch()
@@ -56,7 +59,10 @@ def test_runs_are_found_at_any_depth(runs, named, tmp_path, run) -> None:
 
 
 def test_runs_are_labelled_columns_and_levels_chosen(tmp_path, run) -> None:
-    """The relative error is 1, 1/11 and 1/21 after 0, 10 and 20 exchanges."""
+    """Labels, columns and levels of a table can be chosen, and unknown ones are refused with the nearest name.
+
+    The relative error of these runs is 1, 1/11 and 1/21 after 0, 10 and 20 exchanges.
+    """
     for name, steps in (("simfbo", 5), ("mine", 1)):
         write_run(tmp_path / name, experiments.configure(task="quadratic", settings=[f"local_steps={steps}"]))
     groups = load_groups([tmp_path / "simfbo", tmp_path / "mine"])
@@ -94,7 +100,11 @@ def test_groups_of_one_name_are_told_apart_and_no_run_counts_twice(runs, tmp_pat
 
 
 def test_a_run_that_a_folder_has_twice_is_left_out(runs, tmp_path, run) -> None:
-    """A search draws a point again, and a grid with fewer fields names another folder for it."""
+    """A run that a folder contains twice is counted once, and the command names the copy that it leaves out.
+
+    Such copies occur if a search draws a point again, or if a later grid has fewer fields and therefore other names of
+    folders. If the user names both copies, this is an error.
+    """
     for name in ("a", "b"):
         shutil.copytree(runs / "shro", tmp_path / "dup" / name)
     code, _, error = run("compare", tmp_path / "dup", "--out", tmp_path / "c.svg")
@@ -119,10 +129,11 @@ def test_files_for_a_paper_stand_beside_the_picture(runs, tmp_path, run) -> None
 
 
 def test_operations_are_shown_where_every_run_knows_them(runs, tmp_path) -> None:
+    """A comparison shows floating-point operations if all runs counted them, and otherwise evaluations."""
     for name, new in (("sim", "sim"), ("shro", "older")):
         shutil.copytree(runs / name / "seed-0", tmp_path / new)
     known = load_groups([tmp_path / "sim", runs / "shro"])
-    for name in ("summary.json", "history.jsonl"):  # as runs had them before operations were counted
+    for name in ("summary.json", "history.jsonl"):  # like runs from before operations were counted
         file = tmp_path / "older" / name
         file.write_text(re.sub(r'"flops": \d+,\s*', "", file.read_text()))
     for groups in (known, load_groups([tmp_path / "sim", tmp_path / "older"])):
@@ -137,6 +148,7 @@ def test_operations_in_three_digits_or_more() -> None:
 
 
 def test_milestones_and_the_exchanges_to_them(runs) -> None:
+    """The cost to reach a level is read at the first row that reaches it, and is unknown if no row does."""
     rising = History(
         [{"round": r, "exchanges": 3 * r, "accuracy": a} for r, a in ((0, 0.1), (10, 0.91), (20, 0.89), (30, 0.96))]
     )
@@ -160,7 +172,10 @@ def test_runs_that_measure_different_things_or_disagree_on_the_better_way_are_re
 
 @pytest.mark.parametrize("declared", [True, False])
 def test_the_better_way_is_what_was_declared_when_the_run_was_made(declared, tmp_path) -> None:
-    """The metric falls from 1 to 1/31 and 1/21; a name without "accuracy" in it is no reason to prefer the smaller."""
+    """The declaration in the run decides whether larger is better, and the metric's name does not.
+
+    The metric falls from 1 to 1/31 and 1/21. The best value is therefore 1 if larger was declared better.
+    """
     spec = experiments.configure(task="quadratic", settings=["rounds=30"])
     write_run(tmp_path / "long", spec, rounds=30, larger=declared)
     write_run(tmp_path / "short", spec.replace(run={"rounds": 20}), rounds=20, larger=declared)
@@ -174,6 +189,7 @@ def test_the_better_way_is_what_was_declared_when_the_run_was_made(declared, tmp
 
 
 def test_a_summary_may_say_no_better_way_and_then_the_names_is_taken_but_not_a_wrong_one(tmp_path) -> None:
+    """If a summary does not say whether larger is better, the metric's name decides. A damaged statement is refused."""
     place = write_run(tmp_path / "a", experiments.configure(task="quadratic", settings=["rounds=20"]))
     summary = json.loads((place / "summary.json").read_text())
     assert summary.pop("larger_is_better") == {}
@@ -203,6 +219,7 @@ def test_an_unfinished_run_and_a_folder_of_something_else_are_refused(runs, tmp_
 
 
 def test_a_loaded_run_has_what_the_result_had(runs) -> None:
+    """A run read from its folder has the spec, metric, rows, costs and summary of the run that wrote it."""
     spec = experiments.configure(task="quadratic", settings=["rounds=60"])
     loaded = experiments.load_run(runs / "sim" / "seed-0")
     assert loaded.spec.tables() == spec.tables()

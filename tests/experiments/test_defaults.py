@@ -1,4 +1,4 @@
-"""Users are told where the values come from that they did not set, and which rows of a comparison went wrong."""
+"""Are users told which values are presets or defaults, and which rows of a comparison went wrong?"""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ def mine(tmp_path, monkeypatch):
 
 
 def test_presets_for_all_methods_are_for_the_librarys(mine) -> None:
-    """The quadratic's presets have full batches and τ = 5 for every method."""
+    """A task's presets for all methods apply to the library's methods only, and not to a user's subclass.
+
+    For every method of the library, the quadratic task has full batches and τ = 5. Presets of the subclass itself
+    apply.
+    """
     own = configure(task="quadratic", algorithm="method.py:Mine").algorithm.fields
     assert (own["batch_size"], own["local_steps"]) == (32, 2)
     assert configure(task="quadratic", algorithm="method.py:Prepared").algorithm.fields == {**own, "local_steps": 3}
@@ -47,6 +51,7 @@ def test_a_comparison_says_which_rows_have_presets(mine) -> None:
 
 
 def test_rows_that_went_wrong_are_told_in_words() -> None:
+    """Under a table, sentences name the rows that end worse than they began, or far from the best row."""
     wild = comparison_table([RunGroup("wild", [made_up_run("wild", 0, [1.0, 3.0])])])
     assert "wild ends worse than it began, 3 after 1" in str(wild.caption)
     ends = {"good": (1.0, 1e-4), "far": (1.0, 0.2), "near": (1.0, 0.05), "worse": (1.0, 3.0)}

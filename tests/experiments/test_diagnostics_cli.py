@@ -1,4 +1,4 @@
-"""`fedbilevel check` and `fedbilevel diagnose`."""
+"""Do `fedbilevel check` and `fedbilevel diagnose` print what the library's functions return?"""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ def test_check_prints_the_report_with_the_methods_asked_for(run) -> None:
         line.split()[0]: float(line.split()[2]) for line in shown.splitlines() if re.match(r"(fednest|cg) ", line)
     }
     assert errors["cg"] < 1e-10
-    assert errors["fednest"] < 0.01  # its tolerance is a residual of 1e-3, and full batches leave no noise
+    assert errors["fednest"] < 0.01  # its solver stops at a residual of 1e-3, and full batches leave no noise
 
 
 @pytest.mark.checked
 @pytest.mark.parametrize("source", ["task", "spec"])
 def test_diagnose_prints_commands_that_ask_for_what_it_found(source, run, monkeypatch, tmp_path) -> None:
-    """Of a spec, too; the fields of its algorithm are not those of another one."""
+    """The commands that `diagnose` prints set the fields that it found, both for a task and for a spec.
+
+    If the spec is of one algorithm, its fields must not appear in the command of another algorithm.
+    """
     spec = tmp_path / "spec.toml"
     spec.write_text(configure(task="quadratic", settings=SMALL[2::2]).to_toml())
     given = SMALL if source == "task" else ["--spec", spec]
@@ -68,7 +71,10 @@ def test_diagnose_says_all_else_on_request(run) -> None:
 
 
 def assert_near(got: object, wanted: object) -> None:
-    """The same but for numbers in three digits: off by half of the last of 1.00 at most."""
+    """Check that two values are equal, except that numbers may be rounded to three digits.
+
+    Rounding to three digits changes a number by at most half of the last digit, which is 0.5 % of 1.00.
+    """
     if isinstance(wanted, dict):
         assert isinstance(got, dict)
         assert got.keys() == wanted.keys()
@@ -80,7 +86,11 @@ def assert_near(got: object, wanted: object) -> None:
 
 @pytest.mark.slow
 def test_diagnose_tells_norms_of_replies_and_what_noise_does(run) -> None:
-    """Of the two, SimFBO has one phase and three parts; noise is 1,000 long on each of 5 + 8 + 8 numbers."""
+    """`diagnose --replies 2` shows the norms of the replies of two rounds, and the effect of noise on x and y.
+
+    SimFBO has one phase, whose updates have 5 + 8 + 8 numbers in three parts. Two clients make 4 replies in two rounds,
+    and a cohort of five makes 10. Noise of 10·100 on each of 21 numbers has the norm 1000·√21.
+    """
     terms = ("--set", "privacy.clip=10", "--set", "privacy.noise_multiplier=100", "--set", "privacy.delta=1e-5")
     asked = ("diagnose", "quadratic", "--algorithm", "simfbo", "--replies", 2, "--set", "clients=3")
     code, shown, _ = run(*asked, *terms, "--cohort", 2)

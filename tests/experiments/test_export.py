@@ -1,4 +1,4 @@
-"""A comparison as CSV, JSON and LaTeX: its numbers, and texts that are taken literally."""
+"""Do CSV, JSON and LaTeX files of a comparison have its numbers, and names as they were written?"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read(text: str) -> list[dict[str, str]]:
 
 
 def cells(table: str) -> list[list[str]]:
-    """The cells of a tabular's rows, split as LaTeX splits them."""
+    """Return the cells of a tabular's rows, split as LaTeX splits them."""
     lines = [line for line in table.splitlines() if line.endswith(r"\\")]
     return [[cell.strip() for cell in re.split(r"(?<!\\)&", line[:-2])] for line in lines]
 
@@ -39,13 +39,14 @@ def test_a_table_for_a_readme_has_the_best_in_bold_and_no_markup() -> None:
 
 
 def test_a_line_for_each_run_and_one_for_each_row_of_its_history() -> None:
+    """One CSV file has a line for each run, and the other a line for each row of each history."""
     groups = made_up_groups(STRANGE, 2)
     rows = read(export.runs_csv(groups))
     assert [row["method"] for row in rows] == [name for name in STRANGE for _ in range(2)]
     assert [int(row["seed"]) for row in rows] == [0, 1] * 5
     assert float(rows[1]["final"]) == 0.0678912 + 0.0001234
     assert (rows[0]["exchanges"], rows[0]["bytes_down"], rows[0]["rounds"]) == ("123450", "1000000000", "1000")
-    # finals are 6.8e-2, 6.8e-3, … with 1.2e-4 for the second seed: the last method's first seed alone is below 1e-5
+    # the first seeds end at 6.8e-2, 6.8e-3, … and the second ones 1.2e-4 higher, so that one run ends below 1e-5
     assert [row["exchanges_to_1e-05"] for row in rows] == ["", "", "", "", "", "", "", "", "123450", ""]
     groups[0].runs[0].history.rows[1]["outer_loss"] = 3.5
     curves = read(export.curves_csv(groups))
@@ -66,7 +67,7 @@ def test_the_numbers_of_the_json_file_are_finite() -> None:
     assert (found["schema"], found["metric"], found["larger_is_better"]) == (1, "relative_error", False)
     a, b = found["methods"]
     assert a["final"]["mean"] == pytest.approx(0.0678912 + 0.0001234 / 2)
-    assert a["final"]["sd"] == pytest.approx(0.0001234 / math.sqrt(2))  # of two values, (b - a) / √2
+    assert a["final"]["sd"] == pytest.approx(0.0001234 / math.sqrt(2))  # two values a and b have the sd (b - a) / √2
     assert a["costs"]["exchanges"] == {"mean": 123_450, "sd": 0}
     assert [(one["target"], one["reached"], one["of"]) for one in b["targets"]] == [(0.1, 2, 2), (0.01, 2, 2)]
     assert b["best"] == {"mean": None, "sd": None}
@@ -75,7 +76,10 @@ def test_the_numbers_of_the_json_file_are_finite() -> None:
 
 
 def test_a_tabular_says_when_its_letters_are_beyond_pdflatex() -> None:
-    """pdfLaTeX sets é and · as they are; of ε it says that it is not set up for it."""
+    """The first line of a tabular asks for LuaLaTeX if, and only if, pdfLaTeX cannot set one of its letters.
+
+    pdfLaTeX sets é and ·, and stops with an error at ε.
+    """
     first = [latex(comparison(made_up_groups([name, "b"], 1))).splitlines()[0] for name in ("é · b_1", "ε日")]
     assert ["LuaLaTeX" in line for line in first] == [False, True]
     assert "for ε 日 LuaLaTeX" in first[1]
@@ -94,7 +98,8 @@ def test_a_tabular_has_as_many_cells_in_each_row_and_the_best_in_bold() -> None:
         assert not set("%#~") & set(plain)
     assert all(ord(char) < 128 for char in table)
     column = head.index("final relative error")
-    # 0.0678912 and 0.0680146: mean 0.0679529, sd 0.0001234 / √2 = 0.0000873; the last: 6.789e-6 and 1.302e-4
+    # first row: 0.0678912 and 0.0680146 have the mean 0.0679529 and the sd 0.0001234 / √2 = 0.0000873
+    # last row: 6.789e-6 and 1.302e-4
     assert rows[0][column] == r"$0.06795 \pm 0.00009$"
     assert rows[-1][column] == r"$\mathbf{(6.849 \pm 8.726) \times 10^{-5}}$"
     assert sum("mathbf" in row[column] for row in rows) == 1
@@ -104,6 +109,8 @@ def test_a_tabular_has_as_many_cells_in_each_row_and_the_best_in_bold() -> None:
 
 
 def test_accuracies_are_in_per_cent_and_a_level_is_never_the_best() -> None:
+    """Accuracies are in per cent, and a pooled run, which is only a level to compare with, is never in bold."""
+
     def group(name: str, value: float, pooled: bool = False) -> RunGroup:
         run = made_up_run(name, 0, [0.1, value], metric="test_accuracy")
         run.spec.run = dataclasses.replace(run.spec.run, pooled=pooled)
@@ -116,6 +123,7 @@ def test_accuracies_are_in_per_cent_and_a_level_is_never_the_best() -> None:
 
 
 def test_a_number_in_a_paper() -> None:
+    """A number has four digits in LaTeX, its sd ends at the same decimal, and extreme numbers have powers of 10."""
     assert number(0.0) == "$0.000$"
     assert number(1234.5678, 12.3) == r"$1235 \pm 12$"
     assert number(1.5e-5) == r"$1.500 \times 10^{-5}$"
@@ -124,7 +132,8 @@ def test_a_number_in_a_paper() -> None:
 
 
 def test_a_text_is_set_as_it_is() -> None:
+    """Special characters of LaTeX are escaped, so that a text appears as it was written."""
     assert escaped("50%_&$#{}") == r"50\%\_\&\$\#\{\}"
     assert escaped("~^\\") == r"\textasciitilde{}\textasciicircum{}\textbackslash{}"
-    assert escaped("[a]") == "{[}a]"  # as an argument of the \\ before it LaTeX would look for a length
+    assert escaped("[a]") == "{[}a]"  # after \\ LaTeX would take [a] for a length
     assert escaped("a\n b") == "a b"
