@@ -1,4 +1,4 @@
-"""A spec played by a federation: the same numbers as in a simulation, and what wrong configurations are told."""
+"""Does a federation that runs a spec give the numbers of a simulation, and are wrong configurations explained?"""
 
 import contextlib
 import errno
@@ -46,7 +46,7 @@ def spec():
 
 @pytest.fixture(scope="module")
 def hospitals(tmp_path_factory):
-    """The example with its data made."""
+    """Return a copy of the example with two folders, in which make_data.py has run."""
     place = tmp_path_factory.mktemp("hospitals")
     for file in EXAMPLE.glob("*.*"):
         shutil.copy(file, place)
@@ -65,7 +65,10 @@ def assert_same_result(mine, theirs, tolerance):
 
 
 def test_a_spec_gives_the_same_numbers_as_a_simulation(spec, tmp_path):
-    """Settings of the run configuration change both sides."""
+    """A federation gives the same numbers as a simulation of its spec, to 1e-12.
+
+    Settings in the run configuration apply to the server and to the clients.
+    """
     config = {"settings": "run.rounds=2 'algorithm.batch_size=16'", "out": str(tmp_path / "a")}
     grid = InProcess(federation.client_app(spec), 3, run_config={"settings": config["settings"]})
     federation.serve(spec, grid, config)
@@ -73,7 +76,7 @@ def test_a_spec_gives_the_same_numbers_as_a_simulation(spec, tmp_path):
     a, b = load_run(tmp_path / "a"), load_run(tmp_path / "b")
     assert a.spec.algorithm.fields["batch_size"] == 16
     for mine, theirs in zip(a.history.rows, b.history.rows, strict=True):
-        assert mine.keys() == theirs.keys() - {"flops"}  # a server cannot trace what it has no samples of
+        assert mine.keys() == theirs.keys() - {"flops"}  # the server counts no operations, as it has no samples
         for name in mine.keys() - {"seconds", "time"}:  # a federation has its own time
             np.testing.assert_allclose(mine[name], theirs[name], rtol=1e-12, err_msg=name)
     own = {"ticks": 0, "flops": None, "virtual": None}  # real time in a federation
@@ -119,7 +122,7 @@ def test_a_server_records_in_trackers_what_it_knows(spec, tmp_path, monkeypatch)
     assert kept.run.flat_parameters()["algorithm.batch_size"] == 8
     files = {"spec.toml", "history.jsonl", "ledger.json", "result.npz", "summary.json", "plot.png"}
     assert set(kept.files) == files
-    assert (tmp_path / "a" / "exchanges.jsonl").is_file()  # which stays with the server
+    assert (tmp_path / "a" / "exchanges.jsonl").is_file()  # this file is not recorded
 
 
 def test_an_unfinished_run_goes_on_under_its_name(spec, tmp_path):
@@ -134,10 +137,11 @@ def test_an_unfinished_run_goes_on_under_its_name(spec, tmp_path):
     run(spec, tmp_path / "b")
     assert_same_result(tmp_path / "a", tmp_path / "b", 1e-12)
     assert (tmp_path / "a" / "federation").read_text() == name
-    federation.serve(spec, lost, config)  # it is finished: nothing is asked
+    federation.serve(spec, lost, config)  # the run is finished, and no client is asked
 
 
 def test_a_run_that_too_few_clients_came_to_starts_again_in_its_folder(spec, tmp_path):
+    """A run that too few clients joined leaves only its log, and `serve` starts it again in the same folder."""
     spec, out = spec.replace(run={"rounds": 1}), tmp_path / "a"
     config = {"out": str(out), "quorum": 1.0, "attempts": 1, "join": 0.1, "deadline": 0.1}
     app = federation.client_app(spec)
@@ -204,6 +208,7 @@ def test_clients_read_their_own_folders_and_the_server_none(hospitals, tmp_path,
     ],
 )
 def test_node_configuration_says_what_a_site_allows_or_is_told_what_is_wrong(spec, node, message, tmp_path):
+    """Limits and privacy of a site are read from its node configuration, and wrong entries are refused by name."""
     with pytest.raises(fb.errors.ConfigurationError, match=message):
         federation.site(spec, {}, node)
     limits = {"max-local-steps": 7, "max-batch-size": 9, "max-seconds": 5, "max-bytes": 100}
@@ -219,7 +224,7 @@ def test_node_configuration_says_what_a_site_allows_or_is_told_what_is_wrong(spe
     [
         ("run.rounds=9 algorithm.batch_size=16 local_steps=2", {}, ""),
         ("task.dim_x=9 task.clients=3", {}, "task.dim_x"),  # the app has 3 clients
-        ("dim_x=9", {"dim_x": 4}, ""),  # the site's own word comes first
+        ("dim_x=9", {"dim_x": 4}, ""),  # the site's own value takes precedence
         ("task.dim_x=9 noise=0.5", {"settable": "algorithm.* task.noise"}, "task.dim_x"),
         ("noise=0.5", {"settable": "algorithm.* task.noise"}, ""),
         ("run.rounds=9", {"settable": ""}, "run.rounds"),
@@ -228,7 +233,7 @@ def test_node_configuration_says_what_a_site_allows_or_is_told_what_is_wrong(spe
     ],
 )
 def test_a_site_names_the_fields_that_a_server_may_set(settings, node, refused, spec, monkeypatch):
-    """Others are refused before the task is made of them, and the server hears which."""
+    """A site refuses settings of other fields before it makes the task, and tells the server which fields these are."""
     made, seen_by = [], federation.seen_by
     monkeypatch.setattr(federation, "seen_by", lambda spec, party: made.append(spec) or seen_by(spec, party))
     refusal = pytest.raises(Refusal, match=rf"a server may not set {refused} at this client")
@@ -276,7 +281,7 @@ def test_the_app_of_a_task_of_ours(tmp_path, capsys):
     folder = tmp_path / "My-App"
     assert main(["flower", "new", str(folder), "--task", "quadratic", "--clients", "3", "--rounds", "7"]) == 0
     project = tomllib.loads((folder / "pyproject.toml").read_text())
-    assert project["project"]["dependencies"] == []  # a name that is on no index is not to be fetched from one
+    assert project["project"]["dependencies"] == []  # not fedbilevel, which is on no package index
     app = project["tool"]["flwr"]["app"]
     assert app["components"] == {f"{name}app": f"my_app.{name}_app:app" for name in ("server", "client")}
     assert set(app["config"]) == {"settings", "out", "client-keys", "log", *federation.SERVER}
@@ -305,10 +310,13 @@ def test_keys_are_made_once(tmp_path, capsys):
 
 
 def test_a_server_that_ends_early_says_why_what_is_kept_and_how_to_go_on(spec, tmp_path, capsys):
-    """In its error, which is what Flower lists of a failed run, and in `status`, with the exit code of `run`."""
+    """If a server ends early, its error and `status` say why, what is kept, and how to continue.
+
+    Flower lists this error for a failed run. The exit code of `status` is the one that `run` has for such an error.
+    """
     out, grid = tmp_path / "a", InProcess(federation.client_app(spec), 3)
     for context in grid.contexts.values():
-        context.node_config["max-requests"] = 3  # a greeting, and two rounds of an exchange
+        context.node_config["max-requests"] = 3  # a greeting, and one exchange in each of two rounds
     with pytest.raises(fb.errors.ExchangeError, match=r"3 requests in all .* is kept; to continue, submit"):
         federation.serve(spec, grid, {"out": str(out), "attempts": 1})
     assert main(["flower", "status", str(out)]) == 5
@@ -347,8 +355,12 @@ PRIVATE = {"clip": 1.0, "noise-multiplier": 0.1, "delta": 1e-5}
     ([0, 1], [], ["asynchronous.wait_for=1"], "outer_loss"),
 ])  # fmt: skip
 def test_a_server_without_a_test_set_shows_the_mean_of_what_clients_tell(tell, private, settings, metric, tmp_path):
-    """Of the task's metrics on their own samples, or of f on their batches; under privacy they tell nothing, and only
-    costs are known. Where all say that they do not tell they are asked once."""
+    """A server without a test set shows the mean of the numbers that clients report.
+
+    These are the task's metrics on each client's own samples, or else f on the clients' batches. With privacy, clients
+    report neither, and only the costs are known. A client is asked in each of the three rows. If all clients decline,
+    each is asked only once, and with late replies no client is asked.
+    """
     (tmp_path / "bare.py").write_text(BARE)
     steps = ["batch_size=8", "run.rounds=2", "run.eval_every=1", "server_lr=0.1", "client_lr=0.1", *settings]
     spec, out = configure(task=f"{tmp_path / 'bare.py'}:task", algorithm="simfbo", settings=steps), tmp_path / "run"
@@ -403,6 +415,7 @@ HIDES = "clip=1.0 noise-multiplier=30.0 delta=1e-5"
 
 
 def test_a_site_is_looked_at_before_it_starts(hospitals, tmp_path, monkeypatch, capsys):
+    """`flower check` shows a site's samples, privacy and settable fields before the site joins a federation."""
     monkeypatch.chdir(hospitals)
     node = f"{NORTH} state-folder='{tmp_path}' {HIDES}"
     assert main(["flower", "check", "spec.toml", "--node-config", node]) == 0
@@ -414,12 +427,17 @@ def test_a_site_is_looked_at_before_it_starts(hospitals, tmp_path, monkeypatch, 
 
 
 def test_the_four_hospitals_have_names_without_only():
+    """The sites of the task hospitals have names, whether or not `task.only` selects some of them."""
     for settings, names in (([], ["cleveland", "hungarian", "switzerland", "va"]), (["task.only=['va']"], ["va"])):
         assert [*names_of_sites(configure(task="hospitals", settings=settings))] == names
 
 
 def test_a_site_is_told_what_its_budget_allows_of_a_run(hospitals, tmp_path, monkeypatch, capsys):
-    """Of 60 rounds of one exchange each, after 10 replies to another run."""
+    """`flower check` says after how many rounds of a run the site's privacy budget is spent.
+
+    The run has 60 rounds of one exchange, and the site has already sent 10 replies to another run. A budget of ε after
+    70 replies therefore allows all 60 rounds, and one of ε after 25 replies allows 15. The budget 0.5 allows none.
+    """
     monkeypatch.chdir(hospitals)
     command = ["flower", "check", "spec.toml", "--node-config"]
     node, terms = f"{NORTH} state-folder='{tmp_path}' {HIDES}", fb.Privacy(1.0, 30.0, 1e-5)
@@ -436,12 +454,13 @@ def test_a_site_is_told_what_its_budget_allows_of_a_run(hospitals, tmp_path, mon
 
 
 def test_looking_at_a_site_does_not_use_up_what_its_log_is_to_say(hospitals, tmp_path, monkeypatch, capsys, caplog):
+    """`flower check` finds changed samples each time, so that the site itself will still find and log the change."""
     monkeypatch.chdir(hospitals)
     (tmp_path / "client-0-samples.json").write_text('{"other": 1}')
     for _ in range(2):
         assert main(["flower", "check", "spec.toml", "--node-config", f"{NORTH} state-folder='{tmp_path}'"]) == 0
         assert "differ from its earlier ones" in capsys.readouterr().out
-    assert "differ from its earlier ones" not in caplog.text  # it is said once
+    assert "differ from its earlier ones" not in caplog.text  # it is printed only
 
 
 @pytest.mark.parametrize(
@@ -491,6 +510,7 @@ def test_a_task_that_cannot_be_made_of_a_sites_data_is_refused_in_a_sentence(lin
 
 
 def test_flowers_log_has_an_error_of_ours_as_a_sentence(caplog):
+    """An error of fedbilevel is one sentence in Flower's log. Other errors keep their traceback."""
     logger = logging.getLogger("flwr")
     logger.addFilter(in_a_sentence)
     try:
@@ -505,7 +525,10 @@ def test_flowers_log_has_an_error_of_ours_as_a_sentence(caplog):
 
 
 def test_a_server_app_prints_warnings_in_a_line_each(capfd):
-    """Python's own form adds the line of Flower's code that called the app."""
+    """A server app prints each warning in one line.
+
+    Python's own format would add the line of Flower's code that called the app.
+    """
 
     def main(grid, config):
         warn(AbsenceWarning("1 of 3 clients never counted\nin this run"))
@@ -516,6 +539,7 @@ def test_a_server_app_prints_warnings_in_a_line_each(capfd):
 
 
 def test_of_bounds_on_norms_0_is_none():
+    """In a run configuration, a bound of 0 on norms means that there is no bound."""
     assert federation.terms({}) == Terms()
     assert federation.terms({"norm-factor": 0.0}) == Terms(norm_factor=None)
     assert federation.terms({"norm-factor": 50.0, "norm-bound": 0.0}) == Terms(norm_factor=50.0)

@@ -1,4 +1,4 @@
-"""The status of a federated run for programs: JSON, and metrics as Prometheus reads them."""
+"""Is the status of a federated run correct in the forms for programs, which are JSON and metrics for Prometheus?"""
 
 import json
 import re
@@ -22,6 +22,7 @@ METRIC = re.compile(r'fedbilevel_([a-z_]+)\{run="((?:[^"\\\n]|\\["\\n])*)"\} (\S
 
 @pytest.fixture
 def run(tmp_path):
+    """Return the folder of a federated run whose log has two exchanges and an unfinished last line."""
     folder = tmp_path / 'a "run" of\\ours'
     folder.mkdir()
     (folder / "exchanges.jsonl").write_text("\n".join([*map(json.dumps, LINES), '{"round": 2, "exch']))
@@ -35,7 +36,7 @@ def test_the_status_as_json(run, capsys):
     assert modified == pytest.approx((run / "exchanges.jsonl").stat().st_mtime)
     (absent,) = table.pop("absent")
     assert (absent["client"], absent["round"], absent["ever_counted"], absent["code"]) == (3, 1, False, "late")
-    assert absent["how"].startswith("start its SuperNode if it has stopped")  # ours, and not the file's
+    assert absent["how"].startswith("start its SuperNode if it has stopped")  # from the code, not from the file
     assert table == {
         "finished": False, "exchanges": 2, "round": 1, "exchange": 2, "phase": "x", "epsilon": 1.25, "replied": [0, 1],
         "bytes_down": 120, "bytes_up": 72, "seconds": 0.75, "unread_lines": 1, "ended": None,
@@ -47,13 +48,20 @@ def test_the_status_as_json(run, capsys):
 
 
 def test_the_phase_of_the_last_exchange_is_named(run, capsys):
-    """The rounds of a study with many features begin again with 0 after its search."""
+    """`status` names the phase of the last exchange.
+
+    The round alone would be ambiguous: in a study with many features, rounds begin again with 0 after the search.
+    """
     assert main(["flower", "status", str(run)]) == 0
     assert capsys.readouterr().out.startswith("not finished; last: round 1, exchange 2 (x), 2 replied")
 
 
 def test_metrics_for_prometheus_are_written_whole(run, tmp_path, capsys):
-    """In its text format: a HELP and a TYPE before each sample, \\ and " escaped in labels, a last end of line."""
+    """Metrics are written in Prometheus's text format, and no temporary file remains.
+
+    The format has a HELP and a TYPE line before each sample, escapes backslashes and quotation marks in labels, and
+    ends with the end of a line.
+    """
     (run / "model.json").write_text("{}")
     file = tmp_path / "metrics" / "run.prom"
     assert main(["flower", "status", str(run), "--prometheus", str(file)]) == 0
@@ -78,7 +86,10 @@ def test_metrics_for_prometheus_are_written_whole(run, tmp_path, capsys):
 
 
 def test_attempts_at_an_exchange_are_one_exchange(tmp_path, capsys):
-    """A second attempt asks only those that have not replied; replies to both count."""
+    """Several attempts at an exchange count as one exchange.
+
+    A second attempt asks only the clients that have not replied, and replies to both attempts count.
+    """
     first = {"round": 0, "exchange": 0, "phase": "y", "attempt": 0, "answered": [0, 2], "refused": {"1": LATE}}
     again = first | {"attempt": 1, "answered": []}
     (tmp_path / "exchanges.jsonl").write_text("\n".join(map(json.dumps, [first, again])))
@@ -91,12 +102,13 @@ def test_attempts_at_an_exchange_are_one_exchange(tmp_path, capsys):
 
 
 def test_a_run_without_noise_has_no_privacy_loss(run, tmp_path):
-    """An ε of 0 would mean that the replies reveal nothing."""
+    """Without noise, the metrics have no ε, because an ε of 0 would mean that the replies reveal nothing."""
     (run / "exchanges.jsonl").write_text(json.dumps(LINES[0]))
     assert main(["flower", "status", str(run), "--prometheus", str(tmp_path / "run.prom")]) == 0
     assert "epsilon" not in (tmp_path / "run.prom").read_text()
 
 
 def test_what_is_of_a_run_is_not_of_a_connection(capsys):
+    """`status --connection`, which is about a connection, refuses `--json`, which is about a run."""
     assert main(["flower", "status", "--connection", "there", "--json"]) == 2
     assert "--connection = 'with --json' is not allowed" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What a run left that died early holds nobody up, and what anybody could want is not touched."""
+"""Are the remains of a run that died early removed for the next run, and are files that a user may need kept?"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPEC = experiments.configure(task="quadratic", settings=["rounds=3"])
 
 @pytest.fixture
 def dead(tmp_path) -> Folder:
-    """The folder of a run that was killed while it compiled, and in the middle of writing."""
+    """Return the folder of a run that was killed while it compiled and while it wrote a file."""
     place = Folder(tmp_path / "dead")
     runner.Scribe(SPEC, place).open()
     for name in (".lock", ".checkpoint.npz.lock", ".checkpoint.npz.123.tmp"):
@@ -35,7 +35,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_run_starts_where_another_died(dead, run) -> None:
-    dead.require_free()  # looks, and touches nothing
+    dead.require_free()  # only looks, and removes nothing
     assert dead.spec.is_file()
     code, _, error = run(*QUADRATIC, "--rounds", 3, "--out", dead.path)
     assert code == 0
@@ -82,18 +82,22 @@ def test_what_anybody_could_want_is_refused_and_not_touched(dead, case) -> None:
 
 
 def test_an_empty_folder_is_taken_without_a_word_and_so_is_the_spec_that_is_asked_for(dead, tmp_path, recwarn) -> None:
+    """A run takes an empty folder without a warning, and also a folder that contains its own spec."""
     place = Folder(tmp_path / "empty")
     place.path.mkdir()
     place.lock.touch()
     place.claim(SPEC)
     assert not recwarn.list
-    dead.environment.unlink()  # killed between the two
+    dead.environment.unlink()  # as if the run had been killed between writing the spec and the environment
     with pytest.warns(CheckpointWarning, match=r"exchanges\.jsonl, spec\.toml"):
         dead.claim(SPEC)
 
 
 def test_a_run_that_cannot_start_leaves_nothing(dead, monkeypatch) -> None:
-    """As a federation where too few clients come, whose log of exchanges is there already."""
+    """A run that cannot start leaves an empty folder, even if its log of exchanges exists already.
+
+    This is so in a federation that too few clients join.
+    """
 
     def too_few(*_: object, **__: object) -> None:
         assert dead.spec.is_file()
@@ -130,7 +134,7 @@ def test_an_environment_names_the_commit_of_the_code(tmp_path: Path, monkeypatch
     def commit() -> str | None:
         return runner.environment_of(SPEC)["commit"]
 
-    assert commit() is None  # installed, or unpacked from an archive
+    assert commit() is None  # like an installed package, or an unpacked archive
     git("init")
     git("add", ".")
     assert commit() is None  # nothing is committed yet
@@ -147,7 +151,11 @@ def test_an_environment_names_the_commit_of_the_code(tmp_path: Path, monkeypatch
 
 
 def test_the_spec_of_an_earlier_version_is_of_the_same_run(dead) -> None:
-    """A field that it does not have is none by default, or else a difference; what is never used is none."""
+    """The spec of an earlier version counts as equal if its differences have no effect.
+
+    A field that it lacks has no effect if it is none by default, and other missing fields are differences. Without
+    `wait_for`, the other fields of [asynchronous] have no effect.
+    """
     text = dead.spec.read_text("utf-8")
     for old, now in (('evaluations = "none"\n', ""), ("delay_penalty = 2.0", "delay_penalty = 0.0")):
         assert old in text

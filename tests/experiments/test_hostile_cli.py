@@ -1,4 +1,4 @@
-"""What the command line says of files that others have spoilt, and of disks that it cannot write to: one sentence."""
+"""Does the command line report files that others have damaged, and disks that it cannot write to, in one sentence?"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 def one_sentence(outcome: tuple[int, str, str], code: int, *words: str) -> None:
-    """That exit code, and one line on standard error with these words."""
+    """Check the exit code, and that standard error is one line that contains the words."""
     got, _, error = outcome
     assert (got, error.count("\n"), error[:12]) == (code, 1, "fedbilevel: ")
     assert all(word in error for word in words), error
@@ -49,7 +49,7 @@ def test_specs(content: str, run: Run, tmp_path: Path) -> None:
     spec = tmp_path / "spec.toml"
     spec.write_text(content)
     code, _, error = run("run", "--spec", spec)
-    last = error.splitlines()[-1]  # before it, perhaps, whose code would be run
+    last = error.splitlines()[-1]  # a line before it may name files whose code would be run
     one_sentence((code, "", f"{last}\n"), 2, SPECS[content])
     folder = write_run(tmp_path / "run", experiments.configure(task="quadratic", settings=["rounds=20"]))
     (folder / "spec.toml").write_text(content)
@@ -66,7 +66,10 @@ READERS = {
 
 @pytest.mark.parametrize(("command", "code", "words"), READERS.values(), ids=READERS)
 def test_files_without_an_end(command: list, code: int, words: str, run: Run, tmp_path: Path, monkeypatch) -> None:
-    """As /dev/zero; a device that has one, of which there would be an empty spec."""
+    """A spec is refused if it is a device, a pipe, or a file of more than 4 MiB, since reading it might never end.
+
+    Reading /dev/null does end, but it would give an empty spec.
+    """
     monkeypatch.chdir(tmp_path)
     Path("spec.toml").symlink_to(os.devnull)
     one_sentence(run(*command, "spec.toml"), code, words)
@@ -83,7 +86,10 @@ TWICE = '{"round": 0, "round": 10}'
 
 @pytest.mark.parametrize("content", ["[]", "null", "{}", RAW[DEEP], "\0", TWICE])
 def test_runs(content: str, run: Run, tmp_path: Path) -> None:
-    """What else may be wrong in them tests/test_hostile_files.py tries."""
+    """`compare` names a damaged file of a run in one sentence.
+
+    More kinds of damage are in tests/test_hostile_files.py.
+    """
     folder = write_run(tmp_path / "run", experiments.configure(task="quadratic", settings=["rounds=20"]))
     found = {"[]": "a list was found", "null": "null was found", TWICE: "the key 'round' is there twice"}.get(
         content, ""
@@ -100,7 +106,10 @@ HOSTILE = "\x1b]0;title\x07\x1b[2Jé"
 
 @pytest.mark.drawn
 def test_texts_of_others_command_no_terminal_and_no_page(run: Run, tmp_path: Path) -> None:
-    """Names of a task, of metrics, of packages, of folders; of files whose code would be run."""
+    """Control characters in texts of others reach neither the terminal nor a page.
+
+    The texts are names of a task, of metrics, of packages, of folders, and of files whose code would be run.
+    """
     folders = [
         write_run(tmp_path / name, experiments.configure(task="quadratic", settings=[f"run.seed={seed}"]))
         for seed, name in enumerate((f"a{HOSTILE}", "b"))
@@ -141,7 +150,10 @@ DAMAGED = [
 
 
 def test_damaged_lines_are_counted_and_command_no_terminal(run: Run, tmp_path: Path) -> None:
-    """As a window's title and a cleared screen would; the exit code is that of the server's end."""
+    """`flower status` counts damaged lines, and prints no control characters of the file.
+
+    They could change a window's title or clear the screen. The exit code is that of the error that ended the server.
+    """
     pytest.importorskip("flwr")
     ended = {"ended": "too \x1b]0;few\x07 clients\ud800", "kind": "ExchangeError"}
     (tmp_path / "exchanges.jsonl").write_text("\n".join([WHOLE, *DAMAGED, json.dumps(ended)]))
@@ -155,7 +167,7 @@ def test_damaged_lines_are_counted_and_command_no_terminal(run: Run, tmp_path: P
 def test_checkpoints(damage: str, run: Run, tmp_path: Path) -> None:
     place = tmp_path / "run" / "checkpoint.npz"
     experiments.run(experiments.configure(task="quadratic", settings=["rounds=10"]), place.parent, plot=False)
-    place.with_name("checkpoint.previous.npz").unlink(missing_ok=True)  # a resumption would go on from it
+    place.with_name("checkpoint.previous.npz").unlink(missing_ok=True)  # else the run would be resumed from it
     with np.load(place) as stored:
         arrays = dict(stored)
     if damage == "meta":

@@ -1,4 +1,4 @@
-"""`fedbilevel run --coordinator`: one run by several commands, which differ in --process alone."""
+"""Do several commands `fedbilevel run --coordinator`, which differ only in --process, carry out one run together?"""
 
 import os
 import signal
@@ -15,7 +15,7 @@ PORTS = iter(range(21900 - os.getpid() % 400, 22000))
 
 
 def commands(folder, *options, other=None):
-    """The same command for processes 0 and 1, each in a directory of its own; `other`: process 1's own options."""
+    """Start the command as processes 0 and 1, each in its own directory; `other` replaces the options of process 1."""
     with socket.socket() as probe:
         port = next(port for port in PORTS if probe.connect_ex(("127.0.0.1", port)))
     started = []
@@ -30,6 +30,7 @@ def commands(folder, *options, other=None):
 
 
 def ends(started):
+    """Return exit code, output and errors of each process."""
     try:
         said = [process.communicate(timeout=300) for process in started]
     finally:
@@ -39,6 +40,7 @@ def ends(started):
 
 
 def test_resume_is_given_to_all_or_to_none(tmp_path):
+    """If only one of the processes gets --resume, both end with an error that names the difference."""
     for code, _, error in ends(commands(tmp_path, "quadratic", "--out", "there", other=["--resume", "there"])):
         assert code == 2
         assert "--resume differs between processes: left out on process 0, given on process 1" in error
@@ -47,7 +49,11 @@ def test_resume_is_given_to_all_or_to_none(tmp_path):
 
 @pytest.mark.slow
 def test_ctrl_c_in_one_process_stops_both_and_the_run_goes_on(tmp_path):
-    """Process 1 has no folder of the run: what to resume is process 0's word, and so is where not to write."""
+    """Ctrl-C in process 1 stops both processes, and --resume continues the run.
+
+    Only process 0 has the folder of the run. It decides what is resumed, and refuses to write to a folder that is in
+    use.
+    """
     started = commands(tmp_path, "quadratic", "--rounds", "1000000", "--cohort", "3", "--out", "there")
     folder = tmp_path / "host0" / "there"
     wait_for(folder / "checkpoint.npz", started[0])

@@ -1,4 +1,4 @@
-"""`fedbilevel algorithms` and `fedbilevel tasks`: what stands in docstrings; names are found without JAX."""
+"""Do `fedbilevel algorithms` and `fedbilevel tasks` show the docstrings, and are names found without JAX?"""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_generated_files_say_what_the_code_says() -> None:
-    """After a new method, or a change of a docstring or a field: `make catalogue`."""
+    """Generated files agree with the code. After a change of a docstring or field, `make catalogue` writes them."""
     found = list(runpy.run_path(str(ROOT / "scripts" / "catalogue.py"))["written"]())
     files = {file.name for file, _ in found}
     assert {"__init__.py", "choosing.md", "README.md", "simfbo.md", "own-method.md", "tasks.md"} <= files
@@ -36,7 +36,11 @@ def test_generated_files_say_what_the_code_says() -> None:
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_every_field_that_is_shown_can_be_set_by_the_names_that_are_shown(name) -> None:
-    """As in the section that is shown, and as the list of all fields calls it in an error: simfbo.local_steps."""
+    """Each field that is shown for a method can be set by its name alone, and with the method's name before it.
+
+    The first form is in the section that is shown. The second, such as simfbo.local_steps, is in errors that list
+    fields.
+    """
     task = {"Bilevel": "quadratic", "SingleLevel": "classification", "Minimax": "saddle", "SimpleBilevel": "location"}
     chosen = {"task": task[ALGORITHMS[name].solves[0].__name__], "algorithm": name}
     section = loader.shown("algorithm", name).partition("[algorithm]")[2].partition("\n\n")[0]
@@ -98,17 +102,17 @@ def test_a_list_has_every_name_and_its_first_line(kind: str, known: dict) -> Non
         ("APHE", "afbo", 0),
         ("dual pruning", "rabo", 1),  # and rafbo, of the same file
         ("pruning Dual", "rabo", 1),
-        ("FedIHGP", "fednest", 2),  # its two relatives; it stands in what FedNest itself costs
+        ("FedIHGP", "fednest", 2),  # and its two relatives; the word is in FedNest's costs
         ("fiarse", "submodels.policy=weights", 0),
         ("heterofl", "submodels.policy=static", 0),
         ("fedrolex", "submodels.policy=rolling", 0),
-        ("hypergradient", "aggitd", None),  # in its first line, as in those of fedmbo and fednest, which come later
+        ("hypergradient", "aggitd", None),  # in its first line; it comes before fedmbo and fednest in the alphabet
         ("minimax", "fedavg-s", 3),
         ("straggler", "adbo", 1),
-        ("accelerated", "bi-fista", None),  # a word of its first line
+        ("accelerated", "bi-fista", None),  # the word is in its first line
         ("arXiv:2302.04969", "aggitd", 0),
         ("SimFBO: Towards Simple, Flexible", "simfbo", 1),
-        ("meta-learning", "few_shot", 0),  # no method says it, a task does
+        ("meta-learning", "few_shot", 0),  # the word is in the text of a task only
     ],
 )
 def test_words_find_methods_best_first(words: str, first: str, rest: int | None, capsys) -> None:
@@ -135,6 +139,7 @@ def test_words_that_nothing_has_are_refused_with_the_nearest_name(words: str, ca
 
 
 def test_what_is_said_of_policies_holds_for_every_method(capsys) -> None:
+    """The printed list of methods without submodels is complete, and the printed policies are all that exist."""
     assert main(["algorithms", "fedrolex"]) == 0
     said = capsys.readouterr().out.splitlines()[-1]
     without = re.search("All methods except (.*?) support these policies", said)[1]
@@ -158,7 +163,7 @@ def test_what_is_said_of_policies_holds_for_every_method(capsys) -> None:
         ("algorithm", "mine.py:RABO", "mine.py:RABO"),
         ("task", "Hyper-Cleaning", "hyper_cleaning"),
         ("task", "few-shot", "few_shot"),
-        ("task", "Location", "location"),  # whose method is FISM unless one is named
+        ("task", "Location", "location"),  # FISM is its method by default
     ],
 )
 def test_names_are_taken_in_any_spelling(kind: str, written: str, name: str) -> None:
@@ -174,13 +179,14 @@ def test_names_are_taken_in_any_spelling(kind: str, written: str, name: str) -> 
     [
         ("run Quadratic --algorithm FBO-AggITD", {"task": "quadratic", "algorithm": "aggitd"}),
         ("check Quadratic --algorithm FedNest", {"task": "quadratic", "algorithm": ["fednest"]}),
-        ("sweep Quadratic --algorithm FedNest", {"algorithm": "fednest"}),  # its task may be a spec
+        ("sweep Quadratic --algorithm FedNest", {"algorithm": "fednest"}),  # the task may be the file of a spec
         ("flower demo --task Quadratic --algorithm FedNest", {"task": "quadratic", "algorithm": "fednest"}),
         ("compare Quadratic --algorithms SimFBO,IR-IG", {"what": ["quadratic"], "algorithms": ["simfbo", "irig"]}),
         ("compare FedNest", {"what": ["FedNest"]}),  # the folder of a run
     ],
 )
 def test_commands_take_any_spelling(arguments: str, taken: dict) -> None:
+    """Commands correct the spelling of tasks and methods, and change no argument that may be a file or folder."""
     options = parser().parse_args(arguments.split())
     check_names(options)
     assert {place: getattr(options, place) for place in taken} == taken

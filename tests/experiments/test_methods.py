@@ -1,4 +1,4 @@
-"""Several algorithms on one task by one command."""
+"""Does one command run several algorithms on one task, and does it continue after an interruption?"""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SET = [part for setting in SETTINGS for part in ("--set", setting)]
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory) -> Path:
-    """Two algorithms, two seeds, and the run without a federation."""
+    """Return the folder of a comparison with two algorithms, two seeds, and the pooled run without a federation."""
     folder = tmp_path_factory.mktemp("compared") / "runs"
     experiments.compare_algorithms("quadratic", TWO, settings=SETTINGS, seeds=[0, 1], centralised=True, out=folder)
     return folder
@@ -44,12 +44,15 @@ def test_every_run_has_its_folder(compared) -> None:
 
 
 def test_a_method_keeps_its_place_and_so_its_colour(compared, tmp_path) -> None:
-    """By name it would be centralised, shrofbo, simfbo."""
+    """Methods stay in the order of the first command, so that each keeps its colour.
+
+    In alphabetical order, they would be centralised, shrofbo, simfbo.
+    """
     names = ["simfbo", "shrofbo", "centralised"]
     assert [group.name for group in experiments.load_groups([compared])] == names
     folder = tmp_path / "runs"
     shutil.copytree(compared, folder)
-    shutil.rmtree(folder / "centralised")  # which would be another run where another algorithm is first
+    shutil.rmtree(folder / "centralised")  # its algorithm is the first one, which is now another
     groups = experiments.compare_algorithms("quadratic", TWO[::-1], settings=SETTINGS, seeds=[0, 1], out=folder)
     assert [group.name for group in groups] == TWO
     (folder / "methods.json").write_text("{}")
@@ -58,6 +61,7 @@ def test_a_method_keeps_its_place_and_so_its_colour(compared, tmp_path) -> None:
 
 
 def test_what_is_finished_is_read(compared, run) -> None:
+    """The same command again reads the finished runs, shows them, and changes no file."""
     before = contents(compared)
     code, shown, error = run(*again(compared))
     assert (code, error) == (0, "")
@@ -83,7 +87,7 @@ def test_the_folder_of_another_comparison_is_refused(compared, run) -> None:
 
 @pytest.fixture
 def incomplete(compared, tmp_path) -> Path:
-    """A copy of the comparison, in which one run is missing."""
+    """Return a copy of the comparison in which one run is missing."""
     shutil.copytree(compared, tmp_path / "c")
     shutil.rmtree(tmp_path / "c" / "simfbo" / "seed-1")
     return tmp_path / "c"
@@ -141,7 +145,10 @@ def test_settings_reach_the_algorithms_they_are_for() -> None:
 
 
 def test_own_numbers_of_one_method_of_a_comparison() -> None:
-    """Their runs do not share a population, though they share a task."""
+    """Clients' own numbers may be set for one method of a comparison.
+
+    The methods share a task, but their runs then do not share a population.
+    """
     settings = ["clients=3", "lfednest.clients.outer_steps=[1, 2, 5]", "simfbo.clients.local_steps=[4, 1, 1]"]
     specs = comparison_specs("quadratic", ["simfbo", "lfednest"], settings=settings)
     assert [dict(spec.clients) for spec in specs.values()] == [{"local_steps": [4, 1, 1]}, {"outer_steps": [1, 2, 5]}]
@@ -172,8 +179,11 @@ def test_wrong_input_is_explained(algorithms, settings, words) -> None:
 
 @pytest.mark.slow
 def test_one_client_that_holds_everything_is_the_same_problem() -> None:
-    """With clients of equal size and weight, one full-batch local step and everyone taking part, the server's average
-    is a mean over all samples, and so is that of the single client."""
+    """A pooled run computes the same as a run of all clients.
+
+    If clients have equal sizes and weights, make one local step with full batches and all take part, the server's
+    average is the mean over all samples, and this is also the mean of the single client.
+    """
     settings = ["clients=3", "samples=[4, 4]", "weighted=false", "algorithm.local_steps=1", "run.rounds=5"]
     spec = experiments.configure(task="quadratic", settings=[*settings, "run.cohort=3"])
     pooled = spec.replace(run={"pooled": True})
