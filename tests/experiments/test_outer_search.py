@@ -1,4 +1,4 @@
-"""Searches over x beside bilevel methods: what a trial does, what is counted, and what is refused."""
+"""Do searches over x make the trials that they should, are all costs counted, and are wrong settings refused?"""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def searched(method, amount, task=TASK, callbacks=(), unit="exchanges", privacy=
 
 
 def validation_loss(x, y):
-    """F: the mean of the clients' outer losses by their weights."""
+    """Return F, the mean of the clients' outer losses with the clients' weights."""
     losses = [outer(x, y, TASK.clients.outer.row(i)) for i in range(len(TASK.clients))]
     return float(np.dot(TASK.clients.weights, losses))
 
 
 @pytest.fixture
 def trials(monkeypatch):
-    """The x, the y and the number of rounds with which each trial begins."""
+    """Return a list to which each trial adds the x, the y and the number of rounds with which it begins."""
     found = []
 
     def noting(method, problem, clients, x, y, **given):
@@ -50,14 +50,19 @@ def trials(monkeypatch):
 
 
 def test_trials_begin_at_x0_and_go_on_from_the_best_y(trials):
+    """The first trial is at x0, and every trial begins with the best y so far.
+
+    With a budget of 18 exchanges, trials train y in 4, 4, 4 and 2 exchanges, and each measures the outer loss in one
+    more.
+    """
     points = []
     note = lambda result, row: points.append((np.asarray(result.x), np.asarray(result.y)))  # noqa: E731
     result = searched(Random(**BOUNDS, trial_exchanges=4, batch_size=None), 18, callbacks=[note])
-    assert [rounds for *_, rounds in trials] == [4, 4, 4, 2]  # each is measured by one exchange more
+    assert [rounds for *_, rounds in trials] == [4, 4, 4, 2]  # 18 − 4 exchanges
     np.testing.assert_array_equal(trials[0][0], TASK.x0)
     assert all(np.all(np.abs(x) <= 1) for x, *_ in trials)
     assert len({x.tobytes() for x, *_ in trials}) == 4
-    for (_, y, _), (_, best) in zip(trials, points, strict=False):  # points has the start, too
+    for (_, y, _), (_, best) in zip(trials, points, strict=False):  # the first of the points is the start
         np.testing.assert_array_equal(y, best)
     losses = result.history["outer_loss"][1:]
     assert np.argmin(losses) == max(i for i in range(4) if losses[i] == min(losses))
@@ -65,6 +70,11 @@ def test_trials_begin_at_x0_and_go_on_from_the_best_y(trials):
 
 
 def test_every_exchange_is_counted():
+    """The ledger of a search has the costs of all exchanges, those that train y and those that measure the outer loss.
+
+    Of 13 exchanges, 10 train and 3 measure. A measurement sends the 2 + 3 numbers of x and y to 3 clients, and each
+    replies with one number. In training, each client computes a gradient in each of 5 local steps.
+    """
     result = searched(Random(**BOUNDS, trial_exchanges=4, batch_size=None), 13)
     ledger, size = result.ledger, 8
     assert ledger.exchanges_by_phase == {"train": 10, "validation": 3}
@@ -72,17 +82,21 @@ def test_every_exchange_is_counted():
     assert result.history["time"].tolist() == [0, 5, 10, 13]
     alone = fb.solve(
         Random(**BOUNDS, batch_size=None), TASK.problem, TASK.clients, TASK.x0, TASK.y0, rounds=10
-    ).ledger  # sends what ten exchanges of training do, in three trials or in one
+    ).ledger  # sends as much as all trials do in ten exchanges of training
     assert ledger.bytes_down == alone.bytes_down + 3 * 3 * size * (2 + 3)
     assert ledger.bytes_up == alone.bytes_up + 3 * 3 * size
     assert ledger.gradients == alone.gradients == 10 * 3 * 5
-    assert ledger.hvps > alone.hvps  # each trial begins to measure curvature
+    assert ledger.hvps > alone.hvps  # each trial measures the curvature anew
 
 
 def test_a_budget_of_bytes_or_of_evaluations_is_shared_by_all_trials():
-    """Bytes of exchanges are known, so that those of 13 exchanges make the trials of 13. Evaluations of a trial are
-    expected from earlier ones: with steps that adapt, 3 products for a client in an exchange, and 10 in a trial's
-    first. A measurement of the outer loss costs none. Full batches make a gradient for each of 5 local steps."""
+    """All trials together stay within a budget of bytes, or of evaluations up to the error of an estimate.
+
+    The bytes of an exchange are known, so that the bytes of 13 exchanges allow the same trials as 13 exchanges. The
+    evaluations of a trial are estimated from earlier trials. With full batches, a client computes a gradient in each of
+    5 local steps. Since steps adapt, it also computes 3 products in each exchange, and 10 in the first exchange of a
+    trial. Measuring the outer loss costs no evaluations.
+    """
     method = Random(**BOUNDS, trial_exchanges=4, batch_size=None)
     by_exchanges = searched(method, 13).ledger
     by_bytes = searched(method, by_exchanges.bytes_down + by_exchanges.bytes_up, unit="bytes").ledger
@@ -91,12 +105,15 @@ def test_a_budget_of_bytes_or_of_evaluations_is_shared_by_all_trials():
     for amount, trials in ((3 * each, 3), (3 * each - 1, 3), (each, 1)):
         ledger = searched(method, amount, unit="evaluations").ledger
         assert ledger.exchanges_by_phase["validation"] == trials
-        assert amount - each < ledger.gradients + ledger.hvps <= amount + 3 * 7  # a shortened trial has the 10, too
+        assert amount - each < ledger.gradients + ledger.hvps <= amount + 3 * 7  # a short trial has 10 products, too
 
 
 def test_under_privacy_all_trials_share_one_account():
-    """Clients reply in every exchange, so that ε is that of a single run with as many exchanges; a trial that would
-    exceed the budget is shortened, or not begun. Values under tiny noise are those without, and the loss is clipped."""
+    """The ε of a search is that of a single run with as many exchanges, because clients reply in every exchange.
+
+    A trial that would exceed the budget is shortened, or not begun. With very little noise, the losses are those of a
+    search without privacy, and a loss above the clip is clipped.
+    """
     method = Random(**BOUNDS, trial_exchanges=4, batch_size=None, lr=0.05)
     plain = searched(method, 13)
     quiet = fb.Privacy(clip=1e4, noise_multiplier=1e-9, delta=1e-5)
@@ -114,7 +131,7 @@ def test_under_privacy_all_trials_share_one_account():
 
 
 def explosive(far=0.5):
-    """The task with losses that are infinite if an entry of x, other than that of x0, is above `far`."""
+    """Return the task with an inner loss that is infinite if an entry of x is above `far`. At x0 it is finite."""
     problem = TASK.problem
 
     def inner(x, y, rows):
@@ -125,7 +142,10 @@ def explosive(far=0.5):
 
 @pytest.mark.parametrize("private", [False, True])
 def test_a_trial_that_diverges_is_charged_and_the_search_goes_on(private, monkeypatch):
-    """An infinite inner loss makes y infinite in the first exchange of a trial, which is all that this trial spends."""
+    """A trial that diverges is charged for its exchanges, and the search goes on.
+
+    An infinite inner loss makes y infinite in the first exchange of a trial, which is then the only one of this trial.
+    """
     told, real, drawn = [], optuna.Study.tell, []
 
     def noting(method, problem, clients, x, y, **given):
@@ -142,7 +162,7 @@ def test_a_trial_that_diverges_is_charged_and_the_search_goes_on(private, monkey
     assert 0 < sum(far) < len(far)
     spent = np.cumsum([0, *(1 if f else rounds + 1 for f, (_, rounds) in zip(far, drawn, strict=True))])
     assert result.history["exchanges"].tolist() == spent.tolist()
-    assert spent[-1] == 39  # the last exchange cannot train and measure
+    assert spent[-1] == 39  # the 40th exchange alone cannot both train and measure
     assert result.history.rows[-1]["diverged"] == sum(far)
     assert [trial.state.name for trial in told] == ["PRUNED" if f else "COMPLETE" for f in far]
     assert result.ledger.exchanges_by_phase["train"] + result.ledger.exchanges_by_phase["validation"] == 39
@@ -153,7 +173,10 @@ def test_a_trial_that_diverges_is_charged_and_the_search_goes_on(private, monkey
 
 
 def test_a_search_that_is_begun_anew_charges_its_diverged_trials_again():
-    """The search is interrupted after a trial that diverged; the second search has all costs of a whole one."""
+    """After a search was interrupted, a new one is charged for all its trials, also for those that diverge.
+
+    The new search is run twice and has the same costs both times.
+    """
     method = Random(**BOUNDS, trial_exchanges=4, batch_size=None, lr=0.05)
 
     def stop(result, row):
@@ -198,7 +221,11 @@ def test_the_table_says_how_many_trials_diverged(tmp_path, run):
 
 
 def test_an_outer_loss_that_is_not_finite_is_a_trial_that_diverges(trials):
-    """It costs the exchanges that trained y, none here as the loss is infinite at the start, and a measurement."""
+    """A trial whose outer loss is not finite counts as diverged, and costs its training and one measurement.
+
+    The loss is infinite at the start of such a trial, so that there is no training. In 30 exchanges, five other trials
+    train y in 4 exchanges each.
+    """
     far = replace(
         TASK,
         problem=fb.Bilevel(
@@ -216,7 +243,10 @@ def test_an_outer_loss_that_is_not_finite_is_a_trial_that_diverges(trials):
 
 @pytest.mark.parametrize("unit", ["exchanges", "evaluations"])
 def test_a_search_ends_though_no_trial_can_begin(unit):
-    """An outer loss that is infinite everywhere: measurements, the only costs, use no evaluations of a budget."""
+    """A search ends with an error if its trials diverge at their start, even if they use nothing of the budget.
+
+    The outer loss is infinite everywhere. To measure it costs an exchange, but no evaluations.
+    """
     nowhere = replace(
         TASK, metrics={}, problem=fb.Bilevel(lambda x, y, rows: jnp.inf + 0 * jnp.sum(y), TASK.problem.inner)
     )
@@ -234,6 +264,7 @@ def test_a_search_whose_trials_all_diverge_names_the_field_to_change():
 
 
 def test_metrics_are_of_the_best_point_and_choose_nothing():
+    """Metrics are measured at the best point so far, and do not influence the search."""
     other = replace(TASK, metrics={"distance": lambda x, y: -jnp.vdot(x, x)})
     method = Random(**BOUNDS, trial_exchanges=3, batch_size=None)
     one, two = (searched(method, 20, task) for task in (TASK, other))
@@ -246,6 +277,7 @@ def test_metrics_are_of_the_best_point_and_choose_nothing():
 
 
 def test_halving_ends_trials_after_a_ninth_and_a_third():
+    """Trials of 9 exchanges end after 1, 3 or 9 exchanges, which means after 1, 2 or 6 more than at the rung before."""
     result = searched(Halving(**BOUNDS, trial_exchanges=9, batch_size=None), 60)
     trained = np.diff(result.history["exchanges"]) - 1
     whole = trained[result.history["exchanges"][1:] <= 60 - 12]  # before trials are shortened
@@ -264,10 +296,15 @@ def test_halving_ends_trials_after_a_ninth_and_a_third():
         (Halving(**BOUNDS), 48, 45),
         (Halving(**BOUNDS), 47, 44),
         (Halving(**BOUNDS), 6, 5),
-        (Halving(**BOUNDS), 7, 5),  # the sixth would need two measurements
+        (Halving(**BOUNDS), 7, 5),  # a sixth exchange needs a second measurement
     ],
 )
 def test_the_last_trial_is_shortened(method, left, rounds):
+    """The last trial has as many exchanges as the rest of the budget allows, with one measurement at each of its rungs.
+
+    A trial of Random and TPE trains for up to 20 exchanges, with one measurement at its end. One of Halving has rungs
+    at 5, 15 and 45 exchanges.
+    """
     assert method.affordable(left) == rounds
 
 
@@ -283,12 +320,13 @@ def test_the_last_trial_is_shortened(method, left, rounds):
     ],
 )
 def test_the_bounds_of_a_set_are_found(project, box):
+    """The set of x has bounds for a search if it is a finite box with the same bounds for all entries."""
     assert box_of(project, jnp.zeros(3)) == box
 
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    """SimFBO beside two rivals, on two seeds."""
+    """Return the folder and the arguments of a comparison of SimFBO with TPE and FedEx, on two seeds."""
     folder = tmp_path_factory.mktemp("rivals") / "both"
     settings = ["run.exchanges=12", "trial_exchanges=5", "task.clients=3", "samples=[4, 4]"]  # seeds share programs
     given = {"settings": settings, "against": ["tpe", "fedex"], "search_box": (-1.0, 1.0), "seeds": [0, 1]}
@@ -297,6 +335,7 @@ def compared(tmp_path_factory):
 
 
 def test_rivals_are_rows_and_curves_as_others(compared, run, tmp_path):
+    """Searches are rows and curves of a comparison, like methods, and have the same budget of exchanges."""
     folder, _ = compared
     groups = load_groups([folder])
     assert legend(groups) == ["SimFBO", "search: TPE", "FedEx"]
@@ -312,6 +351,7 @@ def test_rivals_are_rows_and_curves_as_others(compared, run, tmp_path):
 
 
 def test_a_setting_of_a_rivals_name_is_its_own():
+    """A setting with the name of a search applies to this search only."""
     settings = ["run.exchanges=12", "trial_exchanges=5", "Halving.trial_exchanges=9"]
     specs = comparison_specs(
         "quadratic", ["simfbo"], settings=settings, against=["tpe", "halving"], search_box=(-1.0, 1.0)
@@ -325,7 +365,7 @@ def test_a_finished_search_is_read_and_an_unfinished_one_begins_anew(compared):
     place = experiments.Folder(folder / "search-TPE" / "seed-1")
     summary = json.loads(place.summary.read_text())
     untouched = (folder / "search-TPE" / "seed-0" / "summary.json").stat().st_mtime_ns
-    for file in (place.summary, place.result, place.ledger, place.history):  # as one that was killed leaves it
+    for file in (place.summary, place.result, place.ledger, place.history):  # as if it had been killed
         file.unlink()
     with pytest.warns(fb.errors.CheckpointWarning, match="cleared the files of a run"):
         experiments.compare_algorithms("quadratic", ["simfbo"], out=folder, **given)
@@ -337,7 +377,7 @@ def test_a_finished_search_is_read_and_an_unfinished_one_begins_anew(compared):
 
 
 def test_an_interrupted_search_leaves_nothing_behind(tmp_path):
-    """It has no checkpoint to go on from; of its history nothing is written before its end."""
+    """An interrupted search leaves no files, since it has no checkpoint and writes its history only at its end."""
     spec = comparison_specs("quadratic", ["simfbo"], settings=["run.exchanges=9"], against=["tpe"], search_box=(-1, 1))
 
     def stop(result, row):
@@ -421,6 +461,7 @@ def test_the_bounds_of_the_spec_or_of_the_tasks_set_are_taken():
 
 
 def test_what_installs_optuna_is_said(monkeypatch):
+    """Without Optuna, the error names the command that installs it."""
     monkeypatch.setitem(sys.modules, "optuna", None)
     specs = comparison_specs("quadratic", ["simfbo"], settings=["run.exchanges=9"], against=["tpe"], search_box=(-1, 1))
     with pytest.raises(ConfigurationError, match=r"search: TPE needs optuna, .* pip install \"\.\[sweep\]\""):

@@ -1,4 +1,4 @@
-"""A user's own task or algorithm, from a file or a module."""
+"""Do a user's own tasks and algorithms run, and does reading the folder of a run execute none of their code?"""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def wrong():
     return number
 
 
-def loss(x, y, batch):  # is no task, nor is what says that it returns something else
+def loss(x, y, batch):  # not a task, and a function of another return type is none either
     return jnp.mean(batch)
 
 
@@ -83,6 +83,7 @@ def test_it_runs_and_is_resumed_from_elsewhere(run, here) -> None:
 
 @pytest.mark.slow
 def test_a_task_that_was_changed_is_not_resumed_unasked(run, here) -> None:
+    """A run whose task has changed is resumed only with --force, and then with a warning."""
     folder = here / "run"
     with apart():
         assert run("run", "sub/mine.py:make", "--rounds", 3, "--quiet", "--out", folder)[0] == 0
@@ -147,6 +148,7 @@ from mine import make
 
 
 def test_a_second_folder_is_refused(here) -> None:
+    """Code from a second folder is refused and not imported, since modules of both folders may have the same name."""
     (here / "other").mkdir()
     (here / "other" / "theirs.py").write_text(SOURCE)
     (here / "sub" / "second.py").write_text("from mine import make\n")
@@ -163,7 +165,7 @@ def test_a_second_folder_is_refused(here) -> None:
 
 @pytest.fixture
 def foreign(here) -> Path:
-    """A finished run, its task made by a file beside it that leaves a trace wherever it is executed."""
+    """Return the folder of a finished run whose task is in a file that leaves a trace when it is executed."""
     (here / "sub" / "spy.py").write_text(SPY)
     spec = experiments.configure(task="quadratic", settings=["rounds=20"])
     folder = write_run(here / "foreign", spec)
@@ -174,7 +176,7 @@ def foreign(here) -> Path:
 
 def test_reading_a_run_executes_nothing(foreign, here, run) -> None:
     fields = experiments.load_run(foreign).spec.task.fields
-    assert fields == {"clients": 2, "extra": None}  # as they stand: what the task would say of them is not asked
+    assert fields == {"clients": 2, "extra": None}  # as in the file; the task's own fields are not looked up
     assert run("compare", foreign)[0] == 0
     named = foreign / "spec.toml"
     named.write_text(named.read_text().replace("sub/spy.py:make", "sub.spy:make"))
@@ -282,6 +284,7 @@ def test_a_comparison_has_a_row_for_an_algorithm_of_ones_own(run, here, method) 
 def test_playing_a_spec_says_whose_code_it_runs_and_reading_it_runs_none(
     arguments, kind, file, trace, foreign, here, method, run
 ) -> None:
+    """Running a spec names the file of a user's code and executes it. Reading the spec executes nothing."""
     if file == "method":
         tables = toml.read(foreign / "spec.toml") | {"task": {"name": "quadratic"}}
         tables["algorithm"] = {"name": DAMPED, "extra": "none"}
@@ -312,7 +315,10 @@ def test_playing_a_spec_says_whose_code_it_runs_and_reading_it_runs_none(
 def test_looking_at_code_of_ones_own_says_whose_before_it_runs(
     arguments, named, trace, foreign, method, here, run, monkeypatch
 ) -> None:
-    """Before: where that is printed nothing has been executed yet."""
+    """Commands name the file whose code they run, before they run it.
+
+    When the sentence is printed, the code has not left its trace yet.
+    """
     said: list[tuple[str, bool]] = []
     monkeypatch.setattr(
         shared, "printable", lambda text, *_, **__: said.append((text, (here / "sub" / trace).exists()))
@@ -342,6 +348,6 @@ def test_diagnosing_for_ones_own_algorithm_reports_and_suggests_nothing(run, her
     assert (code, error) == (0, "fedbilevel: this runs the code of sub/method.py\n")
     assert "no step sizes are suggested for method.py:Damped, your own algorithm; the safe steps below" in shown
     assert "safe steps of a round" in shown
-    assert not re.search("simfbo|fednest|afbo|SimFBO|FedNest", shown)  # nobody asked for these
+    assert not re.search("simfbo|fednest|afbo|SimFBO|FedNest", shown)  # these were not asked for
     code, _, error = run("check", "quadratic", "--algorithm", DAMPED)
     assert (code, "method.py:Damped makes no estimate of the hypergradient" in error) == (2, True)

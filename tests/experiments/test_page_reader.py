@@ -1,4 +1,4 @@
-"""`fedbilevel watch URL`: what a terminal shows of a page elsewhere, and which answers of other servers it refuses."""
+"""Does `fedbilevel watch URL` show the page of another process in a terminal, and refuse answers of other servers?"""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ SEEN = Snapshot(
 
 @contextmanager
 def page(snapshot: Snapshot, host: str = "127.0.0.1") -> Iterator[WindowServer]:
+    """Serve a page with the snapshot."""
     with WindowServer(host, 0) as server:
         server.publish([snapshot])
         threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
@@ -46,7 +47,7 @@ def page(snapshot: Snapshot, host: str = "127.0.0.1") -> Iterator[WindowServer]:
 
 @contextmanager
 def foreign(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
-    """The address of a server that is not ours."""
+    """Start another server, which gives this answer to each request, and yield its address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -62,6 +63,8 @@ def foreign(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
 
 
 def sends(content: bytes, status: int = 200, **headers: str) -> Callable[[BaseHTTPRequestHandler], None]:
+    """Return a function that sends a fixed answer."""
+
     def answer(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(status)
         for name, value in headers.items():
@@ -121,6 +124,7 @@ def test_the_seed_of_a_run_under_privacy_does_not_arrive() -> None:
 
 
 def test_the_page_of_another_machine_needs_its_token(run) -> None:
+    """A page that other machines can reach needs its token, and refuses names that are not those of its machine."""
     with page(SEEN, "0.0.0.0") as server:
         place = f"http://127.0.0.1:{server.server_address[1]}/"
         assert PageReader(f"{place}?token={server.token}").snapshot().title == "a run"

@@ -1,4 +1,4 @@
-"""Fields of algorithms that hold parts: configurations with fields of their own, in specs and on the command line."""
+"""Can parts, which are fields of algorithms with fields of their own, be set in specs and on the command line?"""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_spec_of_parts_is_complete_and_survives_writing() -> None:
     [
         (["hypergradient.solver.terms=30"], {**FIRST, "terms": 30}),
         (["algorithm.hypergradient.solver.step=0.2"], {**FIRST, "step": 0.2}),
-        (["hypergradient.solver=neumann"], NEUMANN),  # the class's default, not that of the method
+        (["hypergradient.solver=neumann"], NEUMANN),  # the default of Neumann, and not of the method
         (["hypergradient.solver=cg"], KRYLOV),
         (["hypergradient.solver.name=cg"], KRYLOV),
         (["hypergradient.solver=cg", "hypergradient.solver.max_steps=9"], {**KRYLOV, "max_steps": 9}),

@@ -39,7 +39,11 @@ def shown(table):
 
 
 def test_a_run_measures_each_client_on_its_own_images(place):
-    """Three clients' accuracies: the mean has equal weights, the median is the middle one."""
+    """A run measures the accuracy of each of three clients on its own images.
+
+    The mean has equal weights, and the median is the middle accuracy. The first decile of three numbers lies at 0.1·2 =
+    0.2 of the way from the lowest to the middle one.
+    """
     row = load_run(place).history.rows[-1]
     low, middle, high = (row[f"client_accuracy.{end}"] for end in ("worst", "p50", "best"))
     assert low <= middle <= high
@@ -74,7 +78,10 @@ def test_a_task_without_such_metrics_is_refused_by_name(tmp_path):
 
 
 def test_a_comparison_draws_the_clients_of_those_who_measured_them(place, tmp_path, monkeypatch):
-    """The second of three did not: it is named, and the third keeps the third colour."""
+    """A panel of clients' metrics draws the runs that measured them, and names the others.
+
+    The second of three runs did not measure them, and the third still has the third colour.
+    """
     one = load_run(place)
     rows = [{key: value for key, value in row.items() if "client" not in key} for row in one.history.rows]
     silent = replace(one, history=authoring.History(rows))
@@ -87,7 +94,7 @@ def test_a_comparison_draws_the_clients_of_those_who_measured_them(place, tmp_pa
     assert (len(cost.lines), clients.get_xlabel()) == (3, "traffic (MB, down + up, whole cohort)")
     assert clients.get_title().endswith("not measured: b, FedAvg")
     assert len(clients.collections) == 2  # bands from the first to the last decile
-    solid, worst = clients.lines[2:]  # of c
+    solid, worst = clients.lines[2:]  # of run c
     assert solid.get_color() == worst.get_color() == cost.lines[2].get_color() == COLOURS[2]
     np.testing.assert_allclose(solid.get_ydata(), 100 * one.history["client_accuracy.mean"])
     np.testing.assert_allclose(worst.get_ydata(), 100 * one.history["client_accuracy.worst"])
@@ -116,6 +123,7 @@ def test_the_tasks_that_an_error_names_are_those_that_have_such_metrics(name, tm
 
 
 def test_a_node_tells_only_if_its_configuration_says_so(spec):
+    """A node reports metrics of its samples only if its configuration has `tell-metrics`."""
     silent, telling = (federation.site(spec, {}, {"partition-id": 0, **more}) for more in ({}, {"tell-metrics": True}))
     assert (silent.tells_metrics, telling.tells_metrics) == (False, True)
     assert list(telling.metrics_per_client) == ["client_accuracy"]

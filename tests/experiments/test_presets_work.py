@@ -1,7 +1,7 @@
-"""Does every method start, and learn, with its presets and nothing else said?
+"""Does every method start and learn with its presets and no other settings?
 
-That it starts is asked of every bilevel method in seconds: `solve` makes all its checks, and no round is played. That
-it learns is asked on digits, by one command each, and against the quadratic's closed form.
+For every bilevel method, `solve` makes all its checks in a few seconds, without a round. Slower tests run each method
+on digits, and on the quadratic task, which has a closed form.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ real_images = pytest.mark.skipif("FEDBILEVEL_DATA" not in os.environ, reason="FE
 
 
 class Started(Exception):
-    """All checks are passed."""
+    """All checks of `solve` have passed."""
 
 
 class Gate:
-    """An engine that plays no round."""
+    """An engine that runs no round."""
 
     clock = None
 
@@ -62,7 +62,7 @@ def solved(spec: Spec, task: Task, **fields: object) -> fb.Result:
     ],
 )
 def test_no_preset_is_refused(task, data) -> None:
-    """Refused by its own preset, a method raises something else."""
+    """No method is refused because of its own presets: `solve` reaches the engine."""
     assert {"adbo", "sdbo", "afbo", "fednest", "simfbo"} < set(BILEVEL)
     for algorithm in BILEVEL:
         with pytest.raises(Started):
@@ -72,26 +72,33 @@ def test_no_preset_is_refused(task, data) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
 def test_one_command_learns_the_digits(algorithm, run, tmp_path) -> None:
-    """Each on the kind of problem it is for. 85 % is a floor under methods that do not run, and presets that crawl or
-    diverge: SimFBO with a hundredth of its steps ends at 72 %. A head on an untrained representation passes it (96 %);
-    that methods find the outer variable is shown on closed forms, in tests/algorithms."""
+    """Each method learns the digits with its presets, on the kind of problem that it solves.
+
+    A method that does not run, or whose steps are too small or diverge, stays below 85 %: SimFBO with a hundredth of
+    its steps ends at 72 %. A trained head on an untrained representation is above it, at 96 %. That methods find the
+    outer variable is shown on closed forms, in tests/algorithms.
+    """
     task = listed("LEARNS").get(ALGORITHMS[algorithm], "hyper_representation")
-    chosen = [] if task == "hyper_representation" else [task]  # which is the task where none is named
+    chosen = [] if task == "hyper_representation" else [task]  # the default
     code, _, error = run("run", *chosen, "--algorithm", algorithm, "--quiet", "--out", tmp_path / "run")
     assert (code, error) == (0, "")
     found = experiments.load_run(tmp_path / "run")
     assert (found.spec.task.name, found.spec.algorithm.name, found.spec.data) == (task, algorithm, "digits")
     assert (found.metric, found.summary["stopped"]) == ("test_accuracy", "")
     accuracy = found.history["test_accuracy"]
-    assert accuracy[0] < 0.5  # the start knows nothing, so that what is there at the end was learnt
+    assert accuracy[0] < 0.5  # nothing is learnt at the start
     assert found.summary["final"] == accuracy[-1] > 0.85
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", sorted({*BILEVEL} - {"fedex"}))  # whose x is one of ten draws
+@pytest.mark.parametrize("algorithm", sorted({*BILEVEL} - {"fedex"}))  # its x is one of ten draws
 def test_presets_come_near_the_solution_of_the_quadratic(algorithm) -> None:
-    """x0 = 0: the relative error starts at 1. Where every client inverts its own Hessian, the mean of the clients'
-    hypergradients is 0 at another x than x*, 0.457 off: the solution of h̄(x, y) = 0, ∇y ḡ(x, y) = 0, both linear."""
+    """With its presets, each method comes near the solution of the quadratic task.
+
+    Since x0 = 0, the relative error starts at 1. If each client inverts its own Hessian, the mean of the clients'
+    hypergradients is 0 at another x than x*, with a relative error of 0.457. This x solves the linear equations h̄(x,
+    y) = 0 and ∇y ḡ(x, y) = 0.
+    """
     error = solved(configure(task="quadratic", algorithm=algorithm), task_with_presets("quadratic", None)).history
     assert error["relative_error"][0] == pytest.approx(1)
     if algorithm in GROUPS["own-hypergradients"]:
@@ -103,8 +110,12 @@ def test_presets_come_near_the_solution_of_the_quadratic(algorithm) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["fednest", "fednest-sgd", "fedmbo", "lfednest", "afbo", "rabo", "rafbo"])
 def test_a_series_of_the_default_length_knows_the_smaller_eigenvalues(algorithm) -> None:
-    """Of eigenvalues from 0.1 to 1 twenty terms of step 0.1 see 1 − (1 − 0.1·0.1)^20 = 18 % to 88 % of 1/λ; five, which
-    see 5 % to 41 %, leave x off by 0.6 or more. Where clients invert their own Hessians, exact inverses leave 0.457."""
+    """A series of 20 terms, which is the default, is accurate enough for Hessians with eigenvalues λ from 0.1 to 1.
+
+    With step 0.1, twenty terms give the share 1 − (1 − 0.1·λ)^20 of 1/λ, which is 18 % for λ = 0.1 and 88 % for λ = 1.
+    Five terms give 5 % to 41 %, and leave a relative error of x of 0.6 or more. Exact inverses of the clients' own
+    Hessians leave 0.457.
+    """
     task = task_with_presets("quadratic", None)
     start = (task.problem, task.clients, task.x0, task.y0)
     result = fb.solve(ALGORITHMS[algorithm](), *start, rounds=200, metrics=task.metrics)

@@ -1,4 +1,4 @@
-"""Nothing is cut in a table, however narrow the terminal: what has no room is named, or goes on in the next line."""
+"""Is every number of a table complete on a narrow terminal? Columns without room are named, and texts are wrapped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedbilevel.experiments.tables import Cell, Column, Table, terminal
 
 
 def fitted(columns: dict[str, list[str]], width: int, texts: tuple[str, ...] = (), goes: tuple[str, ...] = ()):
-    """A table of words on a terminal; the columns named in `goes` go first."""
+    """Return a table of words as a terminal shows it; the columns named in `goes` are left out first."""
     order = {name: place for place, name in enumerate(goes)}
     made = [Column(name, [*map(Cell, of)], order.get(name), is_text=name in texts) for name, of in columns.items()]
     return terminal(Table("t", made), width)
@@ -26,7 +26,7 @@ NAMES = ["sim", "a name that has several words", "[bold]no markup[/bold]", "a-na
 
 
 def shown(table, width: int | None, terminal: bool = True) -> list[str]:
-    """The lines of a table on a terminal, or in a file."""
+    """Return the lines of a table on a terminal, or in a file."""
     console = Console(width=width, file=io.StringIO(), force_terminal=terminal, color_system=None)
     console.print(table)
     return console.file.getvalue().splitlines()
@@ -41,7 +41,7 @@ def in_the_caption(table) -> list[str]:
 
 
 def holds(lines: list[str], cell: str) -> bool:
-    """Whether a cell stands in a line of its own, neither cut nor folded."""
+    """Return whether a line contains the whole cell, neither cut nor folded."""
     return any(re.search(rf"(^|\s\s|│ ){re.escape(cell)}(\s|$)", line) for line in lines)
 
 
@@ -65,17 +65,18 @@ def test_no_number_of_a_comparison_is_cut(seeds, terminal) -> None:
                 assert [cell for cell in cells if not holds(lines, cell)] == []
         letters = "".join(lines).replace(" ", "")
         assert all(char in letters for name in NAMES for char in name if char != " ")
-    assert in_the_caption(table) == (["hvps", "gradients"] if seeds == 3 else [])  # so that no name is broken
+    assert in_the_caption(table) == (["hvps", "gradients"] if seeds == 3 else [])  # left out so that names are whole
 
 
 def test_the_least_important_columns_go_first_then_texts_fold_and_numbers_last() -> None:
+    """If a terminal is narrow, the least important columns are left out, then texts are wrapped, and last numbers."""
     columns = {"name": ["of two words"], "a": ["123,456"], "b": ["0.001 ± 0.002"], "c": ["7"]}
     seen = {}
     for width in range(60, 5, -1):
         table = fitted(columns, width, texts=("name",), goes=("b", "a"))
         seen[tuple(columns_of(table))] = width
         assert max(map(len, shown(table, width))) <= width
-    # the characters of the cells, 3 more for each column (a space at each side and one between), 1 more at the edges
+    # characters of cells, then 3 for each column (a space at each side and a line), and 1 for the line at the end
     whole, one_less = 12 + 7 + 13 + 1 + 4 * 3 + 1, 12 + 7 + 1 + 3 * 3 + 1
     assert list(seen.items())[:2] == [(("name", "a", "b", "c"), whole), (("name", "a", "c"), one_less)]
     assert list(seen)[2] == ("name", "c")
@@ -85,16 +86,18 @@ def test_the_least_important_columns_go_first_then_texts_fold_and_numbers_last()
 
 
 def test_a_word_is_broken_only_where_a_column_could_go_no_more() -> None:
+    """A word is broken only if no other column is left that could be left out."""
     columns = {"name": ["a-name-of-more-than-twenty-letters of it"], "a": ["123,456"], "b": ["0.001"]}
     whole = {}
     for width in range(60, 20, -1):
         table = fitted(columns, width, texts=("name",), goes=("b", "a"))
         whole[width] = any("a-name-of-more-than-twenty-letters" in line for line in shown(table, width))
         assert whole[width] or len(table.columns) == 1
-    assert min(width for width in whole if whole[width]) == 34 + 3 + 1  # its letters and a space at each side
+    assert min(width for width in whole if whole[width]) == 34 + 3 + 1  # letters, column and line, as above
 
 
 def test_a_list_goes_on_below_itself_on_a_terminal_and_has_a_line_for_each_in_a_file(monkeypatch) -> None:
+    """A list is wrapped to the width of a terminal. In a file, each entry has one line."""
     one_each = names.listed("algorithm").splitlines()
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")

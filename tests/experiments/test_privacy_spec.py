@@ -1,4 +1,4 @@
-"""Differential privacy in specs, on the command line and in sweeps."""
+"""Do runs, comparisons and sweeps apply the terms of privacy in a spec, and show what ε they cost?"""
 
 import json
 
@@ -73,7 +73,10 @@ def test_a_federation_takes_no_terms_from_a_spec():
 
 @pytest.mark.slow
 def test_runs_are_compared_by_what_they_cost(tmp_path):
-    """Each run's ε after two replies; a run without privacy has none, and of runs without any there is no column."""
+    """A comparison shows the ε of each run, here after two replies.
+
+    A run without privacy has no ε. If no run has privacy, there is no such column.
+    """
     terms = {f"privacy.noise_multiplier={z}": fb.Privacy(1, z, 1e-5).epsilon_after(2) for z in (20, 50)}
     for i, more in enumerate([[TERMS[0], noise, TERMS[2]] for noise in terms] + [[]]):
         experiments.run(spec(*more, "run.rounds=2"), tmp_path / f"run-{i}", plot=False)
