@@ -1,4 +1,4 @@
-"""Runs that are killed, interrupted, repeated or extended end with the same bits as runs left in peace."""
+"""Do runs that were killed, interrupted, repeated or extended end with the same bits as undisturbed runs?"""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ LONG = [*QUADRATIC, "--rounds", 600, "--eval-every", 60, "--set", "run.checkpoin
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory) -> tuple:
-    """What LONG finds when nobody disturbs it."""
+    """Return the results of the command LONG without an interruption."""
     folder = tmp_path_factory.mktemp("unbroken") / "run"
     assert cli.main([*map(str, LONG), "--out", str(folder)]) == 0
     return outcome(folder)
 
 
 def kill_and_resume(folder: Path, delay: float, run, start) -> bool:
-    """Kill -9 a run some time after its first checkpoint, resume it to its end; whether it was killed on the way."""
+    """Kill a run after its first checkpoint and a delay, and resume it. Return whether it was killed before its end."""
     process = start(*LONG, "--out", folder)
     wait_for(folder / "checkpoint.npz", process)
     time.sleep(delay)
@@ -51,7 +51,10 @@ def test_killed_runs_resume_to_the_same_bits(times, unbroken, tmp_path, run, sta
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(unbroken, tmp_path, run, start) -> None:
-    """Within this process `test_a_run_is_extended_…` says so."""
+    """Ctrl-C in another process leaves a checkpoint, and the message names the command that continues the run.
+
+    `test_a_run_is_extended_…` shows the same within this process.
+    """
     folder = tmp_path / "run"
     process = start(*LONG, "--out", folder)
     wait_for(folder / "checkpoint.npz", process)
@@ -73,6 +76,7 @@ def test_a_run_is_repeated_from_its_spec(tmp_path, run) -> None:
 
 
 def test_a_run_is_extended_and_meanwhile_nothing_marks_it_as_finished(tmp_path, run, monkeypatch) -> None:
+    """A run that is extended counts as unfinished until its new end, and ends with the bits of a longer run."""
     short, long = tmp_path / "short", tmp_path / "long"
     finished = [short / name for name in ("summary.json", "result.npz", "ledger.json", "plot.png")]
     assert run(*QUADRATIC, "--rounds", 30, "--out", short)[0] == 0

@@ -1,4 +1,4 @@
-"""`experiments.run_of`: a run in a folder is read, continued or started, and nobody plays it twice."""
+"""Does `experiments.run_of` start, continue or read the run of a folder, so that no run is made twice?"""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ def rows(history) -> list[dict]:
 
 
 def never(spec):
+    """Fail, since no run should begin."""
     raise AssertionError("nothing is to be played")
 
 
@@ -32,7 +33,7 @@ def test_it_is_started_continued_and_read(tmp_path) -> None:
         run_of(SPEC, tmp_path / "part", task_of, callbacks=[stop])
     played = []
     assert rows(run_of(SPEC, tmp_path / "part", TaskCache(), callbacks=[lambda _, row: played.append(row)])) == whole
-    assert min(row["round"] for row in played if row) == 2  # not 0
+    assert min(row["round"] for row in played if row) == 2  # the run continues, and does not begin with round 0
     assert rows(run_of(SPEC, tmp_path / "part", never)) == whole
 
 
@@ -45,6 +46,7 @@ def test_a_damaged_environment_is_refused(tmp_path) -> None:
 
 
 def test_another_text_of_ones_own_task_is_another_run(tmp_path) -> None:
+    """If the file of a user's task has changed since a run began, the run is neither read nor continued."""
     own, text = tmp_path / "own.py", "from fedbilevel.tasks import quadratic\ndef mine(): return quadratic(clients=3)\n"
     own.write_text(text)
     spec = experiments.configure(task=f"{own}:mine", settings=["run.rounds=1", "run.eval_every=1"])

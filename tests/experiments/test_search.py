@@ -1,4 +1,4 @@
-"""Points that Optuna draws: what is drawn, what comes of killed processes, and what is refused."""
+"""Does a search with Optuna draw points as described, survive processes that are killed, and refuse wrong input?"""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def spec_of(point):
 
 @pytest.fixture
 def played(monkeypatch) -> list[float]:
-    """The steps that were played, instead of runs: the error is the distance of the step from 0.1."""
+    """Replace each run by a formula, and return the list of the step sizes of all runs.
+
+    The error is the distance of the step size from 0.1, plus 0.001 times the seed. Steps above 0.9 diverge.
+    """
     steps: list[float] = []
 
     def run(spec, folder, task, callbacks=(), progress=False) -> History:
@@ -59,13 +62,14 @@ def test_values_are_drawn_from_their_ranges_and_always_the_same(played, tmp_path
         assert row["server_lr.x"] == float(f"{row['server_lr.x']:.4g}")
         assert row["local_steps"] in range(1, 9)
         assert row["batch_size"] in ("none", 4)
-    assert min(row["server_lr.x"] for row in found.rows) < 0.03  # in the lower half of the logarithm
+    assert min(row["server_lr.x"] for row in found.rows) < 0.03  # log 0.03 is in the lower half
     assert {row["batch_size"] for row in found.rows} == {"none", 4}
     assert len(set(played)) > 8
     assert searched(tmp_path / "b", 12).rows == found.rows
 
 
 def test_the_best_point_is_chosen_by_the_mean_over_the_seeds(played, tmp_path) -> None:
+    """The best point has the least mean error over the seeds, here 0 and 5, whose mean contribution is 0.001·2.5."""
     found = searched(tmp_path, 8, seeds=[0, 5])
     errors = {step: abs(step - 0.1) + 0.0025 for step in played}
     assert found.rows[0]["relative_error"] == pytest.approx(min(errors.values()), rel=1e-12)
@@ -75,6 +79,7 @@ def test_the_best_point_is_chosen_by_the_mean_over_the_seeds(played, tmp_path) -
 
 
 def test_a_search_goes_on_with_its_study_and_draws_on_as_it_would_have(played, tmp_path) -> None:
+    """A search of 4 points that is extended to 6 draws the points of a search of 6. Another search is refused."""
     whole = searched(tmp_path / "whole", 6)
     searched(tmp_path / "part", 4)
     part = searched(tmp_path / "part", 6)
@@ -105,6 +110,7 @@ def test_trials_whose_metric_is_not_a_number_have_ended_and_are_not_drawn_anew(m
 
 @pytest.mark.slow
 def test_another_text_of_ones_own_task_is_another_search(tmp_path, run) -> None:
+    """If the file of a user's task has changed since a search began, the search is not continued."""
     own, text = tmp_path / "own.py", "from fedbilevel.tasks import quadratic\ndef mine(): return quadratic(clients=3)\n"
     own.write_text(text)
     arguments = [f"{own}:mine", "--rounds", "1", "--search", "server_lr.x=0.05:0.1", "--trials", "1"]
@@ -115,6 +121,8 @@ def test_another_text_of_ones_own_task_is_another_search(tmp_path, run) -> None:
 
 
 def test_what_a_run_could_not_read_is_no_fault_of_the_study(monkeypatch, tmp_path) -> None:
+    """If a run cannot read a file, the error names this file, and not the study."""
+
     def run(*given, **named) -> History:
         raise FileNotFoundError(2, "No such file or directory", "mine.csv")
 
@@ -124,7 +132,7 @@ def test_what_a_run_could_not_read_is_no_fault_of_the_study(monkeypatch, tmp_pat
 
 
 def test_the_trial_of_a_process_that_was_killed_is_no_loss(played, tmp_path) -> None:
-    """Another point is drawn in its place."""
+    """In place of the trial of a process that was killed, another point is drawn."""
     searched(tmp_path, 2)
     storage = search.storage_at(str(tmp_path / search.JOURNAL))
     optuna.load_study(study_name=search.STUDY, storage=storage).ask()
@@ -134,6 +142,7 @@ def test_the_trial_of_a_process_that_was_killed_is_no_loss(played, tmp_path) -> 
 
 
 def test_a_torn_line_of_the_journal_is_cut_off(played, tmp_path) -> None:
+    """A last line of the journal that was not written to its end is removed, and the search continues."""
     searched(tmp_path, 3)
     file = tmp_path / search.JOURNAL
     file.write_bytes(file.read_bytes()[:-30])
@@ -154,8 +163,11 @@ time.sleep(600)
 
 @pytest.mark.slow
 def test_a_search_goes_on_where_a_process_was_killed_that_held_its_storage(tmp_path, start, monkeypatch) -> None:
-    """What it wrote last is torn. Optuna's own lock, which an earlier version has left, holds nobody up: of a relative
-    path it would for ever."""
+    """A search continues after a process was killed that had locked its journal, and had written only a part of a line.
+
+    A lock of Optuna's own, which an earlier version may have left, is ignored. Optuna would wait for it forever if its
+    path is relative.
+    """
     monkeypatch.chdir(tmp_path)
     given = ["sweep", *SMALL, *STEPS, "--out", "search", "--quiet", "--trials"]
     assert cli.main([*given, "1"]) == 0
@@ -173,6 +185,7 @@ def test_a_search_goes_on_where_a_process_was_killed_that_held_its_storage(tmp_p
 
 
 def test_the_point_of_a_worker_that_a_database_misses_is_played_by_another(played, tmp_path, monkeypatch) -> None:
+    """If a worker with a shared database disappears, another worker runs its point."""
     monkeypatch.setattr(search, "BEAT", 1)
     monkeypatch.setattr(search, "GRACE", 1)
     place = f"sqlite:///{tmp_path}/shared.db"
@@ -189,7 +202,7 @@ def test_the_point_of_a_worker_that_a_database_misses_is_played_by_another(playe
 
     searched(tmp_path / "b", 4, storage=place)
     assert float(f"{lost.params['server_lr.x']:.4g}") in played
-    assert len(searched(tmp_path / "c", 4, storage=place).rows) == 4  # who comes late has nothing to play
+    assert len(searched(tmp_path / "c", 4, storage=place).rows) == 4  # a late worker finds no point to run
     assert len(played) == 4
 
 
@@ -200,11 +213,12 @@ def test_a_failed_point_is_a_row_that_says_why(played, tmp_path) -> None:
 
 
 def test_a_pruner_ends_trials_by_the_rows_of_the_first_seed(played, tmp_path) -> None:
+    """A pruner ends trials early by the rows of the first seed, and then the other seeds are not run."""
     found = searched(tmp_path, 20, pruner="median", seeds=[0, 1])
     early = [row for row in found.rows if row["error"] == "seeds 0, 1: pruned after 10 rounds"]
     whole = [row for row in found.rows if not row["error"]]
     assert len(early) > 0
-    assert len(played) == len(found.rows) + len(whole)  # of the others the second seed was not played
+    assert len(played) == len(found.rows) + len(whole)  # pruned points have only the run of the first seed
     rounds = 10 * len(early) + 2 * 20 * len(whole)
     assert found.spent == {"rounds": rounds, "exchanges": rounds}
     assert f"(20 points × 2 seeds), {2 * len(early)} pruned" in found.effort
@@ -252,6 +266,7 @@ DRIVER = "its driver, the Python package psycopg"
     [(["optuna"], [], OPTUNA), (["psycopg", "psycopg2"], ["--storage", "postgresql://me@host/db"], DRIVER)],
 )
 def test_what_is_not_installed_is_named_and_nothing_is_left(lacking, more, words, run, monkeypatch, tmp_path) -> None:
+    """If a package is missing, the error names it, and no folder is made."""
     for name in lacking:
         monkeypatch.setitem(sys.modules, name, None)
     given = ["--search", "cohort=1:2", "--trials", "3", *more]
@@ -265,6 +280,7 @@ STEPS = ["--search", "server_lr.x=0.01:0.1:log"]
 
 
 def test_a_trial_is_a_run_and_the_chosen_spec_is_its(tmp_path, run) -> None:
+    """The folder of a trial is that of a run, and the chosen spec is the spec of the best trial."""
     assert run("sweep", *SMALL, "--grid", "server_lr.x=0.05", "--out", tmp_path)[0] == 0
     assert run("sweep", *SMALL, *STEPS, "--trials", "1", "--out", tmp_path)[0] == 0
     assert "; 1 other run in this folder." in (tmp_path / "chosen.toml").read_text(encoding="utf-8")
@@ -278,6 +294,7 @@ def test_a_trial_is_a_run_and_the_chosen_spec_is_its(tmp_path, run) -> None:
 
 @pytest.mark.slow
 def test_two_processes_end_a_search_though_one_is_killed(tmp_path, start) -> None:
+    """Two processes share a search, and after one is killed, the other completes it."""
     given = ["sweep", *SMALL, *STEPS, "--seeds", "0,1", "--trials", "8", "--out", tmp_path]
     survived(start(*given), start(*given), tmp_path / "trial-002" / "seed-0")
     with open(tmp_path / "sweep.csv", encoding="utf-8") as file:
@@ -287,7 +304,10 @@ def test_two_processes_end_a_search_though_one_is_killed(tmp_path, start) -> Non
 
 
 def test_a_trial_whose_second_seed_diverges_has_the_costs_of_both_runs(monkeypatch, tmp_path) -> None:
-    """The first seed's run has 20 exchanges, and that of the second has 7 until it diverges."""
+    """A trial whose second seed diverges has the costs of both runs, and the third seed is not run.
+
+    The run of the first seed has 20 exchanges, and that of the second seed has 7 until it diverges.
+    """
 
     def run(spec, folder, task, callbacks=(), progress=False) -> History:
         if spec.run.seed == 1:

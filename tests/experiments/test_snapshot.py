@@ -1,4 +1,4 @@
-"""What `fedbilevel watch` reads from the folder of a run, a federation or a sweep, and what a terminal is shown."""
+"""Does `fedbilevel watch` read the state of a run, a federation or a sweep from its folder, and show it?"""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def quadratic(**run: int) -> experiments.Spec:
 
 
 def begun(path: Path, *rows: dict, **run: int) -> Path:
-    """The folder of a run that has a spec and the rows of a history."""
+    """Write the folder of a run, with a spec and the rows of a history, and return it."""
     path.mkdir(parents=True, exist_ok=True)
     Folder(path).spec.write_text(quadratic(**{"rounds": 20, **run}).to_toml())
     Folder(path).history.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -56,7 +56,7 @@ def test_a_run_in_progress(tmp_path) -> None:
     assert (trace.name, trace.values, trace.last, trace.span) == ("outer_loss", [10, 5, 0], "0", "0 to 10")
     assert snapshot.facts["sent"] == "3.00 MB down, 1.00 MB up"
     assert snapshot.facts["privacy"].startswith("ε = 0.5 ")
-    assert seen(place).state == "idle"  # nothing has locked its folder any more
+    assert seen(place).state == "idle"  # its folder is no longer locked
     assert f"fedbilevel run --resume {place}" in seen(place).why
 
 
@@ -100,7 +100,7 @@ def test_numbers_that_are_not_finite_are_shown(tmp_path) -> None:
     assert MetricTrace("test_accuracy", [math.nan]).last == "NaN"
     assert sparkline(MetricTrace("loss", [0, math.nan, 6.5, 8])) == "▁×▇█"
     long = [1.0] * 1000
-    long[501] = math.nan  # within a stretch that is drawn as one character
+    long[501] = math.nan  # one of several values that are drawn as one character
     assert sparkline(MetricTrace("loss", long)).count("×") == 1
 
 
@@ -127,7 +127,11 @@ def test_a_thinned_trace_is_drawn_as_the_whole_one(count, gap) -> None:
 
 
 def test_the_pause_grows_with_the_time_of_a_reading_up_to_a_bound(monkeypatch) -> None:
-    clock = iter([0.0, 0.2, 10.0, 20.0, 30.0, 30.01])  # the beginnings and ends of readings
+    """The pause before a reading is ten times as long as the reading before, and at least 1 s and at most 10 s.
+
+    Readings take 0.2 s and 10 s.
+    """
+    clock = iter([0.0, 0.2, 10.0, 20.0, 30.0, 30.01])  # begin and end of each reading after the first
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     pauses: list[float] = []
     found = snapshots(lambda: Snapshot("", "running"), pauses.append)
@@ -152,7 +156,7 @@ def test_a_federation(tmp_path) -> None:
     (table,) = snapshot.tables
     client, round, why, how = (str(column.cells[0]) for column in table.columns)
     assert (client, round, why) == ("1", "4", "no reply")
-    assert how.startswith("the site or the operator: start its SuperNode if it has stopped")  # ours, and not the file's
+    assert how.startswith("the site or the operator: start its SuperNode if it has stopped")  # from the code
     assert snapshot.notes == ["1 line of exchanges.jsonl cannot be read"]
 
 
@@ -168,6 +172,7 @@ def test_a_federation_that_ended_with_an_error(tmp_path, run) -> None:
 
 
 def test_a_study_has_no_spec_and_no_lock(tmp_path) -> None:
+    """The folder of a study, which has no spec and no lock, shows that it is running, and then finished."""
     Folder(tmp_path).exchanges.write_text(json.dumps(EXCHANGES[0]))
     assert (seen(tmp_path).state, seen(tmp_path).whole) == ("running", 0)
     Folder(tmp_path).model.write_text("{}")
@@ -175,7 +180,10 @@ def test_a_study_has_no_spec_and_no_lock(tmp_path) -> None:
 
 
 def a_sweep(path: Path) -> Path:
-    """Two seeds of a point, the better one of which is not that of the best mean, a failed point, and a run to come."""
+    """Write a sweep with two seeds of two points, a point that failed, and a run that has not begun. Return its folder.
+
+    The best single run does not belong to the point with the best mean.
+    """
     for point, rounds in {"lr-1/seed-0": 10, "lr-1/seed-1": 30, "lr-2/seed-0": 20, "lr-2/seed-1": 20}.items():
         write_run(path / point, quadratic(rounds=rounds), rounds, larger=False)
     Folder(begun(path / "lr-3" / "seed-0")).failed.write_text("outer_loss is not finite")
@@ -187,7 +195,7 @@ def test_a_sweep_lists_its_runs_and_the_best_point_so_far(tmp_path) -> None:
     snapshot = seen(a_sweep(tmp_path / "steps"))
     assert (snapshot.state, snapshot.done, snapshot.whole) == ("idle", 5, 6)
     assert snapshot.facts["runs"] == "1 failed, 4 finished"
-    # 1/11 and 1/31 against 1/21 twice
+    # the mean of 1/11 and 1/31 is larger than 1/21
     assert snapshot.facts["best so far"] == "lr-2, relative_error 0.04762 (mean of 2 runs)"
     (table,) = snapshot.tables
     columns = {column.heading: [str(cell) for cell in column.cells] for column in table.columns}
@@ -208,6 +216,7 @@ def test_a_series_of_runs_has_no_best(tmp_path) -> None:
 
 
 def test_the_app_of_a_demo_is_no_run(tmp_path) -> None:
+    """The app in the folder of a demo has a spec, and does not count as a run."""
     begun(tmp_path / "demo" / "demo")
     (tmp_path / "demo" / "demo" / "__init__.py").touch()
     begun(tmp_path / "run", {"round": 5})
@@ -243,7 +252,7 @@ def test_later_damage_is_noted_and_what_was_seen_stays(tmp_path) -> None:
 
 
 def on_terminal(kind: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
-    """What `fedbilevel watch` shows of a folder on a terminal of this kind."""
+    """Return what `fedbilevel watch` shows of a folder on a terminal of this kind."""
     from fedbilevel import cli
 
     master, slave = os.openpty()
@@ -257,6 +266,7 @@ def on_terminal(kind: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> byte
 
 
 def test_a_pipe_and_a_dumb_terminal_are_shown_it_once(tmp_path, run, monkeypatch) -> None:
+    """In a pipe and on a dumb terminal, `watch` shows a run once and ends."""
     place = begun(tmp_path / "run", {"round": 5, **COSTS, "outer_loss": 2.0}, {"round": 6, **COSTS, "outer_loss": 1.0})
     code, shown, said = run("watch", place)
     assert (code, said) == (0, "")
@@ -266,6 +276,7 @@ def test_a_pipe_and_a_dumb_terminal_are_shown_it_once(tmp_path, run, monkeypatch
 
 
 def test_a_terminal_is_shown_it_until_the_run_has_ended(tmp_path, monkeypatch) -> None:
+    """On a terminal, `watch` ends when the run has ended."""
     place = write_run(tmp_path / "run", quadratic(rounds=20))
     assert b"20 of 20 rounds" in on_terminal("xterm", place, monkeypatch)
 
@@ -313,6 +324,7 @@ def test_a_file_that_cannot_be_read_hides_none_of_the_other_runs(tmp_path) -> No
 
 
 def test_absurd_numbers_are_damage_and_no_overflow(tmp_path) -> None:
+    """Numbers that are too large for any run count as damage of the file, and cause no overflow."""
     place = begun(tmp_path / "run", {"round": 0, "outer_loss": 1e308}, {"round": 10**400, "outer_loss": -1e308})
     line = EXCHANGES[0] | {"bytes_down": 10**400}
     Folder(place).exchanges.write_text("".join(json.dumps(one) + "\n" for one in (EXCHANGES[0], line)))
@@ -357,7 +369,10 @@ def test_what_has_not_changed_is_not_read_again(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.parametrize("private", [True, False])
 def test_a_page_does_not_show_the_seed_of_a_run_under_privacy(tmp_path, private) -> None:
-    """Who knows it can subtract the noise. The terminal of whoever has the folder shows its path."""
+    """A page hides the seed of a run under privacy, because whoever has the seed can subtract the noise.
+
+    A terminal shows the path of the folder with the seed, since its user has the folder.
+    """
     for seed in (918273, 564738):
         place = begun(tmp_path / "lr-0.1" / f"seed-{seed}", {"round": 0, **COSTS, "outer_loss": 1.0}, seed=seed)
         if private:

@@ -1,4 +1,4 @@
-"""Specs: complete, the same after writing and reading, and clear about what is wrong in them."""
+"""Are specs complete, the same after writing and reading, and clear about every mistake in them?"""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ def test_presets_name_tasks_methods_and_groups_that_exist() -> None:
 
 
 def test_in_presets_a_methods_own_fields_count_before_those_of_its_smallest_group() -> None:
+    """In presets, fields of a method take precedence over fields of its groups, and small groups over large ones."""
     few_shot = PRESETS["few_shot", None].algorithms
     steps = {name: few_shot[name]["hypergradient"]["solver"]["step"] for name in ("fednest", "rabo")}
     assert steps == {"fednest": 6.0, "rabo": 0.6}
@@ -114,6 +115,7 @@ def test_settings_reach_their_fields() -> None:
 
 
 def test_names_decide_the_presets_wherever_they_are_given() -> None:
+    """The names of task and data choose the presets, in whichever form they are given, and given fields stay."""
     assert configure(data="mnist") == configure(settings=["data=mnist"]) == configure(settings=["task.data=mnist"])
     assert configure(data="mnist").task.fields["clients"] == 100
     assert configure({"task": {"clients": 30}}, data="mnist").task.fields["clients"] == 30
@@ -219,6 +221,7 @@ def test_a_wrong_setting_is_explained(settings: list[str], words: list[str]) -> 
 
 
 def test_a_spec_says_which_version_wrote_it_and_its_mistakes_are_blamed_on_that(tmp_path) -> None:
+    """A spec names the version that wrote it, and an error in the spec mentions this version if it is another one."""
     spec, file = resolve({"task": "quadratic"}), tmp_path / "spec.toml"
     assert tomllib.loads(spec.to_toml())["fedbilevel"] == fedbilevel.__version__
     assert resolve(tomllib.loads(spec.to_toml())) == spec
@@ -234,6 +237,7 @@ def test_values_survive_being_written_as_toml() -> None:
 
 
 def test_clients_have_numbers_of_their_own() -> None:
+    """A spec has clients' own numbers and capacities, and all mistakes in them are reported together."""
     settings = ["task.clients=3", "clients.outer_steps=[1, 2, 3]", "clients.local_steps={low = 1, high = 4}"]
     settings += ["task.units=4", "capacity=[1, 0.5, 0.25]"]
     spec = configure({"task": "quadratic", "algorithm": "fednest"}, settings=settings)
@@ -326,6 +330,7 @@ def test_settings_may_be_values_of_python() -> None:
 
 
 def test_the_field_of_a_part_is_not_taken_for_that_of_a_task() -> None:
+    """A setting means a field of a section rather than of a part. If it fits several places equally, it is refused."""
     assert configure(task="quadratic", algorithm="fednest", settings=["rounds=9"]).run.rounds == 9
     with pytest.raises(ConfigurationError, match=r"write inner.local_steps or clients\.local_steps"):
         configure(task="quadratic", algorithm="fednest", settings=["local_steps=9"])
@@ -344,12 +349,16 @@ def test_a_class_may_have_an_optimizer_without_a_name(monkeypatch) -> None:
 
 @pytest.mark.parametrize("bounds", [[-3, -4], [], [1], [1, 2, 3], "low", {"penalty": [2, 1]}, [0, None]])
 def test_bounds_of_x_that_are_none_are_refused(bounds):
+    """Values of `x_bounds` that are not bounds are refused."""
     with pytest.raises(ConfigurationError, match=r"run\.x_bounds"):
         resolve({"run": {"x_bounds": bounds}})
 
 
 def test_x_stays_between_the_bounds_of_a_spec():
-    """The first steps of this preset take some penalties of digits below the start, log(0.01) = −4.605."""
+    """x stays between the bounds that a spec sets.
+
+    With these presets, x starts at log(0.01) = −4.605, and the first steps move some entries down, to the lower bound.
+    """
     spec = resolve({"task": "regularization", "run": {"rounds": 3, "x_bounds": [-4.61, -4.6]}})
     made = build(spec)
     x = made.solve(spec.run, rounds=3).x

@@ -1,4 +1,4 @@
-"""`fedbilevel sweep`: what it runs, what it leaves, what it refuses, and that no interruption changes that."""
+"""Does `fedbilevel sweep` run every point once, also after interruptions, and choose the best one?"""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from fedbilevel.sweeps import played, product
 
 SMALL = ["quadratic", "--set", "clients=3", "--set", "samples=[2, 2]", "--set", "dim_y=2", "--rounds", "4"]
 GRID = ["--grid", "server_lr.x=0.05,0.1", "--grid", "cohort=2,9", "--seeds", "0,1"]
-"""Of three clients nine cannot be drawn, which only the run itself can know: two points of four fail."""
+"""Four points. Two of them fail, but only in their runs, because nine of three clients cannot be drawn."""
 FILES = ("sweep.csv", "chosen.toml")
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A text stream that counts as a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -56,7 +56,7 @@ def place(folder, x: float, seed: int):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A sweep of four points with two seeds."""
+    """Return the folder of a sweep of four points with two seeds."""
     folder = tmp_path_factory.mktemp("sweep") / "whole"
     assert swept(*SMALL, *GRID, "--out", folder) == 0
     return folder
@@ -78,7 +78,7 @@ def test_what_is_swept_can_be_watched(folder, run) -> None:
     assert json.loads((folder / "sweep.json").read_text()) == {"select": "relative_error", "runs": 8}
     code, shown_text, _ = run("watch", folder)
     assert code == 0
-    assert "4 of 4 runs have ended" in shown_text  # the others were refused, and have no folder
+    assert "4 of 4 runs have ended" in shown_text  # the other four were refused, and have no folder
     ends = {
         x: sum(float(row["relative_error"]) for row in lines(folder) if row["server_lr.x"] == x and not row["error"])
         for x in ("0.05", "0.1")
@@ -101,7 +101,7 @@ def test_the_chosen_spec_is_that_of_the_best_point_and_run_to_the_same_numbers(f
 
 @pytest.fixture
 def copy(folder, tmp_path):
-    """A copy of that sweep, without its files."""
+    """Return a copy of that folder without the table and the chosen spec."""
     made = shutil.copytree(folder, tmp_path / "copy")
     for name in FILES:
         (made / name).unlink()
@@ -122,7 +122,10 @@ def test_what_is_finished_is_read_and_what_is_missing_is_played(folder, copy, mo
 
 
 def test_on_a_terminal_the_line_of_a_run_stands_above_the_bar_and_does_not_cut_it(copy, monkeypatch) -> None:
-    """Both are written by the bar, into its stream; else the line would stand behind the bar, and a half of it stay."""
+    """On a terminal, the bar itself prints the line of a finished run, above the bar and into the same stream.
+
+    Otherwise the line would follow the bar, and a part of the bar would remain.
+    """
     out, err = Terminal(), Terminal()
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
@@ -134,7 +137,10 @@ def test_on_a_terminal_the_line_of_a_run_stands_above_the_bar_and_does_not_cut_i
 
 
 def test_a_smaller_grid_says_how_many_runs_are_beside_its_own(copy, run) -> None:
-    """The best is best among them too, or was compared with them before."""
+    """A sweep over a smaller grid says how many other runs its folder has.
+
+    Its best point is also the best among them, or was compared with them before.
+    """
     code, printed, _ = run("sweep", *SMALL, "--grid", "server_lr.x=0.05", *GRID[2:4], "--seeds", "0", "--out", copy)
     assert code == 0
     assert "3 other runs in this folder" in " ".join(printed.split())
@@ -144,7 +150,10 @@ def test_a_smaller_grid_says_how_many_runs_are_beside_its_own(copy, run) -> None
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_sweep_goes_on_to_the_same_files(number, folder, tmp_path, monkeypatch, run) -> None:
-    """Interrupted within a run, whose first rounds are in its checkpoint."""
+    """An interrupted sweep continues with the same command, and ends with the files of an undisturbed sweep.
+
+    The interruption comes within a run, which continues from its checkpoint.
+    """
     real = runner.Scribe.__call__
 
     def interrupted(self, result, row) -> None:
@@ -189,7 +198,10 @@ def test_where_every_run_diverges_nothing_is_chosen(tmp_path, run) -> None:
 
 
 def test_a_run_that_another_process_plays_is_waited_for(folder, copy, monkeypatch) -> None:
-    """Here it lets go of the run, without having finished it, while this one has gone on with the others."""
+    """A sweep makes its other runs while another process has locked one of them, and then waits for this run.
+
+    Here the other process releases the run without having finished it.
+    """
     shutil.rmtree(place(copy, 0.05, 0))
     held = lock.exclusive(experiments.Folder(place(copy, 0.05, 0)).lock, copy)
     held.__enter__()
@@ -202,7 +214,10 @@ def test_a_run_that_another_process_plays_is_waited_for(folder, copy, monkeypatc
 
 @pytest.mark.slow
 def test_two_processes_share_the_runs_and_one_survives_the_other(tmp_path, start) -> None:
-    """One of the two is killed in its second run."""
+    """Two processes share the runs of a sweep, and when one of them is killed, the other completes the sweep.
+
+    The first process is killed when the third run has a checkpoint.
+    """
     long = ["quadratic", "--set", "clients=3", "--rounds", "8000", "--set", "run.eval_every=2000"]
     given = [*long, "--grid", "server_lr.x=0.001,0.002,0.003", "--seeds", "0,1"]
     whole = start("sweep", *given, "--out", tmp_path / "whole")
@@ -240,6 +255,7 @@ def test_what_is_no_value_is_refused(text) -> None:
 
 
 def test_a_folder_is_named_by_the_values_and_no_two_alike() -> None:
+    """The name of a folder contains the values of its point, and different points have different names."""
     assert point_name({"server_lr.x": 0.01, "local_steps": 5}) == "server_lr.x-0.01-local_steps-5"
     assert point_name({"stream": True, "solver": "cg"}) == "stream-true-solver-cg"
     odd = [{"a": [1, 2]}, {"a": [1, 3]}, {"a": "1, 2"}, {"a": "x/y"}, {"a": "x y"}, {"a": ".."}, {"a": "b" * 300}]
@@ -266,6 +282,7 @@ def metric_of(select, *, metrics=("test_accuracy",), holdout=0.0, on_test=False)
 
 
 def test_only_a_holdout_decides_unless_that_is_said() -> None:
+    """A sweep chooses by data that is held out, and by test data only if this is asked for."""
     assert metric_of(None, metrics=["validation_accuracy"], holdout=0.2) == "validation_accuracy"
     assert metric_of("outer_loss") == "outer_loss"
     assert metric_of("client_accuracy.worst") == "client_accuracy.worst"

@@ -1,4 +1,4 @@
-"""What `fedbilevel run` shows while it runs: on a terminal a bar that says what is being done, in pipes plain lines."""
+"""Does `fedbilevel run` show on a terminal which phase it is in, and then how many rounds are done?"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedbilevel import cli
 
 
 def on_a_terminal(monkeypatch, *arguments: str) -> tuple[int, str]:
-    """Run the command line with its output on a pseudo-terminal: exit code, and what the terminal was sent."""
+    """Run the command line on a pseudo-terminal. Return the exit code and what was sent to the terminal."""
     master, slave = os.openpty()
     shown: list[bytes] = []
 
@@ -23,7 +23,7 @@ def on_a_terminal(monkeypatch, *arguments: str) -> tuple[int, str]:
             while chunk := os.read(master, 65536):
                 shown.append(chunk)
         except OSError:
-            pass  # so Linux says that the other end is closed
+            pass  # on Linux this means that the other end is closed
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
@@ -41,12 +41,12 @@ def on_a_terminal(monkeypatch, *arguments: str) -> tuple[int, str]:
     "length", [["--rounds", "20"], pytest.param(["--exchanges", "20"], marks=pytest.mark.slow)], ids=" ".join
 )
 def test_a_terminal_is_shown_each_phase_and_then_the_rounds(tmp_path, monkeypatch, length) -> None:
-    fb.Local.forget()  # what an earlier test has compiled is not compiled again
+    fb.Local.forget()  # a program of an earlier test would not be compiled again
     monkeypatch.chdir(tmp_path)
     code, text = on_a_terminal(monkeypatch, "run", "quadratic", *length, "--set", "clients=3", "--out", "one")
     assert code == 0
     phases = ["tracing", "compiling", "writing"]
-    if "--exchanges" in length:  # the program is compiled for the measurement
+    if "--exchanges" in length:  # the measurement compiles the program
         phases = ["measuring a round", "tracing", "writing"]
     places = [text.index(phase) for phase in phases]
     assert places == sorted(places)
