@@ -1,4 +1,4 @@
-"""A metric against its cost: the numbers of a curve, what is drawn of it, the panels of a run and of a comparison."""
+"""Does a curve have the right metric at the right cost, and are runs and comparisons drawn as they should be?"""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COST = {"exchanges": 1, "bytes_down": 10, "bytes_up": 20, "gradients": 3, "hvps"
 
 
 def history(*values: float, **columns: float) -> History:
-    """Rows of a metric "e", an exchange and a million bytes apart, with all other costs 0."""
+    """Return a history of the metric "e", with an exchange and a million bytes between two rows, and no other costs."""
     zeros = {"gradients": 0, "hvps": 0, "seconds": 0.0}
     row = {"bytes_down": 0, **zeros, **columns}
     return History(
@@ -49,6 +49,7 @@ def line(label, costs, values) -> Curve:
 
 
 def test_the_mean_and_the_spread_of_a_curve() -> None:
+    """A curve has the mean and the standard deviation over runs, at the rounds that all runs have."""
     one = History([{"round": 0, **COST, "e": 1.0}, {"round": 5, **COST, "e": 0.2}, {"round": 7, **COST, "e": 9.0}])
     two = History([{"round": 0, **COST, "e": 3.0}, {"round": 5, **COST, "e": 0.4}])
     mean = curve("x", [one, two], "e")
@@ -64,7 +65,10 @@ def test_the_mean_and_the_spread_of_a_curve() -> None:
 
 @pytest.mark.parametrize("end", [0.01, 1.9])  # with means that span decades the axis is logarithmic
 def test_a_band_on_a_log_axis_goes_as_far_down_as_up(end) -> None:
-    """By the factor (mean + sd)/mean, where mean - sd is 1 - 1.27 < 0 and likewise at the end."""
+    """On a logarithmic axis, a band goes down by the factor (mean + sd)/mean, as far as it goes up.
+
+    At the start the mean is 1 and the sd is 1.27, so that mean − sd is negative, and it is negative at the end, too.
+    """
     values = np.array([[1.9, end], [0.1, 0.1 * end]])
     costs = {"rounds": np.array([0, 5]), "exchanges": np.array([0.0, 1.0])}
     axes = panel_of([Curve("x", costs, values.mean(0), values.std(0, ddof=1))])
@@ -84,7 +88,7 @@ def test_runs_whose_costs_are_more_than_ten_times_apart_share_a_log_axis_and_a_s
     assert len(starts) == 1
     assert axes.get_xlim()[0] == 0
     across, _ = axes.transAxes.inverted().transform(axes.transData.transform(axes.lines[0].get_xydata()[-1]))
-    assert (across > 0.5) == (scale == "symlog")  # on the linear axis the cheap run ends in the first tenth
+    assert (across > 0.5) == (scale == "symlog")  # on the linear axis, it ends at a tenth of the width
 
 
 def test_a_history_is_drawn_against_the_cost_that_was_asked_for() -> None:
@@ -106,7 +110,7 @@ def test_a_second_run_in_the_same_axes_has_another_colour_and_leaves_the_first_i
         zip(COLOURS[:2], DASHES[:2], strict=True)
     )
     shares = new_figure((6, 4)).subplots()
-    for end in (0.9, 0.5, 0.7):  # each alone from 3 % below its end to 1 % above
+    for end in (0.9, 0.5, 0.7):  # a run alone has an axis from 3 % below its end to 1 % above it
         rows = [{**COST, "round": i, "exchanges": i, "accuracy": value} for i, value in enumerate((0.1, end))]
         draw_history(History(rows), "accuracy", axes=shares)
     assert shares.get_ylim() == pytest.approx((47, 91))
@@ -152,6 +156,7 @@ def several(number: int) -> list[Curve]:
 
 @pytest.mark.parametrize(("panels", "cells"), [(1, 1), (3, 3), (4, 4), (5, 6)])
 def test_every_curve_is_named_in_the_picture(panels, cells) -> None:
+    """A picture names all nine curves, in a free cell or below its panels, and no name is wider than the picture."""
     for size in (None, (3.3, 2.6)):
         figure = comparison_figure(several(9), "e", "title", list(COSTS)[:panels], size)
         assert [axes.get_xlabel() != "" for axes in figure.axes] == [i < panels for i in range(cells)]
@@ -167,7 +172,7 @@ def test_the_suffix_decides_the_format_and_the_bytes_can_be_had_again(name, star
     written = [encoded(figure, Path(name)) for figure in figures]
     assert written[0].startswith(start)
     assert written[0] == written[1]
-    if name == "c.pdf":  # of 3.3 by 2.4 inches of 72 points, in TrueType
+    if name == "c.pdf":  # 3.3 by 2.4 inches of 72 points each, with TrueType fonts
         assert re.search(rb"/MediaBox \[ ?0 0 237\.6 172\.8 ?\]", written[0])
         assert b"/Type3" not in written[0]
     with pytest.raises(ConfigurationError, match=r"end in \.png, \.pdf, \.svg"):

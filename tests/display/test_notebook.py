@@ -1,5 +1,7 @@
-"""What a real Jupyter kernel shows of a run, cell by cell; where nbclient and ipykernel are missing (`make notebooks`
-installs them) nothing is tested."""
+"""Does a Jupyter kernel show plots, a progress bar, and objects as tables?
+
+The tests need nbclient and ipykernel, which `make notebooks` installs, and are skipped without them.
+"""
 
 import pytest
 
@@ -26,7 +28,7 @@ CELLS = {
 
 @pytest.fixture(scope="module")
 def shown():
-    """The outputs of each cell of CELLS, run in a fresh kernel."""
+    """Return the outputs of each cell of CELLS, run in a new kernel."""
     cells = [nbformat.v4.new_code_cell(source) for source in CELLS.values()]
     book = nbclient.NotebookClient(nbformat.v4.new_notebook(cells=cells), kernel_name="python3").execute()
     return {name: cell.outputs for name, cell in zip(CELLS, book.cells, strict=True)}

@@ -1,4 +1,4 @@
-"""What people who wait are shown: stages and rounds, in the right order, never at the cost of the run."""
+"""Does a display show stages and rounds in the right order, and can it never slow down or end a run?"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedbilevel.tasks.quadratic import quadratic
 
 
 class Told:
-    """A display that keeps what it is told."""
+    """A display that records its calls."""
 
     def __init__(self) -> None:
         self.events: list[tuple] = []
@@ -38,7 +38,7 @@ class Told:
 
 
 class Clock:
-    """Seconds that pass when they are told to."""
+    """A clock that shows the time which a test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -48,7 +48,7 @@ class Clock:
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A text stream that counts as a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -111,7 +111,7 @@ def test_a_display_that_fails_costs_nothing_but_itself(task) -> None:
 def test_rounds_are_shown_ten_times_a_second_and_the_last_one_always() -> None:
     clock, told = Clock(), Told()
     display = Guarded(told, clock)
-    for round in range(1, 41):  # every 1/32 s: from 1/32 on, the first after 0.1 s is the fourth
+    for round in range(1, 41):  # a round takes 1/32 s, so that 0.1 s have passed after four rounds
         clock.now = round / 32
         display.advance(round, 40)
     assert told.of("advance") == [1, 5, 9, 13, 17, 21, 25, 29, 33, 37, 40]
@@ -129,7 +129,7 @@ def test_a_slow_display_takes_a_tenth_of_the_time_at_most() -> None:
     for round in range(100):
         clock.now += 1.0
         display.advance(round, 1000)
-    # the first ends at second 3, 20 seconds later comes the next, and so on every 20 + 2 seconds
+    # a call takes 2 s, and the next one comes 20 s after its end: 20 rounds later, since a round takes 1 s
     assert slow.of("advance") == [0, 20, 40, 60, 80]
 
 
@@ -207,7 +207,7 @@ def test_a_terminal_shows_stage_rounds_speed_and_what_is_left(monkeypatch) -> No
 
 
 class Cell:
-    """IPython's `display`, and what it returns: what a cell shows, and everything that it has shown."""
+    """A substitute for IPython's `display` and for the handle that it returns, which records what is shown."""
 
     def __init__(self) -> None:
         self.cells, self.log = 0, []
@@ -253,6 +253,7 @@ def test_one_of_several_runs_is_named_before_its_stages_and_while_it_runs() -> N
 
 
 def test_the_speed_leaves_out_what_was_no_round() -> None:
+    """The speed is that of rounds of the last five seconds, or since the last mark, without compiling."""
     clock = Clock()
     speed = Speed(clock=clock)
     assert speed.text(100) == ""
@@ -265,8 +266,8 @@ def test_the_speed_leaves_out_what_was_no_round() -> None:
     speed.mark(5)  # 4 rounds in 2 s; 95 are left
     assert speed.text(100) == "2 rounds/s  ETA 0:48"  # 47.5 s
     clock.now = 100.0
-    speed.mark(24)  # 19 rounds in 38 s, as no mark is younger than five seconds
+    speed.mark(24)  # 19 rounds in 38 s, since no mark is younger than 5 s
     assert speed.text(3700) == "0.5 rounds/s  ETA 2:02:32"  # 7352 s
     clock.now = 101.0
     speed.mark(2024)
-    assert speed.text(2024) == "2,000 rounds/s"  # from 24 at 100 s
+    assert speed.text(2024) == "2,000 rounds/s"  # 2,000 rounds in 1 s

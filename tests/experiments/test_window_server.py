@@ -1,4 +1,4 @@
-"""The page of `fedbilevel watch --serve`: who may read it, what it may do, and that it is kept up to date."""
+"""Who may read the page of `fedbilevel watch --serve`, what may the page do, and is it kept up to date?"""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ def server() -> Iterator[WindowServer]:
 
 @pytest.fixture
 def guarded() -> Iterator[WindowServer]:
-    """A server that others can reach, and that has a token."""
+    """Yield a server that other machines can reach, and that therefore has a token."""
     yield from started("0.0.0.0")
 
 
 def started(host: str) -> Iterator[WindowServer]:
+    """Start a server with the page of a run that has not begun, and yield it."""
     with WindowServer(host, 0) as server:
         server.publish([Snapshot("a run", "waiting")])
         threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
@@ -71,7 +72,7 @@ def test_the_page_needs_nothing_from_elsewhere_and_runs_its_own_script_alone(ser
     assert page.count("<script") == page.count("<style") == 1
     assert f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}'; connect-src 'self'" in policy
     assert "unsafe" not in policy
-    assert nonce not in asked(server).read().decode()  # a page has its own
+    assert nonce not in asked(server).read().decode()  # each page has its own nonce
     headers = {name: answer.headers[name] for name in window_server.HEADERS}
     assert headers == window_server.HEADERS
     assert answer.headers["Server"] == "fedbilevel"
@@ -91,13 +92,17 @@ def test_no_path_leads_to_a_file(server, path) -> None:
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "", "[::1", "a@b"])
 def test_a_name_of_elsewhere_is_refused(server, guarded, host) -> None:
-    """So a page whose name is made to lead to this machine cannot read it, with a token or without."""
+    """A request for a host name that is not of this machine is refused, with a token or without.
+
+    Otherwise a website could read the page by making its own name lead to this machine.
+    """
     assert asked(server, Host=host).status == 421
     assert asked(server, "/events", Host=host).status == asked(server, "/snapshot", Host=host).status == 421
     assert asked(guarded, f"/?token={guarded.token}", Host=host).status == 421
 
 
 def test_the_refusal_of_a_name_says_which_are_allowed_but_not_where_a_token_is_needed(server, guarded) -> None:
+    """The refusal of a host name lists the allowed names, except on a server that needs a token."""
     hidden = asked(guarded, Host="evil.example").read().decode()
     assert "the name in the address that the command printed" in hidden
     assert "localhost" not in hidden
@@ -157,7 +162,7 @@ def test_nothing_is_logged(guarded, capfd) -> None:
 
 
 class Elements(HTMLParser):
-    """The elements of a page, with their attributes, and its text."""
+    """The names of the elements and attributes of a page, and its texts."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -192,7 +197,7 @@ def test_texts_of_runs_are_escaped_wherever_they_stand(server) -> None:
     server.publish([HOSTILE])
     page = asked(server).read().decode()
     assert page.count("<script") == page.count("</script") == 1
-    assert "$title" in page  # and is not filled in
+    assert "$title" in page  # it is text, and no place of the template
 
 
 def test_a_value_that_is_not_finite_is_drawn_as_a_gap() -> None:
@@ -203,7 +208,7 @@ def test_a_value_that_is_not_finite_is_drawn_as_a_gap() -> None:
 
 
 def events(answer: http.client.HTTPResponse) -> Iterator[str]:
-    """The data of each event of a stream."""
+    """Yield the data of each event of a stream."""
     lines: list[str] = []
     while True:
         line = answer.readline().decode().removesuffix("\n")
@@ -220,7 +225,7 @@ def test_a_page_is_told_what_has_changed(server) -> None:
     news = events(answer)
     assert next(news) == on_page(Snapshot("a run", "waiting"))
     changed = Snapshot("a run", "running", facts={"round": "3"})
-    server.publish([Snapshot("a run", "waiting"), changed])  # the first of which is no news
+    server.publish([Snapshot("a run", "waiting"), changed])  # the first one is on the page already
     assert next(news) == on_page(changed)
 
 
@@ -251,7 +256,7 @@ def test_connections_are_bounded_and_a_closed_one_makes_room(server) -> None:
 
 
 def answers(server: WindowServer) -> bool:
-    """Whether a connection is answered, and not closed at once."""
+    """Return whether a connection is answered, and not closed at once."""
     try:
         return asked(server).status == 200
     except (http.client.RemoteDisconnected, ConnectionError):
@@ -260,6 +265,7 @@ def answers(server: WindowServer) -> bool:
 
 @pytest.mark.parametrize("host", ["", " "])
 def test_an_empty_host_is_refused_since_it_would_mean_every_address(host, tmp_path, capsys) -> None:
+    """An empty host is refused, because a socket takes it for all addresses of the machine."""
     with pytest.raises(ConfigurationError, match=r"--host = .* must be an address or a name of this machine"):
         WindowServer(host, 0)
     (tmp_path / "spec.toml").write_text(experiments.configure(task="quadratic").to_toml())

@@ -1,4 +1,4 @@
-"""Commands where Matplotlib is not installed: all is done but the pictures, and a line says what to install."""
+"""If Matplotlib is not installed, do commands do everything but draw, and say what to install?"""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def here(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def finished(here) -> Path:
-    """The folder of a finished run."""
+    """Return the folder of a finished run."""
     return write_run(here / "finished", experiments.configure(task="quadratic"))
 
 

@@ -1,4 +1,4 @@
-"""Commands where rich is not installed, as without the extra `cli`: a sentence says what to install."""
+"""If rich is not installed, as without the extra `cli`, does each command say what to install?"""
 
 from __future__ import annotations
 

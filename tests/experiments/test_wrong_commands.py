@@ -1,4 +1,4 @@
-"""Commands with a mistake in them: exit code 2, a sentence that names the mistake, and nothing is written."""
+"""Does a wrong command end with exit code 2 and a sentence that names the mistake, and does it write nothing?"""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ CASES = OTHERS | {
 @pytest.mark.parametrize("command", CASES)
 def test_it_is_told_what_is_wrong(command, run, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "4")  # as a command for several processes leaves it
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "4")  # commands for several processes set it
     if "--search" in command:
         pytest.importorskip("optuna")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")

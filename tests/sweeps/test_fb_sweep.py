@@ -1,4 +1,4 @@
-"""`fedbilevel.sweep`: which runs are made, in which order, what is chosen, and what stays when it is interrupted."""
+"""Does `fedbilevel.sweep` make the runs of `solve`, choose the best point, and continue after an interruption?"""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ STEPS = {"server_lr.x": [0.05, 0.1]}
 
 
 def swept(algorithm=None, task=TASK, **given) -> Sweep:
-    """A sweep over two step sizes in six rounds, unless something else is given."""
+    """Sweep over two step sizes, with six rounds for each run, unless an argument says otherwise."""
     given = {"grid": STEPS, "select": "relative_error", "rounds": 6, "metrics": TASK.metrics, **given}
     return fb.sweep(algorithm or fb.SimFBO(), task.problem, task.clients, task.x0, task.y0, **given)
 
 
 def player(history) -> SimpleNamespace:
-    """Of runs that nobody ran: `history` has what was measured, by the number of the point and the seed."""
+    """Return a player that makes no runs: `history` returns the history for the number of a point and a seed."""
     return SimpleNamespace(make=lambda point: point, run=lambda number, point, seed, display: history(number, seed))
 
 
 def solved(x: float, seed: int, **given) -> dict:
-    """The last row of the same run without a sweep, but for the seconds of this machine."""
+    """Return the last row of the same run without a sweep, except for its seconds."""
     algorithm = fb.SimFBO(server_lr=fb.XYV(x=x, y=fb.SimFBO().server_lr.y, v=fb.SimFBO().server_lr.v))
     result = fb.solve(
         algorithm, TASK.problem, TASK.clients, TASK.x0, TASK.y0, rounds=6, key=seed, metrics=TASK.metrics, **given
@@ -73,7 +73,7 @@ def test_the_best_point_has_the_best_mean_over_the_seeds(two_by_two) -> None:
         ([1, 2, 3], 3, ["the best steps, 3, lies on the edge of the grid: better values may lie beyond it"]),
         ([0.5, 2, 3], 0.5, ["the best steps, 0.5, lies on the edge of the grid: better values may lie beyond it"]),
         ([1, 2, 3], 2, []),
-        ([1, 2, 3], 1, []),  # no count is smaller
+        ([1, 2, 3], 1, []),  # a count is at least 1
         ([3], 3, []),
         (["cg", None, 3], 3, []),
         ([True, False], True, []),
@@ -92,6 +92,7 @@ def test_a_best_point_on_the_edge_of_its_grid_is_warned_of(values, best, said) -
 
 
 def test_it_says_of_itself_in_six_lines(two_by_two) -> None:
+    """The representation of a sweep has six lines: the fields, the best points, and how many runs were made."""
     lines = repr(two_by_two).splitlines()
     assert len(lines) == 6
     assert lines[0] == "Sweep over server_lr.x"
@@ -113,7 +114,7 @@ def test_it_shows_which_run_is_played_and_its_rounds() -> None:
 
 
 def test_a_run_may_end_by_another_cost_than_rounds() -> None:
-    """Of SimFBO a round is one exchange."""
+    """Runs of a sweep may end by another cost than rounds, here by exchanges, of which SimFBO makes one per round."""
     found = swept(rounds=100, eval_every=1, callbacks=[fb.stop_when("exchanges", above=5.5)])
     assert [row["exchanges"] for row in found.rows] == [6, 6]
     best = {**found.best, "seed": 0, "error": "", **solved(found.best["server_lr.x"], 0, eval_every=1)}
@@ -121,6 +122,8 @@ def test_a_run_may_end_by_another_cost_than_rounds() -> None:
 
 
 def test_a_swept_field_keeps_its_values_though_a_cost_has_its_name() -> None:
+    """If a swept field has the name of a cost, the rows have the values of the field."""
+
     def history(number: int, seed: int) -> History:
         return History([{"round": 1, "exchanges": 7.0, "fit": float(number)}])
 
@@ -131,7 +134,7 @@ def test_a_swept_field_keeps_its_values_though_a_cost_has_its_name() -> None:
 
 
 def test_an_interrupted_sweep_goes_on_to_the_same_table(two_by_two, tmp_path) -> None:
-    """Interrupted within the third of four runs."""
+    """A sweep that is interrupted in the third of four runs continues, and has the table of an undisturbed sweep."""
     calls = []
 
     def stop(result, row) -> None:
@@ -151,6 +154,7 @@ def test_an_interrupted_sweep_goes_on_to_the_same_table(two_by_two, tmp_path) ->
 
 
 def test_a_run_that_another_process_plays_is_looked_at_again() -> None:
+    """If another process has locked a run, the sweep makes its other runs first, and then tries this one again."""
     calls = []
 
     def history(number: int, seed: int) -> History:
@@ -224,7 +228,7 @@ def test_a_function_may_make_the_algorithm() -> None:
 
 
 def made_up(values, seeds=(0,), larger: bool = False) -> Sweep:
-    """A sweep whose runs nobody ran: `values` by point and seed, or why a run failed."""
+    """Return a sweep without real runs: `values` has the metric of each point and seed, or why the run failed."""
 
     def history(number: int, seed: int) -> History:
         value = values[number][seeds.index(seed)]
@@ -252,7 +256,10 @@ def test_a_failed_point_is_a_row_that_says_why_and_stands_last() -> None:
 
 
 def test_a_run_that_diverges_is_charged_once_in_a_first_and_in_a_second_call(tmp_path) -> None:
-    """Its second round is not finite. A second call repeats this round from the checkpoint, which has the first."""
+    """A run that diverges is charged for its rounds once, in a first call and in a second one.
+
+    Its second round is not finite. A second call repeats this round from the checkpoint, which has the first round.
+    """
     method = fb.SimFBO(client_lr=0.05, server_lr=fb.XYV(x=0.01, y=0.05, v=0.05))
     grid = {"server_lr.y": [0.05, 1e200]}
     given = {"grid": grid, "rounds": 4, "folder": tmp_path, "metrics": {}, "select": "outer_loss"}
@@ -266,7 +273,11 @@ def test_a_run_that_diverges_is_charged_once_in_a_first_and_in_a_second_call(tmp
 @pytest.mark.parametrize("engine", [fb.Local(), fb.Reference()])
 @pytest.mark.parametrize("budget", [None, 100.0])
 def test_a_run_that_diverges_says_what_it_has_cost(engine, budget) -> None:
-    """Two rounds have two exchanges: ε is that of two replies. `Reference` stops at the first bad reply."""
+    """The error of a run that diverges has the costs of the run.
+
+    Two rounds have two exchanges, so that ε is that of two replies of a client. The engine `Reference` stops at the
+    first reply that is not finite, which is the third of all replies.
+    """
     privacy = fb.Privacy(clip=1.0, noise_multiplier=5.0, delta=1e-5, budget=budget)
     steps = fb.XYV(x=0.05, y=1e200, v=0.05)
     with pytest.raises(NumericalError) as failed:
@@ -280,6 +291,8 @@ def test_a_run_that_diverges_says_what_it_has_cost(engine, budget) -> None:
 
 
 def test_an_unlucky_combination_is_a_row_and_a_value_that_never_fits_is_refused() -> None:
+    """A refused combination of values is a failed row. A value that is refused in every combination is an error."""
+
     def make(point):
         if point["a"] * point["b"] > limit:
             raise ConfigurationError(f"{point['a']} and {point['b']} are too much")
@@ -288,7 +301,7 @@ def test_an_unlucky_combination_is_a_row_and_a_value_that_never_fits_is_refused(
     points, limit = product({"a": [1, 2], "b": [1, 2]}), 3
     assert [isinstance(one, ConfigurationError) for one in made(points, make)] == [False, False, False, True]
     limit = 1
-    with pytest.raises(ConfigurationError, match="1 and 2 are too much"):  # of the value 2 of b, the first such
+    with pytest.raises(ConfigurationError, match="1 and 2 are too much"):  # the first point with b = 2
         made(points, make)
 
 
@@ -302,7 +315,7 @@ def test_fields_of_parts_are_replaced_by_their_paths() -> None:
 
 
 def test_a_part_is_swept_before_its_fields_and_not_after_them() -> None:
-    """As they are set: a part first, then what differs in it."""
+    """A part must be swept before its fields, because setting the part replaces its fields."""
     assert len(product({"inner": ["svrg"], "inner.lr": [0.1, 0.2]})) == 2
     with pytest.raises(ConfigurationError, match=r"inner\.lr is a field of inner, .* name inner first"):
         product({"inner.lr": [0.1], "inner": ["svrg"]})

@@ -1,4 +1,4 @@
-"""What tests of trackers share: a service that keeps what it is told, and runs to record."""
+"""A service that keeps runs in memory, a tracker for it, and a run to record, for tests of trackers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ METHOD = fb.SimFBO(server_lr=fb.XYV(0.05, 0.1, 0.1), client_lr=0.05)
 
 @dataclass
 class Kept:
-    """A run as the service has it."""
+    """What the service has of a run."""
 
     run: fb.trackers.TrackedRun
     group: str
@@ -30,7 +30,7 @@ class Kept:
 
 
 class Service:
-    """Runs by their identifiers; `works` says whether it answers."""
+    """A service that keeps runs by their identifiers, and that answers as long as `works` is true."""
 
     def __init__(self) -> None:
         self.runs: dict[str, Kept] = {}
@@ -45,7 +45,7 @@ class Service:
 
 
 class InMemory(fb.trackers.Tracker):
-    """A tracker of your own, as a user would write it."""
+    """A tracker as a user would write one."""
 
     def __init__(self, service: Service) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class InMemoryRun(fb.trackers.Record):
 
 
 def solved(rounds: int, *callbacks: Any, **given: Any) -> fb.Result:
-    """A run with a row every second round."""
+    """Solve the task, with a row after every second round."""
     given = {"eval_every": 2, "metrics": TASK.metrics, "progress": False, **given}
     return fb.solve(
         METHOD, TASK.problem, TASK.clients, TASK.x0, TASK.y0, rounds=rounds, callbacks=list(callbacks), **given

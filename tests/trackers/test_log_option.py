@@ -1,4 +1,4 @@
-"""`--log`: which names it takes, and what it says of one that cannot be used."""
+"""Does `--log` accept the names of trackers, and refuse other names and missing libraries before anything runs?"""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ def test_a_missing_library_is_said_before_anything_runs(command, tmp_path, capsy
 
 
 def test_a_comparison_is_a_run_with_a_run_of_each_algorithm_and_seed(tmp_path, monkeypatch) -> None:
+    """A comparison is recorded as a run with mean results, and within it a run for each algorithm and seed."""
     service = Service()
     monkeypatch.setattr(shared, "trackers", lambda options: [InMemory(service)])
     command = ["compare", "quadratic", "--algorithms", "simfbo,aggitd", "--set", "task.clients=3", "--rounds", "4"]

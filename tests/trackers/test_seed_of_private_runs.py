@@ -1,4 +1,4 @@
-"""A run under privacy gives no tracker its seed, by which the noise could be subtracted."""
+"""A run under privacy gives no tracker its seed, with which the noise could be subtracted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def service() -> Service:
 
 
 def texts_of(service: Service) -> str:
-    """All that the service has of its runs, but for the numbers of the history."""
+    """Return all texts that the service has of its runs, and no rows of histories."""
     found = []
     for kept in service.runs.values():
         run = kept.run
@@ -35,7 +35,7 @@ def texts_of(service: Service) -> str:
 
 
 def has_a_seed(service: Service) -> bool:
-    """Look for a seed as a number of its own: among the digits of seconds and losses it occurs by chance."""
+    """Return whether a seed occurs as a number. Among the digits of seconds and losses it may occur by chance."""
     return any(re.search(rf"(?<![\d.]){seed}(?!\d)", texts_of(service)) for seed in SEEDS)
 
 
@@ -46,7 +46,7 @@ def test_a_run_of_solve(service) -> None:
     assert kept.run.flat_parameters()["privacy.clip"] == 1.0
     assert not has_a_seed(service)
     solved(4, InMemory(service), key=SEEDS[0])
-    assert has_a_seed(service)  # of a run that has no noise
+    assert has_a_seed(service)  # this run has no noise
 
 
 def test_runs_of_a_sweep_and_its_group(service) -> None:
@@ -63,6 +63,7 @@ def test_runs_of_a_sweep_and_its_group(service) -> None:
 
 @pytest.mark.parametrize("private", [True, False])
 def test_a_run_in_a_folder_and_its_files(service, tmp_path, private) -> None:
+    """A tracker gets the spec and the summary, which have the seed, only of a run without privacy."""
     names = ["task.clients=3", "task.samples=[2, 2]", "task.dim_y=2", "run.rounds=4", "run.eval_every=2"]
     names += [f"{section}.seed={SEEDS[0]}" for section in ("run", "task", "clock")]
     names += ["client_lr=0.05", "server_lr=0.05", *PRIVATE[1::2]][: None if private else -3]
@@ -73,7 +74,7 @@ def test_a_run_in_a_folder_and_its_files(service, tmp_path, private) -> None:
     without = ["history.jsonl", "ledger.json", "result.npz", "plot.png"]
     assert [name for name in kept.files if name not in ("spec.toml", "summary.json")] == without
     assert len(kept.files) == (4 if private else 6)
-    assert Path(tmp_path / f"seed-{SEEDS[0]}" / "spec.toml").is_file()  # the folder has what a resumption needs
+    assert Path(tmp_path / f"seed-{SEEDS[0]}" / "spec.toml").is_file()  # the folder has it, to resume the run
 
 
 @pytest.mark.parametrize(
