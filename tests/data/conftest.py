@@ -1,4 +1,4 @@
-"""What the tests of loading and of downloading share."""
+"""A small archive in the layout of CIFAR-10, for tests of loading and of downloading."""
 
 import io
 import tarfile
@@ -11,9 +11,9 @@ from fedbilevel.data import loaders
 
 @pytest.fixture
 def cifar_archive(monkeypatch):
-    """Makes small tar archives in the layout of CIFAR-10, with one record per label in each batch.
+    """Return a function that makes small tar archives in the layout of CIFAR-10.
 
-    Pixel (row, column, channel) of every image is 64 channel + 2 row + column % 2.
+    Each batch has one record per label. Pixel (row, column, channel) of every image is 64 channel + 2 row + column % 2.
     """
     monkeypatch.setattr(loaders, "BATCH", 10)
 

@@ -1,4 +1,4 @@
-"""Files of some kilobytes that expand to 50 MB: they are refused after a few more bytes than there should be."""
+"""Are files of some kilobytes that expand to 50 MB refused before much of them is in memory?"""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def small_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def refused(read: Callable[[], Any], words: str) -> None:
-    """It is refused in these words, and no tenth of what it expands to was ever in memory."""
+    """Check that reading is refused in these words, and that a tenth of the 50 MB was never in memory."""
     tracemalloc.start()
     try:
         with pytest.raises(data.DataError, match=words):
@@ -61,6 +61,7 @@ def test_tables() -> None:
 
 
 def test_lines_of_a_byte_are_counted_before_they_are_parted() -> None:
+    """Too many lines are refused before the text is split, because lines of a byte would take many times its memory."""
     rows = 20_000
     limit = rows * 4 * loaders.LIBSVM_PAIR
     path = put("libsvm", "a9a.bz2", content=bz2.compress(b"\n" * limit, 1))
@@ -68,7 +69,7 @@ def test_lines_of_a_byte_are_counted_before_they_are_parted() -> None:
     try:
         with pytest.raises(data.DataError, match=r"a9a\.bz2 has [\d,]+ lines; expected 20,000"):
             loaders.parse_libsvm(path, 3, rows, 2)
-        assert tracemalloc.get_traced_memory()[1] < 3 * limit  # the parts that are read, and the whole
+        assert tracemalloc.get_traced_memory()[1] < 3 * limit  # the parts as they were read, and the joined text
     finally:
         tracemalloc.stop()
 
@@ -95,7 +96,7 @@ def test_a_cifar_archive(packed: Callable[[bytes], bytes]) -> None:
     ],
 )
 def test_an_omniglot_archive(monkeypatch: pytest.MonkeyPatch, packing: int, said: int, words: str) -> None:
-    """The archive's own table may say the truth of an image's length, or not."""
+    """An image that is too large is refused, whether or not the table of the archive states its true length."""
     monkeypatch.setattr(characters, "PUBLISHED", dict.fromkeys(characters.PUBLISHED, (1, 1)))
     monkeypatch.setattr(characters, "DRAWINGS", 1)
     out = io.BytesIO()
@@ -107,7 +108,10 @@ def test_an_omniglot_archive(monkeypatch: pytest.MonkeyPatch, packing: int, said
 
 
 def test_a_header_that_claims_more_than_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The shape of a .npy file is its writer's word; an array of it is mapped, not made."""
+    """A .npy file is refused if its header claims more rows than there are.
+
+    The claim costs no memory, because the array is mapped and not allocated.
+    """
     folder = data.write_clients(tmp_path / "population", [1], [{"x": np.zeros((1, 2))}])
     whole = (folder / "x.npy").read_bytes()
     (folder / "x.npy").write_bytes(whole.replace(b"(1, 2), }       ", b"(1, 9999999), } "))

@@ -16,7 +16,7 @@ FILE = files.File("thing.gz", len(CONTENT), hashlib.sha256(CONTENT).hexdigest())
 
 @pytest.fixture
 def server():
-    """A server on this machine that behaves as its path says; `server.asked` counts requests."""
+    """Yield a server on this machine that behaves as the path of a request says, and counts requests in `asked`."""
     release = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):

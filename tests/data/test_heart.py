@@ -23,7 +23,10 @@ def file_of(folder, hospital):
 
 @pytest.mark.parametrize("hospital", loaders.HOSPITALS)
 def test_columns_are_kept_or_made_into_indicators(folder, hospital):
-    """Against the lines themselves: `?` or NaN drops a patient where the column is kept, and only there."""
+    """Columns are kept, or made into indicators, and a patient is left out if a column that is kept has `?` or NaN.
+
+    The expected rows are made from the lines of the file.
+    """
     found = data.load_heart(hospital)
     complete, diseased = hospital_files.SIZES[hospital]
     assert found.rows.shape == (complete, 13)
@@ -74,7 +77,7 @@ def test_both_classes_are_divided_in_proportion():
     assert set(chosen) != set(other)
     assert sorted(map(len, loaders.stratified(labels[:10], 0.7, 0))) == [3, 7]  # no patient is lost to rounding
     assert list(map(len, loaders.stratified(labels, 0.001, 0))) == [1, 199]
-    one_healthy = (np.arange(46) > 0).astype(np.int32)  # nobody can be in both parts
+    one_healthy = (np.arange(46) > 0).astype(np.int32)  # the only healthy one cannot be in both parts
     assert list(map(len, loaders.stratified(one_healthy, 0.66, 43))) == [30, 16]
 
 

@@ -19,7 +19,7 @@ real_files = pytest.mark.skipif("FEDBILEVEL_DATA" not in os.environ, reason="FED
 
 
 def squeezed(data: bytes) -> bytes:
-    """Without the time of day, which would give a test another name in every process."""
+    """Compress without the time of day, which would give a parametrised test another name in every process."""
     return gzip.compress(data, mtime=0)
 
 
@@ -30,7 +30,7 @@ def idx_bytes(array: np.ndarray) -> bytes:
 
 @pytest.fixture
 def tiny(monkeypatch, tmp_path):
-    """A tiny "mnist" in an own folder: its four arrays and its four paths."""
+    """Write a tiny "mnist" into a user's folder, and return its four arrays and its four paths."""
     rng = np.random.default_rng(0)
     shapes = ((6, 3, 2), (6,), (4, 3, 2), (4,))
     arrays = [rng.integers(0, 256 if len(shape) == 3 else 10, shape, np.uint8) for shape in shapes]
@@ -62,6 +62,7 @@ def test_arrays_come_back_in_their_place_and_type(tiny):
 
 
 def test_the_cache_serves_what_the_own_folder_lacks_and_the_own_folder_goes_first(tiny):
+    """A file is read from the user's folder if it is there, and else from the cache."""
     _, paths = tiny
     cache = folders("mnist")[-1]
     cache.mkdir(parents=True)
@@ -144,7 +145,7 @@ def test_digits_are_all_there_split_by_class_and_always_the_same():
         train, test = np.sum(digits.train_labels == label), np.sum(digits.test_labels == label)
         assert test == (train + test) // 5
     np.testing.assert_array_equal(digits.test_images, again.test_images)
-    pixels = digits.train_images.astype(np.float64)  # the constants are given to four digits
+    pixels = digits.train_images.astype(np.float64)  # the constants have four digits
     assert (pixels.mean(), pixels.std()) == pytest.approx((*digits.mean, *digits.std), abs=0.5e-4)
     whole = pytest.importorskip("sklearn.datasets").load_digits()
     both = np.concatenate([digits.train_images, digits.test_images]).reshape(-1, 64) * 16
@@ -179,7 +180,7 @@ def test_standardise_is_the_formula_for_bytes_floats_and_channels():
     out = data.standardise(colour, (0, 0.5, 1), (0.1, 0.25, 1))
     assert out.dtype == np.float32
     np.testing.assert_allclose(out[0, 1, 0], [10, 2, 0], rtol=3 * eps)
-    assert colour.min() == 255  # the argument is left alone
+    assert colour.min() == 255  # the argument is unchanged
 
 
 @pytest.mark.parametrize(("mean", "std"), [((0, 0), (1, 1)), (0, (1, 1, 1)), (0, 0), (0, (1, -1, 1)), (0, np.nan)])
@@ -198,12 +199,12 @@ def test_the_real_files_have_the_published_sizes_and_constants(name):
     assert (len(found.train_images), len(found.test_images)) == (train, 10_000)
     assert (len(found.train_labels), len(found.test_labels)) == (train, 10_000)
     assert set(found.train_labels) == set(found.test_labels) == set(range(10))
-    # Moments from the histogram of each channel, exact; the constants are given to four digits.
+    # The moments follow exactly from the histogram of each channel. The constants have four digits.
     channels = np.moveaxis(found.train_images, -1, 0) if len(found.mean) > 1 else found.train_images[None]
     for pixels, mean, std in zip(channels, found.mean, found.std, strict=True):
         share = np.bincount(pixels.ravel(), minlength=256) / pixels.size
         value = np.arange(256) / 255
         exact = share @ value
         assert abs(exact - mean) <= 0.5e-4
-        # 1e-6: a re-packed CIFAR-10 may hold a few re-coded images, and 0.24348 is published as 0.2435.
+        # 1e-6 more, since a repacked CIFAR-10 may have some images encoded anew; 0.2435 is published for 0.24348.
         assert abs(np.sqrt(share @ (value - exact) ** 2) - std) <= 0.5e-4 + 1e-6

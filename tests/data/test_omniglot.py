@@ -1,4 +1,4 @@
-"""Are the characters those of the archives, is what is generated the same everywhere, is anything else refused?"""
+"""Are characters read as the archives have them, are generated ones the same everywhere, are other files refused?"""
 
 import hashlib
 import io
@@ -25,7 +25,7 @@ def png(ink: np.ndarray) -> bytes:
 
 @pytest.fixture
 def tiny(monkeypatch, tmp_path):
-    """Archives of 2 + 1 alphabets with 2 characters each, 2 drawings of a character; gives the ink of all."""
+    """Write archives of 2 and 1 alphabets, with 2 characters each and 2 drawings of each. Return folder and ink."""
     monkeypatch.setattr(characters, "PUBLISHED", {BACKGROUND: (2, 4), EVALUATION: (1, 2)})
     monkeypatch.setattr(characters, "DRAWINGS", 2)
     monkeypatch.setenv("FEDBILEVEL_DATA", str(tmp_path / "own"))
@@ -39,7 +39,7 @@ def tiny(monkeypatch, tmp_path):
         places = [(alphabet, number) for alphabet in alphabets for number in (1, 2)]
         with zipfile.ZipFile(folder / name, "w") as archive:
             archive.writestr(f"{name[:-4]}/", "")
-            for (alphabet, number), drawings in reversed(list(zip(places, ink, strict=True))):  # in another order
+            for (alphabet, number), drawings in reversed(list(zip(places, ink, strict=True))):  # in reverse order
                 for drawing, one in enumerate(drawings):
                     path = f"{name[:-4]}/{alphabet}/character{number:02d}/0709_{drawing + 1:02d}.png"
                     archive.writestr(path, png(one))
@@ -48,7 +48,10 @@ def tiny(monkeypatch, tmp_path):
 
 
 def by_area(ink: np.ndarray) -> np.ndarray:
-    """One drawing, (105, 105), at 28×28: each pixel cut into 4×4 pieces, of which 15×15 make a new one."""
+    """Scale a drawing of 105×105 pixels to 28×28 by areas.
+
+    Each pixel is cut into 4×4 pieces, and 15×15 pieces make a new pixel, as 105·4 = 28·15.
+    """
     pieces = np.repeat(np.repeat(ink, 4, axis=0), 4, axis=1).reshape(28, 15, 28, 15)
     share = pieces.sum(axis=(1, 3), dtype=np.int64)
     return np.floor(255 * share / 225 + 0.5).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""Does a packed population, in memory or on disk, give back each client's samples and nothing else?"""
+"""Does a packed population, in memory or on disk, have each client's samples and nothing else?"""
 
 import json
 import signal
@@ -37,7 +37,7 @@ def test_client_rows_are_where_start_and_size_say(packed):
         np.testing.assert_array_equal(packed.arrays["image"][rows], IMAGES[part])
         np.testing.assert_array_equal(packed.client(client)["label"], LABELS[part])
     assert packed.arrays["image"].dtype == np.float32
-    assert len(packed.arrays["label"]) == 6  # row 2 belongs to nobody
+    assert len(packed.arrays["label"]) == 6  # row 2 belongs to no client
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_population_on_disk_comes_back_as_it_was(packed, folder):
         np.testing.assert_array_equal(found.arrays[name], array)
         assert found.arrays[name].dtype == array.dtype
         assert isinstance(found.arrays[name], np.memmap)
-        np.testing.assert_array_equal(np.load(folder / f"{name}.npy"), array)  # it is plain files
+        np.testing.assert_array_equal(np.load(folder / f"{name}.npy"), array)  # the files are plain .npy files
     with pytest.raises(ValueError, match="read-only"):
         found.arrays["label"][0] = 1
     with pytest.raises(data.DataError, match="exists"):

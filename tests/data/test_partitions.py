@@ -49,7 +49,7 @@ def test_every_sample_belongs_to_exactly_one_client(name, counts, clients, seed)
 
 @pytest.mark.parametrize("name", sorted(OPTIONS))
 def test_the_seed_decides_and_nothing_else(name):
-    before = np.random.get_state()[1].copy()  # noqa: NPY002 - the global state is what must not move
+    before = np.random.get_state()[1].copy()  # noqa: NPY002 - the global state must not change
     assert same(make(name, seed=3), make(name, seed=3))
     assert not same(make(name, seed=3), make(name, seed=4))
     rng = np.random.default_rng(3)
@@ -62,7 +62,7 @@ def test_the_seed_decides_and_nothing_else(name):
 @pytest.mark.parametrize("name", sorted(OPTIONS))
 def test_the_order_within_a_client_is_shuffled(name):
     for part in make(name, clients=10):
-        if len(part) > 10:  # 10! orders: a shuffle that happens to sort does not occur
+        if len(part) > 10:  # of more than 10! orders, the sorted one does not occur
             assert not np.all(np.diff(part) > 0)
 
 
@@ -80,28 +80,28 @@ def test_iid_gives_each_client_the_same_chance_of_each_sample():
     held = np.array([[np.isin(np.arange(10), part) for part in make("iid", labels, clients, s)] for s in range(draws)])
     expected = np.array([3, 3, 2, 2])[:, None] / 10  # sizes 3, 3, 2, 2
     error = np.sqrt(expected * (1 - expected) / draws)
-    assert np.all(np.abs(held.mean(0) - expected) <= 5 * error)  # 40 cells: 5 errors fail once in 40,000 seeds
+    assert np.all(np.abs(held.mean(0) - expected) <= 5 * error)  # in 40 cells, one seed in 40,000 exceeds this
 
 
 def test_shards_are_runs_of_the_sorted_labels():
     parts = make("shards", clients=20, per_client=2)
     rank = np.empty(1000, int)
     rank[np.argsort(LABELS, kind="stable")] = np.arange(1000)
-    # 40 shards of 25: in each client exactly two numbers of shard, each complete; no shard twice.
+    # There are 40 shards of 25 samples. Each client has exactly two complete shards, and no shard has two clients.
     shards = [np.unique(rank[part] // 25, return_counts=True) for part in parts]
     assert all(len(which) == 2 and counts.tolist() == [25, 25] for which, counts in shards)
     assert sorted(np.concatenate([which for which, _ in shards])) == list(range(40))
 
 
 def test_shards_are_drawn_at_random():
-    # Client 0 holds 2 of 40 shards, 4 of each label: both of one label with probability 3/39.
+    # Each label has 4 of the 40 shards, so that the two shards of client 0 have one label with probability 3/39.
     draws, chance = 2000, 3 / 39
     one = [len(set(LABELS[make("shards", seed=s)[0]])) == 1 for s in range(draws)]
     assert abs(np.mean(one) - chance) <= 5 * np.sqrt(chance * (1 - chance) / draws)
 
 
 def beta_moments(a: float, b: float) -> tuple[float, float, float]:
-    """Mean, variance and fourth central moment of Beta(a, b)."""
+    """Return the mean, the variance and the fourth central moment of Beta(a, b)."""
     s = a + b
     variance = a * b / (s**2 * (s + 1))
     excess = 6 * ((a - b) ** 2 * (s + 1) - a * b * (s + 2)) / (a * b * (s + 2) * (s + 3))
@@ -121,7 +121,7 @@ def test_shares_have_the_moments_of_the_dirichlet_law(name, alpha):
     mean, variance, fourth = beta_moments(alpha, (clients - 1) * alpha)
     assert mean == pytest.approx(1 / clients, rel=1e-15)
     assert variance == pytest.approx(mean * (1 - mean) / (clients * alpha + 1), rel=1e-15)
-    # Five standard errors, plus whole samples: two rounded edges move a share by at most 1/each.
+    # The bound is five standard errors, and some more for rounding: both ends of a share move it by at most 1/each.
     n = found.size
     assert abs(found.mean() - mean) <= 5 * np.sqrt(variance / n) + 1 / each
     spread = np.mean((found - mean) ** 2)
@@ -197,7 +197,7 @@ def test_split_is_random_and_independent_of_a_partition_with_the_same_seed():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_folds_have_as_many_samples_of_each_class(seed):
-    """Of 100 and of 70 samples in 3 folds: to one as many in each, and as many in all."""
+    """Three folds have equally many samples of each class, here of 100 and 70, and in total, up to one sample."""
     labels = np.random.default_rng(0).permutation(np.repeat([0, 1], [100, 70]))
     fold = all_clients.dealt(labels, 3, np.random.default_rng(seed))
     for kind in (0, 1):

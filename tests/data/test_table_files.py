@@ -1,4 +1,4 @@
-"""CSV files as pandas reads them: gaps, words, numbers, codes."""
+"""Are CSV files read as pandas reads them, with the same gaps, words and numbers, and are malformed ones refused?"""
 
 import numpy as np
 import pandas as pd
@@ -94,6 +94,9 @@ def test_several_files_with_long_entries_are_read_at_once(tmp_path):
 
 
 def test_a_column_has_one_type_however_long_the_file_is(tmp_path):
-    """Pandas reads long files in parts, and would find numbers in some of them and words in others."""
+    """A column has one type, however long the file is.
+
+    Pandas reads long files in parts, and would find numbers in some parts and words in others.
+    """
     (tmp_path / "a.csv").write_text("a,b\n" + "1,2\n" * 300_000 + "x,2\n")
     assert {type(one) for one in read_table(tmp_path / "a.csv").a} == {str}

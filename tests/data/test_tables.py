@@ -16,7 +16,7 @@ LINES = b"+1 1:0.5 3:-2\n-1.0 2:1e-3 \n-1\n+1 3:4\n"
 
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
-    """Where files are looked for; both tables of libsvm's are four rows of three features, two of them positive."""
+    """Return the folder of data, and expect four rows of three features in a9a, two of them positive."""
     monkeypatch.setenv("FEDBILEVEL_DATA", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in ("libsvm", "covtype"):
@@ -73,7 +73,7 @@ def test_every_fifth_row_of_covertype_is_for_testing(folder):
     np.testing.assert_array_equal(found.test_labels, rows[4::5, -1] - 1)
     np.testing.assert_array_equal(found.train_images[:5], rows[[0, 1, 2, 3, 5], :-1])
     assert (found.classes, len(found.train_labels)) == (7, 17)
-    np.testing.assert_array_equal(found.standardised().train_images[:, 53], 0)  # it never varies
+    np.testing.assert_array_equal(found.standardised().train_images[:, 53], 0)  # this column is constant
     whole = rows[:, :54]
     (folder / "covtype" / "covtype.data.gz").write_bytes(gzip.compress(covertype_lines(whole)))
     with pytest.raises(data.DataError, match=r"covtype.data.gz has 54 columns; expected 55"):

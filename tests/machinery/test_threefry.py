@@ -1,4 +1,4 @@
-"""Keys whose hash is written out have the bits of JAX's own."""
+"""Does a key whose hash is written out in operations of JAX give the bits of JAX's own key?"""
 
 import jax
 import jax.numpy as jnp
@@ -32,10 +32,13 @@ def test_bits_are_those_of_jax(use):
 
 
 def test_the_hash_is_that_of_its_paper():
-    """Known answers of the authors' Random123 1.14, file kat_vectors: threefry2x32, 20 rounds."""
+    """The hash is that of its paper: it has the published answers for threefry2x32 with 20 rounds.
+
+    They are in the file kat_vectors of Random123 1.14, by the paper's authors.
+    """
     ones, pi = 0xFFFFFFFF, (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
     other = jax.random.key(0, impl="rbg")
-    assert written_out(other) is other  # as are all keys of other kinds
+    assert written_out(other) is other  # keys of other kinds stay as they are
     for (high, low, *key), expected in [
         ((0, 0, 0, 0), (0x6B200159, 0x99BA4EFE)),
         ((ones, ones, ones, ones), (0x1CB996FC, 0xBB002BE7)),
@@ -48,7 +51,7 @@ def test_the_hash_is_that_of_its_paper():
 @pytest.mark.parametrize("shape", [(1,), (5,), (2, 3)])
 @pytest.mark.parametrize("dtype", [np.int32, np.uint32])
 def test_what_is_computed_once_stays_as_it_is(shape, dtype):
-    """Also vectorised, and the largest number that there is."""
+    """`computed_once` returns the numbers that it gets, also vectorised, and also the largest number of the type."""
     numbers = np.random.default_rng(0).integers(0, 2**31, shape).astype(dtype)
     numbers.flat[0] = np.iinfo(dtype).max
     for given in (computed_once, jax.vmap(computed_once)):
@@ -58,7 +61,10 @@ def test_what_is_computed_once_stays_as_it_is(shape, dtype):
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="how a CPU's compiler puts loops together")
 def test_drawn_places_are_not_drawn_anew_for_every_entry():
-    """What reads the samples computes none of it: no remainder of a hash."""
+    """The compiled loop that reads the drawn samples does not compute their places again for every entry.
+
+    It has no remainder and no xor, of which the draws and the hash consist.
+    """
 
     @jax.jit
     def drawn(values, sizes, key):

@@ -1,4 +1,4 @@
-"""MLflow and Weights & Biases themselves, without a network, and TensorBoard as the reader of event files."""
+"""Do MLflow, Weights & Biases and TensorBoard themselves, without a network, have the rows and files of runs?"""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch) -> Iterator[None]:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.setenv("DATABASE_PASSWORD", SECRET)
     yield
-    if "wandb" in sys.modules:  # it reads settings once in a process
+    if "wandb" in sys.modules:  # wandb reads settings only once in a process
         sys.modules["wandb"].teardown()
 
 
@@ -40,7 +40,7 @@ def fails(result, row):
 
 
 def resumed_run(tracker: type[fb.trackers.Tracker]) -> fb.Result:
-    """A run that is interrupted after round 6, with a checkpoint of round 0 alone, and resumed."""
+    """Interrupt a run after round 6, with a checkpoint of round 0 only, and resume it."""
     given = {"checkpoint": Path("run.npz"), "checkpoint_every": 100}
     with pytest.raises(KeyboardInterrupt):
         solved(8, tracker(), fails, **given)
@@ -128,7 +128,7 @@ def test_a_server_that_does_not_answer_ends_no_run(monkeypatch) -> None:
 
 
 def test_the_address_of_a_run_is_not_printed(monkeypatch, capfd) -> None:
-    """MLflow prints it for a store behind a server, with the password in it."""
+    """The address of a run, with its password, is not printed, though MLflow prints it for a store behind a server."""
     module = "mlflow.tracking._tracking_service.client"
     monkeypatch.setattr(f"{module}.RestStore", object)
     monkeypatch.setattr(f"{module}.get_workspace_url", lambda: "http://me:secret@host")
@@ -136,7 +136,7 @@ def test_the_address_of_a_run_is_not_printed(monkeypatch, capfd) -> None:
     solved(4, tracker)
     assert "secret" not in "".join(capfd.readouterr())
     (run,) = mlflow_runs()
-    tracker.mlflow.MlflowClient().set_terminated(run.info.run_id)  # of the user's own code
+    tracker.mlflow.MlflowClient().set_terminated(run.info.run_id)  # as a user's own code may do
     assert "secret" in capfd.readouterr().out
 
 
@@ -144,7 +144,11 @@ def test_the_address_of_a_run_is_not_printed(monkeypatch, capfd) -> None:
 
 
 def wandb_records(file: Path) -> Iterator[Any]:
-    """The records of a run's file: blocks of 32 KiB after seven bytes; each piece has its checksum, size and kind."""
+    """Yield the records of a run's file.
+
+    The file has a head of 7 bytes, and blocks of 32 KiB. Before each piece of a record come its checksum (4 bytes), its
+    size (2 bytes) and its kind (1 byte), and no piece begins in the last 6 bytes of a block.
+    """
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, record = file.read_bytes(), 7, b""
@@ -161,7 +165,7 @@ def wandb_records(file: Path) -> Iterator[Any]:
 
 
 def wandb_files() -> list[Path]:
-    """The files of all runs, in the order of their starts, once wandb's own process has ended."""
+    """Return the files of all runs, the last one changed at the end, after wandb's own process has ended."""
     sys.modules["wandb"].teardown()
     return sorted(Path("wandb").glob("offline-run-*/run-*.wandb"), key=lambda file: file.stat().st_mtime_ns)
 

@@ -1,4 +1,4 @@
-"""What the files of `TensorBoard` hold, read by the form in which TensorFlow writes records."""
+"""Do the event files that `TensorBoard` writes have the rows, parameters and results of runs?"""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ SMALL += ["--rounds", "4", "--set", "eval_every=2", "--log", "tensorboard", "--q
 
 
 def events(folder: Path) -> list[Any]:
-    """The events of a folder's files: each is its length (8 bytes), a checksum (4), itself and a checksum (4)."""
+    """Return the events in the files of a folder.
+
+    A file has, for each event, its length (8 bytes), a checksum (4 bytes), the event, and a checksum (4 bytes).
+    """
     found = []
     for file in sorted(folder.glob("events.out.tfevents.*")):
         data = file.read_bytes()
@@ -35,7 +38,7 @@ def events(folder: Path) -> list[Any]:
 
 
 def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
-    """(step, value) of a column, as TensorBoard shows them: without those that a later start takes back."""
+    """Return (step, value) of a column as TensorBoard shows it, without the steps that a later start takes back."""
     shown: list[tuple[int, float]] = []
     for event in events(folder):
         if event.session_log.status == SessionLog.START:
@@ -75,7 +78,7 @@ def test_a_resumed_run_takes_back_the_rounds_that_are_repeated(tmp_path) -> None
             raise KeyboardInterrupt
 
     given = {"checkpoint": tmp_path / "run.npz", "checkpoint_every": 100}
-    with pytest.raises(KeyboardInterrupt):  # after round 0 alone was saved
+    with pytest.raises(KeyboardInterrupt):  # only round 0 was saved
         solved(8, fb.trackers.TensorBoard(tmp_path / "events"), fails, **given)
     (folder,) = (tmp_path / "events").iterdir()
     assert [step for step, _ in scalars(folder, "exchanges")] == [0, 2, 4, 6]

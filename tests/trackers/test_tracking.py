@@ -1,4 +1,4 @@
-"""What a tracker gets of runs: rows, parameters, files and endings; and what comes of one that fails."""
+"""Does a tracker get the rows, parameters, files and endings of runs, and does a tracker that fails disturb no run?"""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_reason_to_stop_is_recorded(service) -> None:
 
 
 class TrialPruned(Exception):
-    """Named as Optuna's."""
+    """An error with the name of Optuna's error for pruned trials."""
 
 
 @pytest.mark.parametrize(
@@ -122,12 +122,12 @@ def test_one_tracker_records_each_of_several_runs(service) -> None:
 
 
 def test_a_resumed_run_continues_without_a_row_twice_or_missing(service, tmp_path) -> None:
-    """The run is killed after a row that its checkpoint does not have."""
+    """A resumed run is recorded with each row once, even if it was killed after a row that no checkpoint has."""
     file = tmp_path / "run.npz"
 
     def fails(result, row):
         if row is not None and row["round"] == 4:
-            file.rename(tmp_path / "kept.npz")  # what was saved after round 2
+            file.rename(tmp_path / "kept.npz")  # the checkpoint of round 2
 
     with pytest.raises(OSError, match="killed"):
         solved(8, InMemory(service), fails, Killed(6), checkpoint=file, checkpoint_every=2)
@@ -140,7 +140,7 @@ def test_a_resumed_run_continues_without_a_row_twice_or_missing(service, tmp_pat
 
 
 class Killed:
-    """A callback that ends the run at a round, as a kill does."""
+    """A callback that ends the run at a round with an error, in place of a kill."""
 
     def __init__(self, round: int) -> None:
         self.round = round
@@ -167,6 +167,7 @@ def test_a_finished_run_that_is_resumed_is_recorded_too(service, tmp_path) -> No
 
 
 def test_a_new_run_is_not_taken_for_one_before(service, tmp_path) -> None:
+    """A new run is recorded as another one, even if its checkpoint has the name of an earlier run's checkpoint."""
     for _ in range(2):
         solved(2, InMemory(service), checkpoint=tmp_path / "run.npz")
         for file in tmp_path.glob("*.npz"):  # but not the file with the identifiers
@@ -288,7 +289,7 @@ def test_a_secret_that_is_not_given_hides_nothing(tmp_path) -> None:
 
 
 def test_a_long_parameter_is_no_secret(tmp_path) -> None:
-    """Its text is longer than what is searched for secrets."""
+    """A parameter that is too long to be searched for secrets does not count as a secret."""
     spec = tmp_path / "spec.toml"
     spec.write_text("any")
     capacities = {"clients": {"capacity": [0.25] * 5000}}
@@ -304,6 +305,10 @@ def test_a_service_that_never_answers_leaves_the_result_as_it_is(service) -> Non
 
 
 def test_a_service_that_fails_slowly_takes_a_tenth_of_the_time_at_most(service, monkeypatch) -> None:
+    """Attempts at a service that fails take at most about a tenth of the time.
+
+    Each takes 3 s here, so that the next one comes 30 s after its end.
+    """
     now = [0.0]
     monkeypatch.setattr("fedbilevel.engines.tracking.time.monotonic", lambda: now[0])
     attempts = []
