@@ -68,6 +68,7 @@ def test_unknown_names_are_refused_and_no_other_file_is_touched(folder):
 
 
 def test_both_classes_are_divided_in_proportion():
+    """Both classes are divided in the same proportion, here 33 of 50 and 99 of 150, by a draw that the seed decides."""
     labels = (np.arange(200) % 4 == 0).astype(np.int32)
     chosen, rest = loaders.stratified(labels, 0.66, 5)
     assert sorted([*chosen, *rest]) == list(range(200))

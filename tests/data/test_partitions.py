@@ -67,6 +67,11 @@ def test_the_order_within_a_client_is_shuffled(name):
 
 
 def test_iid_and_one_label_sizes_are_equal_to_within_one():
+    """The sizes of clients differ by at most one, for iid among all, and for one_label among those of a label.
+
+    Each of 7 clients has 142 or 143 of the 1000 samples. Of 23 clients, three share the 100 samples of label 0, 1 or 2,
+    so that the first of them has 34, and two share those of any other label, so that each has 50.
+    """
     assert sorted({len(part) for part in make("iid", clients=7)}) == [142, 143]
     parts = make("one_label", clients=23)
     assert [set(LABELS[part]) for part in parts] == [{k % 10} for k in range(23)]
@@ -111,6 +116,10 @@ def beta_moments(a: float, b: float) -> tuple[float, float, float]:
 @pytest.mark.parametrize("alpha", [0.1, 5.0])
 @pytest.mark.parametrize("name", ["dirichlet", "quantity"])
 def test_shares_have_the_moments_of_the_dirichlet_law(name, alpha):
+    """A client's share has the mean and the variance of Beta(α, (M − 1)α).
+
+    This is the law of one share if the shares of M clients have a Dirichlet law with parameter α.
+    """
     clients, draws, each = 5, 400, 1000
     labels = np.repeat(np.arange(10), each) if name == "dirichlet" else np.zeros(each, int)
     shares = []
@@ -129,6 +138,7 @@ def test_shares_have_the_moments_of_the_dirichlet_law(name, alpha):
 
 
 def test_minimum_is_kept_by_redrawing_and_refused_when_hopeless(monkeypatch):
+    """Shares are drawn again until each client has the minimum number of samples, up to a bound on the draws."""
     plain = make("dirichlet", clients=10, alpha=0.1, minimum=0, seed=5)
     assert min(map(len, plain)) < 20
     kept = make("dirichlet", clients=10, alpha=0.1, minimum=20, seed=5)

@@ -82,6 +82,10 @@ def test_a_band_on_a_log_axis_goes_as_far_down_as_up(end) -> None:
 
 @pytest.mark.parametrize(("dear", "scale"), [(100, "linear"), (110, "symlog")])
 def test_runs_whose_costs_are_more_than_ten_times_apart_share_a_log_axis_and_a_start(dear, scale) -> None:
+    """Two runs are drawn on a logarithmic axis of costs if one costs more than ten times as much as the other.
+
+    The runs end at 10 and at 100 or 110, and begin at the same place, at cost 0.
+    """
     axes = panel_of([line("cheap", [0, 5, 10], [1, 0.9, 0.8]), line("dear", [0, 50, dear], [1, 0.9, 0.8])])
     assert axes.get_xscale() == scale
     starts = {tuple(axes.transData.transform(one.get_xydata()[0]).round(6)) for one in axes.lines}

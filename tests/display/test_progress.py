@@ -1,4 +1,4 @@
-"""Does a display show stages and rounds in the right order, and can it never slow down or end a run?"""
+"""Does a display show stages and rounds in the right order, and can it neither delay a run much nor end it?"""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Told:
 
 
 class Clock:
-    """A clock that shows the time which a test sets."""
+    """A clock whose time a test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -253,7 +253,7 @@ def test_one_of_several_runs_is_named_before_its_stages_and_while_it_runs() -> N
 
 
 def test_the_speed_leaves_out_what_was_no_round() -> None:
-    """The speed is that of rounds of the last five seconds, or since the last mark, without compiling."""
+    """The speed is measured over the last five seconds, or since the last mark if that is older, without compiling."""
     clock = Clock()
     speed = Speed(clock=clock)
     assert speed.text(100) == ""

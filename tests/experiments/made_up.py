@@ -38,7 +38,7 @@ def made_up_run(
 
 
 def made_up_groups(names: list[str], seeds: int, **fields) -> list[RunGroup]:
-    """Return a group for each name. Each group has a smaller error than the one before, with at least four digits."""
+    """Return a group for each name. Each group has a smaller error than the one before, and long numbers."""
     groups = []
     for i, name in enumerate(names):
         values = [[1.0, 0.0678912 / 10**i + 0.0001234 * seed] for seed in range(seeds)]

@@ -20,7 +20,7 @@ RANDOM = "hypergradient.solver={name = 'neumann', sampling = 'random'}"
 
 @pytest.fixture(scope="module")
 def random_length(tmp_path_factory):
-    """A run of FedNest, whose rounds make a random number of exchanges."""
+    """Run FedNest, whose rounds make a random number of exchanges, and return the spec and the folder of the run."""
     spec = experiments.configure(task="quadratic", algorithm="fednest", settings=[*SMALL, RANDOM])
     folder = tmp_path_factory.mktemp("budget") / "run"
     experiments.run(spec, folder, plot=False)
@@ -106,6 +106,7 @@ def test_rounds_and_a_budget_take_each_others_place() -> None:
     ],
 )
 def test_what_cannot_be_is_refused(settings: list[str], words: str) -> None:
+    """Budgets that are impossible, and settings of a run that contradict each other, are refused."""
     with pytest.raises(ConfigurationError, match=re.escape(words)):
         experiments.configure(settings=settings)
 

@@ -1,4 +1,4 @@
-"""Do the losses of tasks accept submodels of clients with limited capacity, and does a run report who held what?"""
+"""Do the losses of tasks accept models that are cut to clients' capacities, and does a run count the holders?"""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def test_a_network_without_units_is_not_cut() -> None:
 
 @pytest.mark.checked
 def test_a_run_says_who_held_what(run, tmp_path) -> None:
+    """The closing table of a run shows the least number of clients that hold an entry of x."""
     small = ["--rounds", 1, "--cohort", 3]
     for setting in ("clients=3", "hidden=[4]", "capacity=[1, 0.5, 0.5]"):
         small += ["--set", setting]
@@ -41,13 +42,14 @@ def test_a_run_says_who_held_what(run, tmp_path) -> None:
     code, shown, error = run("run", *fedavg, *small, "--out", tmp_path / "a")
     assert (code, error) == (0, "")
     lines = {line.split("│")[1].strip(): line.split("│")[2].strip() for line in shown.splitlines() if "│" in line}
-    assert lines["clients per entry"] == "at least 1 (x)"  # only the first client has two of the four units
+    assert lines["clients per entry"] == "at least 1 (x)"  # two of the four units are held by the first client only
     assert float(lines["GFLOP"]) > 0
 
 
 @pytest.mark.slow
 @pytest.mark.checked
 def test_a_method_without_submodels_warns_once(run, tmp_path) -> None:
+    """A method that does not support submodels trains whole models, and warns once, with the reason."""
     small = ["--rounds", 1, "--cohort", 3]
     for setting in ("clients=3", "hidden=[4]", "capacity=[1, 0.5, 0.5]"):
         small += ["--set", setting]

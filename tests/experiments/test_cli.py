@@ -1,4 +1,4 @@
-"""Does the command line write and show what it should, and explain in one clear sentence whatever goes wrong?"""
+"""Does the command line write the right files and texts, and explain each mistake or failure in one clear sentence?"""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_seeds_make_one_run_each_and_are_finished_where_they_were_left(run, here
     code, shown, _ = run(*command, "--seeds", "0,1,2")
     assert (code, "mean ± sd" in shown) == (0, True)
     assert shown.splitlines()[-2:] == ["runs   all", f"plot   {Path('all') / 'plot.png'}"]
-    assert sorted(path.relative_to(here).as_posix() for path in here.rglob("*.png")) == ["all/plot.png"]  # one of all
+    assert sorted(path.relative_to(here).as_posix() for path in here.rglob("*.png")) == ["all/plot.png"]  # of all seeds
     kept = (here / "all" / "seed-0" / "summary.json").read_bytes()
     (here / "all" / "seed-1" / "summary.json").unlink()
     for file in (here / "all" / "seed-2").iterdir():  # as if the run had been killed before its first checkpoint
@@ -253,9 +253,9 @@ CONTINUE = "interrupted; continue with: fedbilevel run --resume it"
 def test_a_signal_ends_a_run_in_a_sentence_wherever_it_comes(
     number, place, comes, says, run, here, monkeypatch
 ) -> None:
-    """A signal ends a run with one sentence and exit code 128 + number, also if a library converts or catches it.
+    """A signal ends a run with one sentence and exit code 128 + number, even if a library converts or catches it.
 
-    After a checkpoint, the sentence names the command that continues the run.
+    After the first checkpoint, the sentence names the command that continues the run.
     """
     real = getattr(*place)
 

@@ -53,6 +53,7 @@ def test_a_spec_holds_a_schedule_of_arrivals() -> None:
 
 
 def test_the_clock_reaches_the_engine_and_the_seed_the_clock() -> None:
+    """The engine gets the clock of the spec, and the seed of a run in a series is also the seed of its clock."""
     spec = seeded(configure(task="quadratic", settings=[*SMALL, *CLOCK]), 5)
     assert (spec.clock.seed, spec.run.seed, spec.task.fields["seed"]) == (5, 5, 5)
     assert build(spec).engine.clock == spec.clock
@@ -155,6 +156,11 @@ def test_the_time_to_a_level() -> None:
 
 
 def test_the_command_line_shows_time_and_who_is_never_there(run, tmp_path, monkeypatch) -> None:
+    """The command line shows virtual time, and names the clients that are never available.
+
+    All four clients are stragglers, so that each round takes 7 s. The run ends after the third round, as 2.5 rounds are
+    17.5 s.
+    """
     monkeypatch.chdir(tmp_path)
     given = ["clock.stragglers=4" if "stragglers" in part else part for part in SET]
     arguments = ["--set", "clock.availability=[1, 1, 0, 1]", "--time", 2.5 * ROUND]

@@ -30,6 +30,7 @@ def runs(tmp_path_factory):
 
 
 def test_seeds_of_one_spec_form_one_group_in_which_each_run_counts_once(runs) -> None:
+    """Runs of one spec with different seeds are one group, in which a run that is named several times counts once."""
     again = [runs / "sim" / "seed-0", runs / "shro" / ".." / "sim" / "seed-1"]
     groups = load_groups([runs / "sim", *again, runs / "shro" / "seed-0"])
     assert [(group.label, len(group.runs)) for group in groups] == [("sim (3 seeds)", 3), ("shro", 1)]
@@ -89,6 +90,7 @@ def test_runs_are_labelled_columns_and_levels_chosen(tmp_path, run) -> None:
 
 
 def test_groups_of_one_name_are_told_apart_and_no_run_counts_twice(runs, tmp_path) -> None:
+    """Groups of the same name get different labels, and two runs of the same spec and seed are refused."""
     for name, condition in (("a", "2.0"), ("b", "3.0")):
         shutil.copytree(runs / "shro", tmp_path / name / "shro")
         spec = tmp_path / name / "shro" / "seed-0" / "spec.toml"

@@ -126,6 +126,7 @@ def test_a_server_records_in_trackers_what_it_knows(spec, tmp_path, monkeypatch)
 
 
 def test_an_unfinished_run_goes_on_under_its_name(spec, tmp_path):
+    """A federated run that stopped early continues under the same name, and ends with the numbers of a simulation."""
     config = {"out": str(tmp_path / "a"), "attempts": 1, "join": 0.1}
     grid = InProcess(federation.client_app(spec), 3)
     late = lambda client, message: np.inf if message.content["fields"]["round"] == 2 else 0.0  # noqa: E731
@@ -161,6 +162,7 @@ def test_a_run_that_too_few_clients_came_to_starts_again_in_its_folder(spec, tmp
 
 
 def test_the_status_of_what_is_no_file_is_refused(tmp_path):
+    """The status of a run is refused if its log is a pipe, since reading it might never end."""
     os.mkfifo(tmp_path / "exchanges.jsonl")
     with pytest.raises(fb.errors.ConfigurationError, match=r"jsonl is not a regular file; see --connection$"):
         Status.of(Folder(tmp_path))
@@ -175,6 +177,7 @@ def test_a_run_that_cannot_begin_writes_nothing_into_the_folder_of_something_els
 
 
 def test_clients_read_their_own_folders_and_the_server_none(hospitals, tmp_path, monkeypatch):
+    """Each client reads its own folder, the server only the test set, and the numbers are those of a simulation."""
     monkeypatch.chdir(hospitals)
     spec = read_spec("spec.toml").replace(run={"rounds": 3})
     run(spec, tmp_path / "b")
@@ -278,6 +281,7 @@ def test_a_wrong_run_configuration_is_told_what_is_wrong(spec, config, message, 
 
 
 def test_the_app_of_a_task_of_ours(tmp_path, capsys):
+    """`flower new` writes an app for a task of the library, and does not overwrite a folder."""
     folder = tmp_path / "My-App"
     assert main(["flower", "new", str(folder), "--task", "quadratic", "--clients", "3", "--rounds", "7"]) == 0
     project = tomllib.loads((folder / "pyproject.toml").read_text())
@@ -292,6 +296,7 @@ def test_the_app_of_a_task_of_ours(tmp_path, capsys):
 
 
 def test_a_file_that_needs_its_neighbours_and_a_name_that_is_no_package_are_refused(spec, tmp_path):
+    """An app is refused if its task needs a second file, or if its name is not a name for a package."""
     (tmp_path / "neighbour_of_it.py").write_text("A = 1\n")
     (tmp_path / "mine.py").write_text("import neighbour_of_it\nfrom fedbilevel.tasks import quadratic as task\n")
     of_two = configure(task=f"{tmp_path / 'mine.py'}:task")
@@ -404,6 +409,7 @@ def test_a_full_disk_ends_a_server_in_a_sentence(spec, tmp_path, monkeypatch, ca
 
 
 def test_a_run_whose_numbers_fail_is_not_to_be_submitted_again(spec, tmp_path):
+    """The error of a run with numbers that are not finite does not suggest to submit the run again."""
     out, steep = tmp_path / "a", spec.replace(algorithm={"client_lr": 1e200})
     with pytest.raises(fb.errors.NumericalError, match=r"not finite .*the last checkpoint is kept$"):
         federation.serve(steep, InProcess(federation.client_app(steep), 3), {"out": str(out), "attempts": 1})
@@ -460,7 +466,7 @@ def test_looking_at_a_site_does_not_use_up_what_its_log_is_to_say(hospitals, tmp
     for _ in range(2):
         assert main(["flower", "check", "spec.toml", "--node-config", f"{NORTH} state-folder='{tmp_path}'"]) == 0
         assert "differ from its earlier ones" in capsys.readouterr().out
-    assert "differ from its earlier ones" not in caplog.text  # it is printed only
+    assert "differ from its earlier ones" not in caplog.text  # it is printed, and not logged
 
 
 @pytest.mark.parametrize(

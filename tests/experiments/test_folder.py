@@ -35,6 +35,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_run_starts_where_another_died(dead, run) -> None:
+    """A run starts in the folder of one that died before its first checkpoint, and names the files that it removes."""
     dead.require_free()  # only looks, and removes nothing
     assert dead.spec.is_file()
     code, _, error = run(*QUADRATIC, "--rounds", 3, "--out", dead.path)
@@ -72,6 +73,7 @@ KEPT = {
 
 @pytest.mark.parametrize("case", KEPT)
 def test_what_anybody_could_want_is_refused_and_not_touched(dead, case) -> None:
+    """A folder is refused, and stays as it is, if it has any file that a user may need."""
     KEPT[case](dead)
     before = content(dead.path)
     for begin in (lambda: experiments.run(SPEC, dead.path, plot=False), lambda: dead.claim(SPEC)):

@@ -46,6 +46,7 @@ SPECS = {
 
 @pytest.mark.parametrize("content", SPECS, ids=lambda content: content[:30])
 def test_specs(content: str, run: Run, tmp_path: Path) -> None:
+    """A damaged spec is reported in one sentence, by `run` and, if it is in the folder of a run, by `compare`."""
     spec = tmp_path / "spec.toml"
     spec.write_text(content)
     code, _, error = run("run", "--spec", spec)
@@ -165,6 +166,7 @@ def test_damaged_lines_are_counted_and_command_no_terminal(run: Run, tmp_path: P
 
 @pytest.mark.parametrize("damage", ["meta", "compressed"])
 def test_checkpoints(damage: str, run: Run, tmp_path: Path) -> None:
+    """A damaged or compressed checkpoint is refused in one sentence, and stays as it is."""
     place = tmp_path / "run" / "checkpoint.npz"
     experiments.run(experiments.configure(task="quadratic", settings=["rounds=10"]), place.parent, plot=False)
     place.with_name("checkpoint.previous.npz").unlink(missing_ok=True)  # else the run would be resumed from it
@@ -183,6 +185,7 @@ def test_checkpoints(damage: str, run: Run, tmp_path: Path) -> None:
 
 
 def test_a_host_that_no_certificate_can_name(run: Run, tmp_path: Path) -> None:
+    """`flower keys` refuses a host name that does not fit into a certificate."""
     pytest.importorskip("cryptography")
     outcome = run("flower", "keys", tmp_path / "keys", "--clients", 1, "--host", "ä" * 64)
     one_sentence(outcome, 2, "a server cannot have one of the names ää")

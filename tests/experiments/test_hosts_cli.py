@@ -51,8 +51,7 @@ def test_resume_is_given_to_all_or_to_none(tmp_path):
 def test_ctrl_c_in_one_process_stops_both_and_the_run_goes_on(tmp_path):
     """Ctrl-C in process 1 stops both processes, and --resume continues the run.
 
-    Only process 0 has the folder of the run. It decides what is resumed, and refuses to write to a folder that is in
-    use.
+    Only process 0 has the folder of the run. It decides what is resumed, and refuses a folder that has a run already.
     """
     started = commands(tmp_path, "quadratic", "--rounds", "1000000", "--cohort", "3", "--out", "there")
     folder = tmp_path / "host0" / "there"

@@ -201,6 +201,7 @@ def test_a_comparison_takes_any_spelling_in_its_settings() -> None:
 
 @pytest.mark.parametrize(("kind", "known"), [("algorithm", ALGORITHMS), ("task", TASKS)])
 def test_what_is_shown_of_one_can_be_copied_into_a_spec(kind: str, known: dict) -> None:
+    """The section that is shown for a method or a task can be copied into a spec."""
     for name in names.library(kind):
         text = loader.shown(kind, name)
         assert known[name].__doc__.split("\n")[0] in text

@@ -52,7 +52,7 @@ def test_a_method_keeps_its_place_and_so_its_colour(compared, tmp_path) -> None:
     assert [group.name for group in experiments.load_groups([compared])] == names
     folder = tmp_path / "runs"
     shutil.copytree(compared, folder)
-    shutil.rmtree(folder / "centralised")  # its algorithm is the first one, which is now another
+    shutil.rmtree(folder / "centralised")  # its algorithm is the first one, which changes now
     groups = experiments.compare_algorithms("quadratic", TWO[::-1], settings=SETTINGS, seeds=[0, 1], out=folder)
     assert [group.name for group in groups] == TWO
     (folder / "methods.json").write_text("{}")

@@ -58,7 +58,7 @@ def test_trials_begin_at_x0_and_go_on_from_the_best_y(trials):
     points = []
     note = lambda result, row: points.append((np.asarray(result.x), np.asarray(result.y)))  # noqa: E731
     result = searched(Random(**BOUNDS, trial_exchanges=4, batch_size=None), 18, callbacks=[note])
-    assert [rounds for *_, rounds in trials] == [4, 4, 4, 2]  # 18 − 4 exchanges
+    assert [rounds for *_, rounds in trials] == [4, 4, 4, 2]  # and a measurement after each
     np.testing.assert_array_equal(trials[0][0], TASK.x0)
     assert all(np.all(np.abs(x) <= 1) for x, *_ in trials)
     assert len({x.tobytes() for x, *_ in trials}) == 4
@@ -454,6 +454,7 @@ def test_specs_that_a_search_cannot_play_are_refused(settings, words):
 
 
 def test_the_bounds_of_the_spec_or_of_the_tasks_set_are_taken():
+    """Without given bounds, searches take those of the task's set of x, for regularization −12 and 0."""
     specs = comparison_specs("regularization", ["simfbo"], settings=["run.exchanges=9"], against=["random", "fedex"])
     assert list(specs) == ["simfbo", "search-Random", "fedex"]
     for spec in (specs["search-Random"], specs["fedex"]):
@@ -469,6 +470,8 @@ def test_what_installs_optuna_is_said(monkeypatch):
 
 
 def test_x_may_be_a_tree(trials):
+    """A search may be over a tree of arrays, and returns a tree of the same shapes."""
+
     def inner(x, y, batch):
         return jnp.mean((y - batch) ** 2) + jnp.exp(x["a"]) * y**2 + jnp.sum(jnp.exp(x["b"])) * y**2
 

@@ -68,6 +68,7 @@ def here(tmp_path, monkeypatch) -> Path:
 
 @pytest.mark.checked
 def test_it_runs_and_is_resumed_from_elsewhere(run, here) -> None:
+    """A task in a user's file runs with its fields and defaults, and its run is resumed from another folder."""
     code, _, error = run("run", "sub/mine.py:make", "--rounds", 3, "--set", "task.shift=2", "--seed", 5, "--quiet")
     assert (code, error) == (0, "")
     (folder,) = (here / "runs").iterdir()
@@ -100,6 +101,7 @@ def test_a_task_that_was_changed_is_not_resumed_unasked(run, here) -> None:
 
 
 def test_a_task_may_be_ready_and_a_module_is_found_from_here(here, monkeypatch) -> None:
+    """A task may be an object instead of a function, and a module is found in the current folder."""
     spec = experiments.configure(task="sub/mine.py:ready")
     assert (spec.task.fields, len(task_of(spec).clients)) == ({}, 4)
     monkeypatch.chdir(here / "sub")

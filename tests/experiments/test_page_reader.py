@@ -37,7 +37,7 @@ SEEN = Snapshot(
 
 @contextmanager
 def page(snapshot: Snapshot, host: str = "127.0.0.1") -> Iterator[WindowServer]:
-    """Serve a page with the snapshot."""
+    """Serve a page with the snapshot, and yield its server."""
     with WindowServer(host, 0) as server:
         server.publish([snapshot])
         threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()

@@ -101,6 +101,7 @@ def test_presets_give_parts_of_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_preset_with_a_name_replaces_one_that_it_is_merged_with() -> None:
+    """When presets are merged, a table with a name or a schedule replaces the earlier one. Other tables change it."""
     first = {"solver": {"name": "cg", "tolerance": 1.0}, "rate": {"x": 1, "y": 2}}
     assert merged(first, {"solver": {"name": "neumann"}}) == {"solver": {"name": "neumann"}, "rate": {"x": 1, "y": 2}}
     assert merged(first, {"rate": {"y": 3}})["rate"] == {"x": 1, "y": 3}
@@ -130,6 +131,7 @@ def test_what_no_part_is_or_has_is_refused_by_its_path(setting: str, words: str)
 
 
 def test_steps_that_adapt_are_none_in_a_spec() -> None:
+    """In a spec, step sizes that adapt are none, and a method whose steps cannot adapt refuses this."""
     settings = ["server_lr=none", "client_lr=0.1", "client_lr.y=none"]
     method = algorithm_of(configure(task="quadratic", algorithm="simfbo", settings=settings))
     assert method.server_lr == (None, None, None)

@@ -79,7 +79,7 @@ def test_one_command_learns_the_digits(algorithm, run, tmp_path) -> None:
     outer variable is shown on closed forms, in tests/algorithms.
     """
     task = listed("LEARNS").get(ALGORITHMS[algorithm], "hyper_representation")
-    chosen = [] if task == "hyper_representation" else [task]  # the default
+    chosen = [] if task == "hyper_representation" else [task]  # which is the default task
     code, _, error = run("run", *chosen, "--algorithm", algorithm, "--quiet", "--out", tmp_path / "run")
     assert (code, error) == (0, "")
     found = experiments.load_run(tmp_path / "run")

@@ -70,6 +70,7 @@ def test_in_presets_a_methods_own_fields_count_before_those_of_its_smallest_grou
 
 
 def test_a_task_may_have_its_own_method_and_a_method_a_single_client() -> None:
+    """Some tasks have another default method than SimFBO, and some methods run with a single client by default."""
     assert resolve({"task": "selection"}).algorithm.name == configure(task="location").algorithm.name == "fism"
     assert resolve({"task": "quadratic"}).algorithm.name == "simfbo"
     assert configure(task="location", algorithm="irg").algorithm.name == "irg"
@@ -330,13 +331,15 @@ def test_settings_may_be_values_of_python() -> None:
 
 
 def test_the_field_of_a_part_is_not_taken_for_that_of_a_task() -> None:
-    """A setting means a field of a section rather than of a part. If it fits several places equally, it is refused."""
+    """A setting means a field of a section rather than of a part, and if several places fit, an error lists them."""
     assert configure(task="quadratic", algorithm="fednest", settings=["rounds=9"]).run.rounds == 9
     with pytest.raises(ConfigurationError, match=r"write inner.local_steps or clients\.local_steps"):
         configure(task="quadratic", algorithm="fednest", settings=["local_steps=9"])
 
 
 def test_a_class_may_have_an_optimizer_without_a_name(monkeypatch) -> None:
+    """A method may have a default optimizer for which there is no name, and a spec then calls it "default"."""
+
     class Mine(ALGORITHMS["simfbo"]):
         server_optimizer: optax.GradientTransformation = static(default=optax.adam(0.5))
 

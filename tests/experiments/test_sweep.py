@@ -139,7 +139,7 @@ def test_on_a_terminal_the_line_of_a_run_stands_above_the_bar_and_does_not_cut_i
 def test_a_smaller_grid_says_how_many_runs_are_beside_its_own(copy, run) -> None:
     """A sweep over a smaller grid says how many other runs its folder has.
 
-    Whoever reads the result then knows that more points were tried than this grid has.
+    A reader of the result then knows that more points were tried than this grid has.
     """
     code, printed, _ = run("sweep", *SMALL, "--grid", "server_lr.x=0.05", *GRID[2:4], "--seeds", "0", "--out", copy)
     assert code == 0
