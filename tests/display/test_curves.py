@@ -160,7 +160,7 @@ def several(number: int) -> list[Curve]:
 
 @pytest.mark.parametrize(("panels", "cells"), [(1, 1), (3, 3), (4, 4), (5, 6)])
 def test_every_curve_is_named_in_the_picture(panels, cells) -> None:
-    """A picture names all nine curves, in a free cell or below its panels, and no name is wider than the picture."""
+    """A picture names all nine curves, in a free cell or below its panels, in a legend no wider than the picture."""
     for size in (None, (3.3, 2.6)):
         figure = comparison_figure(several(9), "e", "title", list(COSTS)[:panels], size)
         assert [axes.get_xlabel() != "" for axes in figure.axes] == [i < panels for i in range(cells)]

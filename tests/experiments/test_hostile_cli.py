@@ -46,7 +46,7 @@ SPECS = {
 
 @pytest.mark.parametrize("content", SPECS, ids=lambda content: content[:30])
 def test_specs(content: str, run: Run, tmp_path: Path) -> None:
-    """A damaged spec is reported in one sentence, by `run` and, if it is in the folder of a run, by `compare`."""
+    """A damaged spec is reported in one sentence by `run`, and, if it cannot be read at all, also by `compare`."""
     spec = tmp_path / "spec.toml"
     spec.write_text(content)
     code, _, error = run("run", "--spec", spec)

@@ -335,7 +335,7 @@ def compared(tmp_path_factory):
 
 
 def test_rivals_are_rows_and_curves_as_others(compared, run, tmp_path):
-    """Searches are rows and curves of a comparison, like methods, and have the same budget of exchanges."""
+    """A search and FedEx are rows and curves of a comparison, like methods, and have the same budget of exchanges."""
     folder, _ = compared
     groups = load_groups([folder])
     assert legend(groups) == ["SimFBO", "search: TPE", "FedEx"]

@@ -45,7 +45,7 @@ def wrong():
     return number
 
 
-def loss(x, y, batch):  # not a task, and a function of another return type is none either
+def loss(x, y, batch):  # not a task, and neither is size, which declares another result
     return jnp.mean(batch)
 
 

@@ -131,7 +131,7 @@ def test_what_no_part_is_or_has_is_refused_by_its_path(setting: str, words: str)
 
 
 def test_steps_that_adapt_are_none_in_a_spec() -> None:
-    """In a spec, step sizes that adapt are none, and a method whose steps cannot adapt refuses this."""
+    """A step size that adapts is "none" in a spec, and a method whose steps cannot adapt refuses it."""
     settings = ["server_lr=none", "client_lr=0.1", "client_lr.y=none"]
     method = algorithm_of(configure(task="quadratic", algorithm="simfbo", settings=settings))
     assert method.server_lr == (None, None, None)

@@ -41,8 +41,8 @@ def shown(table):
 def test_a_run_measures_each_client_on_its_own_images(place):
     """A run measures the accuracy of each of three clients on its own images.
 
-    The mean has equal weights, and the median is the middle accuracy. The first decile of three numbers lies at 0.1·2 =
-    0.2 of the way from the lowest to the middle one.
+    The mean has equal weights, and the median is the middle accuracy. The first decile of three numbers is interpolated
+    at 0.1·2 between the lowest and the middle one.
     """
     row = load_run(place).history.rows[-1]
     low, middle, high = (row[f"client_accuracy.{end}"] for end in ("worst", "p50", "best"))

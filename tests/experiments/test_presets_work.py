@@ -96,8 +96,8 @@ def test_presets_come_near_the_solution_of_the_quadratic(algorithm) -> None:
     """With its presets, each method comes near the solution of the quadratic task.
 
     Since x0 = 0, the relative error starts at 1. If each client inverts its own Hessian, the mean of the clients'
-    hypergradients is 0 at another x than x*, with a relative error of 0.457. This x solves the linear equations h̄(x,
-    y) = 0 and ∇y ḡ(x, y) = 0.
+    hypergradients is 0 at another x than x*, with a relative error of 0.457. This x and its y solve two linear
+    equations: the mean h̄ of these hypergradients and ∇y ḡ are 0.
     """
     error = solved(configure(task="quadratic", algorithm=algorithm), task_with_presets("quadratic", None)).history
     assert error["relative_error"][0] == pytest.approx(1)

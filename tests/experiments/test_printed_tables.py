@@ -69,7 +69,7 @@ def test_no_number_of_a_comparison_is_cut(seeds, terminal) -> None:
 
 
 def test_the_least_important_columns_go_first_then_texts_fold_and_numbers_last() -> None:
-    """If a terminal is narrow, the least important columns are left out, then texts are wrapped, and last numbers."""
+    """If a terminal is narrow, the least important columns are left out, then texts are wrapped, and numbers last."""
     columns = {"name": ["of two words"], "a": ["123,456"], "b": ["0.001 ± 0.002"], "c": ["7"]}
     seen = {}
     for width in range(60, 5, -1):

@@ -131,7 +131,7 @@ def test_the_pause_grows_with_the_time_of_a_reading_up_to_a_bound(monkeypatch) -
 
     Readings take 0.2 s and 10 s.
     """
-    clock = iter([0.0, 0.2, 10.0, 20.0, 30.0, 30.01])  # begin and end of each reading after the first
+    clock = iter([0.0, 0.2, 10.0, 20.0, 30.0, 30.01])  # beginning and end of each reading after the first
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     pauses: list[float] = []
     found = snapshots(lambda: Snapshot("", "running"), pauses.append)

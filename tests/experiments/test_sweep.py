@@ -26,7 +26,7 @@ from fedbilevel.sweeps import played, product
 
 SMALL = ["quadratic", "--set", "clients=3", "--set", "samples=[2, 2]", "--set", "dim_y=2", "--rounds", "4"]
 GRID = ["--grid", "server_lr.x=0.05,0.1", "--grid", "cohort=2,9", "--seeds", "0,1"]
-"""Four points. Two of them fail, but only in their runs, because nine of three clients cannot be drawn."""
+"""Four points with two seeds. Two points fail in their runs, since a cohort of nine is more than three clients."""
 FILES = ("sweep.csv", "chosen.toml")
 
 

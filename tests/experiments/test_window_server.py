@@ -197,7 +197,7 @@ def test_texts_of_runs_are_escaped_wherever_they_stand(server) -> None:
     server.publish([HOSTILE])
     page = asked(server).read().decode()
     assert page.count("<script") == page.count("</script") == 1
-    assert "$title" in page  # it is text, and no place of the template
+    assert "$title" in page  # it is text, and not a place to fill in
 
 
 def test_a_value_that_is_not_finite_is_drawn_as_a_gap() -> None:

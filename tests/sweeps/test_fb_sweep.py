@@ -92,7 +92,7 @@ def test_a_best_point_on_the_edge_of_its_grid_is_warned_of(values, best, said) -
 
 
 def test_it_says_of_itself_in_six_lines(two_by_two) -> None:
-    """The representation of a sweep has six lines: the fields, the best points, and how many runs were made."""
+    """The representation of a sweep has six lines, which name its field and say how many runs were made."""
     lines = repr(two_by_two).splitlines()
     assert len(lines) == 6
     assert lines[0] == "Sweep over server_lr.x"

@@ -128,7 +128,10 @@ def test_a_server_that_does_not_answer_ends_no_run(monkeypatch) -> None:
 
 
 def test_the_address_of_a_run_is_not_printed(monkeypatch, capfd) -> None:
-    """The address of a run, with its password, is not printed, though MLflow prints it for a store behind a server."""
+    """The tracker does not print the address of a run, which may contain a password.
+
+    MLflow prints it for a store behind a server, and still does so in the user's own calls.
+    """
     module = "mlflow.tracking._tracking_service.client"
     monkeypatch.setattr(f"{module}.RestStore", object)
     monkeypatch.setattr(f"{module}.get_workspace_url", lambda: "http://me:secret@host")
