@@ -53,6 +53,10 @@ def put(*names: str, content: bytes) -> Path:
 
 
 def test_tables() -> None:
+    """Tables of numbers are refused as soon as they expand beyond a limit.
+
+    The limit of a table of libsvm follows from its expected numbers of rows and features.
+    """
     put("covtype", "covtype.data.gz", content=gzip.compress(ZEROS, 1))
     refused(lambda: data.load_table("covtype"), r"covtype\.data\.gz expands to more than 300,000 bytes")
     path = put("libsvm", "a9a.bz2", content=bz2.compress(ZEROS, 1))
@@ -75,12 +79,14 @@ def test_lines_of_a_byte_are_counted_before_they_are_parted() -> None:
 
 
 def test_idx() -> None:
+    """A file of the form IDX is refused as soon as it expands beyond a limit, whatever size its header claims."""
     content = gzip.compress(bytes((0, 0, 8, 1)) + struct.pack(">i", BIG) + ZEROS, 1)
     refused(lambda: loaders.parse_idx(content, 1, "file"), "file expands to more than 300,000 bytes")
 
 
 @pytest.mark.parametrize("packed", [gzip.compress, partial(lzma.compress, preset=0)])
 def test_a_cifar_archive(packed: Callable[[bytes], bytes]) -> None:
+    """An archive of CIFAR-10 is refused as soon as it expands beyond a limit, even within the header of a member."""
     member = tarfile.TarInfo("cifar-10-batches-bin/batches.meta.txt")
     member.size, member.type = BIG, tarfile.XHDTYPE
     content = packed(member.tobuf() + ZEROS)

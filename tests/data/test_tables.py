@@ -84,6 +84,7 @@ def test_every_fifth_row_of_covertype_is_for_testing(folder):
 
 
 def test_missing_files_and_unknown_names(folder):
+    """An error says where a missing file was looked for, and which names are known."""
     with pytest.raises(data.DataError, match=r"ijcnn1.bz2 is not in .*libsvm.*FEDBILEVEL_DATA=FOLDER"):
         data.load_table("ijcnn1")
     with pytest.raises(data.DataError, match=r"'ijcnn'.*'ijcnn1'.*a9a, covtype, ijcnn1"):

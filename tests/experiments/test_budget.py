@@ -69,6 +69,7 @@ def test_an_interrupted_run_ends_at_the_same_bits(random_length, tmp_path) -> No
 
 
 def test_resuming_a_run_that_was_killed_after_its_last_round_adds_none(random_length) -> None:
+    """A run that was killed after its last round, and before its summary was written, makes no further round."""
     _, folder = random_length
     before = outcome(folder)
     summary = json.loads((folder / "summary.json").read_text())

@@ -149,6 +149,7 @@ def test_a_number_that_is_not_finite_ends_the_run_with_its_checkpoint_kept(run, 
 
 @pytest.mark.parametrize("more", [["--out", "far"], ["--seeds", "1", "--out", "far"]])
 def test_a_run_that_diverged_at_its_end_is_no_success(run, here, more) -> None:
+    """A run whose metric has grown until its end has exit code 3 and warnings, even though its numbers are finite."""
     code, _, error = run(*QUADRATIC, "--set", "server_lr=0.9", "--rounds", 20, *more)
     assert code == 3
     assert re.fullmatch(
@@ -159,6 +160,7 @@ def test_a_run_that_diverged_at_its_end_is_no_success(run, here, more) -> None:
 
 
 def test_algorithms_that_are_compared_and_diverge_are_no_success(run, here) -> None:
+    """A comparison with a run that has diverged has exit code 3, also if the run is only read."""
     chosen = ["compare", "quadratic", "--algorithms", "simfbo", "--set", "server_lr=0.9", "--rounds", 20]
     for warnings in (2, 0):  # the second command only reads the finished run
         code, _, error = run(*chosen, "--out", "far", "--quiet")

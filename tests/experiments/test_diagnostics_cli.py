@@ -63,6 +63,7 @@ def test_diagnose_prints_commands_that_ask_for_what_it_found(source, run, monkey
 
 @pytest.mark.slow
 def test_diagnose_says_all_else_on_request(run) -> None:
+    """`diagnose` prints at most ten lines, and `--all` prints more below the same lines."""
     _, short, _ = run("diagnose", "quadratic")
     _, whole, _ = run("diagnose", "quadratic", "--all")
     assert whole.startswith(short)

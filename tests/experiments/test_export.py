@@ -58,6 +58,7 @@ def test_a_line_for_each_run_and_one_for_each_row_of_its_history() -> None:
 
 
 def test_the_numbers_of_the_json_file_are_finite() -> None:
+    """The JSON file has the means and deviations of all groups, and null in place of numbers that are not finite."""
     groups = made_up_groups(["a", "b"], 2)
     groups[1].runs[0].history.rows[0]["relative_error"] = math.nan
     groups[1].runs[0].summary["best"] = math.inf

@@ -112,6 +112,7 @@ def test_a_demo_without_flower_writes_nothing(spec, tmp_path, monkeypatch):
 
 
 def test_a_server_records_in_trackers_what_it_knows(spec, tmp_path, monkeypatch):
+    """A tracker of the server gets its rows, parameters and files, but not the log of exchanges."""
     service = Service()
     monkeypatch.setitem(federation.BY_NAME, "in_memory", lambda: InMemory(service))
     config = {"out": str(tmp_path / "a"), "log": "in_memory"}

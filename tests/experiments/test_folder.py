@@ -123,6 +123,11 @@ def test_a_folder_in_use_is_refused_by_the_name_of_its_holder(dead, run) -> None
 
 
 def test_an_environment_names_the_commit_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of a run names the commit of the code, and says "-dirty" if the code has changed since.
+
+    The variable GIT_DIR has no influence. The commit is unknown for code outside a repository, in a repository without
+    commits, and on a machine without git.
+    """
     code = tmp_path / "src" / "fedbilevel" / "experiments" / "runner.py"
     code.parent.mkdir(parents=True)
     code.write_text("first\n")

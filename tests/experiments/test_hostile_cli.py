@@ -195,6 +195,7 @@ def test_a_host_that_no_certificate_can_name(run: Run, tmp_path: Path) -> None:
     "command", [["run", "quadratic", "--rounds", "1", "--out"], ["flower", "keys", "--clients", "1"]]
 )
 def test_a_read_only_disk(command: list[str], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that cannot write to a disk says so in one sentence, with exit code 4."""
     place = tmp_path / "there"
 
     def refuse(path: Path, *_: object, **__: object) -> None:

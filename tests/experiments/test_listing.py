@@ -116,6 +116,10 @@ def test_a_list_has_every_name_and_its_first_line(kind: str, known: dict) -> Non
     ],
 )
 def test_words_find_methods_best_first(words: str, first: str, rest: int | None, capsys) -> None:
+    """`fedbilevel algorithms WORDS` lists the methods whose texts have the words, the best match first.
+
+    `rest` is the number of other methods, and None where this number does not matter.
+    """
     assert main(["algorithms", *words.split()]) == 0
     lines = capsys.readouterr().out.partition("\n\n")[0].splitlines()
     assert lines[0].split()[0] == first
@@ -212,6 +216,7 @@ def test_what_is_shown_of_one_can_be_copied_into_a_spec(kind: str, known: dict) 
 
 @pytest.mark.parametrize("name", names.library("algorithm"))
 def test_help_ends_with_the_facts_and_the_paper_is_quoted(name: str) -> None:
+    """The docstring of a method ends with its facts, and the text of its module or class names their paper."""
     cls = ALGORITHMS[name]
     doc = inspect.getdoc(cls)
     quoted = f"{inspect.getdoc(inspect.getmodule(cls))} {doc.partition(str(cls.facts))[0]}"

@@ -135,6 +135,7 @@ def test_a_run_that_diverges_does_not_stop_the_others(incomplete, run, monkeypat
 
 
 def test_settings_reach_the_algorithms_they_are_for() -> None:
+    """A setting applies to all methods that have the field, or only to the method that it names."""
     settings = ["radius=3", "simfbo.local_steps=7", "algorithm.batch_size=4", "lfednest.inner.lr=0.25", "rounds=9"]
     specs = comparison_specs("quadratic", ["simfbo", "lfednest"], settings=settings)
     sim, nest = (specs[name].algorithm.fields for name in ("simfbo", "lfednest"))

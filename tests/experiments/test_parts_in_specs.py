@@ -80,6 +80,7 @@ def test_an_accepted_part_is_built() -> None:
 
 
 def test_a_table_without_a_name_changes_the_default_and_an_instance_is_a_table() -> None:
+    """A table without the name of a part changes the default part, and an instance of a part counts as its table."""
     assert solver_of(hypergradient={"solver": {"terms": 2}}) == {**FIRST, "terms": 2}
     assert solver_of(hypergradient=Implicit(solver=Neumann(terms=4))) == {**FIRST, "terms": 4}
 
@@ -92,6 +93,7 @@ def test_settings_leave_the_spec_as_it_was() -> None:
 
 
 def test_presets_give_parts_of_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preset may set fields of a part. Given fields take precedence, and a part given by name has its defaults."""
     shared = {"hypergradient": {"solver": {"step": 0.3}}}
     own = {"nested": {"hypergradient": {"solver": {"terms": 50}}}}
     monkeypatch.setitem(presets.PRESETS, ("quadratic", None), Preset(shared=shared, algorithms=own))
@@ -124,6 +126,7 @@ def test_a_preset_with_a_name_replaces_one_that_it_is_merged_with() -> None:
     ],
 )
 def test_what_no_part_is_or_has_is_refused_by_its_path(setting: str, words: str) -> None:
+    """An unknown part, an unknown field of a part, and a wrong value are refused with the path of the field."""
     with pytest.raises(ConfigurationError) as error:
         spec_of(setting)
     assert words in str(error.value)

@@ -52,6 +52,7 @@ def test_a_run_measures_each_client_on_its_own_images(place):
 
 
 def test_the_closing_table_the_comparison_and_the_picture_show_it(place):
+    """The closing table of a run, a comparison and a picture show the accuracy per client."""
     one = load_run(place)
     row = one.history.rows[-1]
     worst = tables.text("client_accuracy", row["client_accuracy.worst"])

@@ -75,6 +75,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize("kind", ["comparison", "run"])
 def test_a_page_is_sound_asks_for_nothing_and_runs_nothing(written: dict[str, str], kind: str) -> None:
+    """A page is well-formed, contains its picture, loads nothing from elsewhere, and has no script."""
     page = Elements(written[kind])
     assert page.open == []
     assert len(page.all("h1")) == len(page.all("main")) == len(page.all("footer")) == 1

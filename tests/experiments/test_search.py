@@ -94,6 +94,7 @@ def test_a_search_goes_on_with_its_study_and_draws_on_as_it_would_have(played, t
 
 
 def test_trials_whose_metric_is_not_a_number_have_ended_and_are_not_drawn_anew(monkeypatch, tmp_path) -> None:
+    """A trial whose metric is not a number counts as one of the trials, and no other point is drawn in its place."""
     steps = []
 
     def run(spec, *given, **named) -> History:

@@ -46,6 +46,7 @@ def seen(path: Path) -> Snapshot:
 
 
 def test_a_run_in_progress(tmp_path) -> None:
+    """The snapshot of a run shows how far the run is, its costs, and whether a process still has its folder locked."""
     rows = [{"round": round, **COSTS, "epsilon": 0.5, "outer_loss": 10.0 - round} for round in (0, 5, 10)]
     place = begun(tmp_path / "run", *rows)
     with lock.exclusive(Folder(place).lock, place):
@@ -78,6 +79,7 @@ def test_a_run_that_has_not_begun_is_waited_for(tmp_path) -> None:
 
 
 def test_a_finished_run(tmp_path) -> None:
+    """The snapshot of a finished run says so, and has its last values."""
     snapshot = seen(write_run(tmp_path / "run", quadratic(rounds=20), larger=False))
     assert (snapshot.state, snapshot.over, snapshot.error) == ("finished", True, None)
     assert snapshot.value("relative_error") == 1 / 21
@@ -165,6 +167,7 @@ def test_a_federation(tmp_path) -> None:
 
 
 def test_a_federation_that_ended_with_an_error(tmp_path, run) -> None:
+    """The snapshot of a federation that failed has the error, and `watch` ends with the exit code of this error."""
     place = begun(tmp_path / "run")
     ended = {"ended": "too few replied", "kind": "ExchangeError"}
     Folder(place).exchanges.write_text("".join(json.dumps(line) + "\n" for line in (EXCHANGES[0], ended)))

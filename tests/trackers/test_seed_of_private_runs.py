@@ -40,6 +40,7 @@ def has_a_seed(service: Service) -> bool:
 
 
 def test_a_run_of_solve(service) -> None:
+    """A tracker of `solve` gets the seed of a run without privacy only."""
     solved(4, InMemory(service), key=SEEDS[0], privacy=PRIVACY)
     (kept,) = service.runs.values()
     assert "run.seed" not in kept.run.flat_parameters()
@@ -50,6 +51,7 @@ def test_a_run_of_solve(service) -> None:
 
 
 def test_runs_of_a_sweep_and_its_group(service) -> None:
+    """Trackers get no seed from the runs of a private sweep, nor from their group, and their names have *** instead."""
     fb.sweep(
         METHOD, TASK.problem, TASK.clients, TASK.x0, TASK.y0, rounds=4, grid={"server_lr.x": [0.05, 0.1]}, seeds=SEEDS,
         select="relative_error", metrics=TASK.metrics, privacy=PRIVACY, callbacks=[InMemory(service)], progress=False,
@@ -83,6 +85,7 @@ def test_a_run_in_a_folder_and_its_files(service, tmp_path, private) -> None:
     ids=lambda words: words[0],
 )
 def test_commands_for_several_seeds(service, tmp_path, monkeypatch, command) -> None:
+    """Trackers get no seed from commands that make private runs with several seeds."""
     monkeypatch.setattr(shared, "trackers", lambda options: [InMemory(service)])
     seeds = ["--seeds", ",".join(map(str, SEEDS)), "--out", str(tmp_path / "out"), "--quiet"]
     assert cli.main([command[0], *SMALL, *command[1:], *PRIVATE, *seeds]) == 0
@@ -103,6 +106,8 @@ def test_a_comparison_also_of_methods_without_privacy(service, tmp_path, monkeyp
 
 
 def test_the_reason_of_an_error(service, tmp_path) -> None:
+    """The reason why a private run failed is recorded with *** in place of the seed."""
+
     def fails(result, row):
         if row and row["round"]:
             raise OSError(f"runs/seed-{SEEDS[0]}/checkpoint.npz cannot be written")

@@ -254,6 +254,7 @@ def test_secrets_of_urls_are_no_parameters() -> None:
 
 
 def test_files_with_a_secret_among_their_parameters_stay_here(tmp_path) -> None:
+    """If a parameter contains a secret, files that contain the parameters are not recorded."""
     spec, picture = tmp_path / "spec.toml", tmp_path / "run.png"
     for file in (spec, picture):
         file.write_text("any")
