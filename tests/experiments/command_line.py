@@ -1,4 +1,4 @@
-"""Constants and functions for tests of the command line, which read the files that a run leaves."""
+"""Functions that tests of the command line share: they wait for processes, and read the files of runs."""
 
 from __future__ import annotations
 
