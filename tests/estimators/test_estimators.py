@@ -1,4 +1,4 @@
-"""Estimators against closed forms, scikit-learn and NumPy; what they refuse; how they fit into scikit-learn."""
+"""Estimators agree with closed forms, scikit-learn and NumPy, refuse bad input, and work within scikit-learn."""
 
 import warnings
 from copy import copy
@@ -30,7 +30,10 @@ SITES = np.repeat(["a", "b", "c"], [40, 70, 90])
 
 @pytest.fixture(scope="module")
 def table():
-    """Two features that predict and four that do not, on scales from 0.1 to 100, not centred; sites differ in size."""
+    """Return features and a target: two features predict it, and four do not.
+
+    The features have scales from 0.1 to 100, and means that are not 0. SITES has three sites of different sizes.
+    """
     rng = np.random.default_rng(4)
     scale = np.array([1.0, 100.0, 0.1, 1.0, 10.0, 1.0])
     rows = rng.normal(size=(200, 6)) * scale + 2 * scale
@@ -44,7 +47,10 @@ def ridge(table):
 
 
 def solved(rows, target, penalties):
-    """(AᵀA/n + diag λ) w = Aᵀc/n, with A and c centred: the intercept has no penalty, and makes up for the means."""
+    """Solve (AᵀA/n + diag λ) w = Aᵀc/n, with A and c centred; return w and the intercept.
+
+    The intercept has no penalty, so that it is the mean of the target minus w times the mean row.
+    """
     centred, c = rows - rows.mean(0), target - target.mean()
     w = np.linalg.solve(centred.T @ centred / len(c) + np.diag(penalties), centred.T @ c / len(c))
     return w, target.mean() - rows.mean(0) @ w
@@ -63,7 +69,10 @@ def test_ridge_with_given_penalties_is_that_of_the_pooled_rows(table, penalties)
 
 @pytest.mark.parametrize("unit", [2.0**300, 2.0**-300])
 def test_a_target_in_another_unit_has_the_same_penalties(unit, table):
-    """To the bit, as powers of two round nothing: coefficients grow with the unit, and losses with its square."""
+    """A target in another unit has the same penalties, coefficients times the unit, and losses times its square.
+
+    They are equal to the bit, because a multiplication by a power of two rounds nothing.
+    """
     model, other = (fb.estimators.Ridge(rounds=20).fit(table[0], table[1] * one, groups=SITES) for one in (1.0, unit))
     np.testing.assert_array_equal(other.penalties_, model.penalties_)
     np.testing.assert_array_equal(other.coef_, model.coef_ * unit)
@@ -73,7 +82,11 @@ def test_a_target_in_another_unit_has_the_same_penalties(unit, table):
 
 @pytest.mark.checked
 def test_fit_without_sites_warns_and_says_what_reaches_it():
-    """scikit-learn hands the groups of a cross-validation to the splitter alone."""
+    """`fit` without groups warns, and the warning says how groups reach it in a cross-validation of scikit-learn.
+
+    By default scikit-learn passes the groups of a cross-validation to the splitter only. Groups that name one site are
+    given groups, and cause no warning.
+    """
     ridge, sites = fb.estimators.Ridge(penalties=0.01), np.repeat(["a", "b"], 4)
     with pytest.warns(
         DataWarning, match=r"Ridge\.fit got no groups, .*enable_metadata_routing.*set_fit_request\(groups"
@@ -101,8 +114,10 @@ def test_ridge_ends_at_its_own_penalties_solution(ridge, table):
 
 
 def orthogonal(first, second):
-    """Rows whose features are orthonormal in each of two folds, and whose least-squares coefficients there are given:
-    (rows, target, [the numbers of each fold's rows])."""
+    """Return rows, a target, and the indices of the rows of each of two folds.
+
+    In each fold the features have mean 0 and AᵀA/n = I, and the least-squares coefficients are `first` or `second`.
+    """
     rng = np.random.default_rng(1)
     fold = np.concatenate(
         [fb.estimators.Ridge(cv=2)._folds(site, np.zeros(np.sum(site == SITES)), None) for site in "abc"]
@@ -115,9 +130,12 @@ def orthogonal(first, second):
 
 
 def test_penalties_are_those_of_the_closed_form():
-    """On orthonormal features, with least-squares coefficients u in one fold and v in the other, a share c_l is left:
-    f = ½ Σ (c_l u_l − v_l)² + (c_l v_l − u_l)² + constant is least at c_l = 2 u_l v_l/(u_l² + v_l²). Where the signs
-    differ, as those of useless features do half of the time, c_l is at its bound, 0.001, where they are equal at 0.999.
+    """The search finds the penalties of a closed form, and they are better than any single penalty.
+
+    The features are orthonormal in each of two folds, with least-squares coefficients u and v. A penalty λ_l leaves the
+    share c_l = 1/(1 + λ_l) of a coefficient. Then f = ½ Σ (c_l u_l − v_l)² + (c_l v_l − u_l)² + constant is least at
+    c_l = 2 u_l v_l/(u_l² + v_l²). Shares are bounded by 0.001 and 0.999. c_l is at the lower bound if the signs of u_l
+    and v_l differ, and at the upper bound if u_l = v_l.
     """
     u = np.array([1.0, 0.8, 0.6, 0.6, 0.5, 0.7])
     v = np.array([0.9, 0.4, 0.1, -0.3, 0.5, -0.1])
@@ -137,7 +155,11 @@ def test_penalties_are_those_of_the_closed_form():
 
 @pytest.mark.slow
 def test_features_of_a_group_share_a_penalty():
-    """min over c of Σ (c u_l − v_l)² + (c v_l − u_l)² is at 2 Σ u_l v_l/Σ (u_l² + v_l²)."""
+    """Features of a group share the penalty that is best for all of them.
+
+    The share c of all coefficients of a group minimises Σ (c u_l − v_l)² + (c v_l − u_l)², which is least at
+    c = 2 Σ u_l v_l/Σ (u_l² + v_l²).
+    """
     u, v = np.array([1.0, 0.8, 0.6]), np.array([0.9, 0.4, -0.2])
     rows, target, _ = orthogonal(u, v)
     model = fb.estimators.Ridge(cv=2, penalty_groups=["p", "q", "p"]).fit(rows, target, groups=SITES)
@@ -147,13 +169,17 @@ def test_features_of_a_group_share_a_penalty():
 
 @pytest.fixture(scope="module")
 def classes(table):
-    """Whether the target is above its mean; at site a everyone is of one class."""
+    """Return the features, and as classes whether the target is above its mean; all rows of site a are of one class."""
     return table[0], np.where((table[1] > table[1].mean()) | (SITES == "a"), "ill", "healthy")
 
 
 @pytest.mark.checked
 def test_logistic_regression_is_scikit_learns_on_the_pooled_rows(classes):
-    """Which has one C: on features divided by √λ_k, C = 1/2n and its coefficients times √λ_k are the same problem."""
+    """Logistic regression with a penalty for each feature has the coefficients of scikit-learn on the pooled rows.
+
+    scikit-learn has one C for all features. On features divided by √λ_k, its problem with C = 1/(2n) is the same, with
+    coefficients √λ_k times as large. There are n = 200 rows.
+    """
     rows, label = classes
     model = fb.estimators.LogisticRegression(cv=3, penalty_groups="feature").fit(rows, label, groups=SITES)
     root = np.sqrt(model.penalties_.to_numpy())
@@ -167,7 +193,7 @@ def test_logistic_regression_is_scikit_learns_on_the_pooled_rows(classes):
 
 
 def searched(monkeypatch):
-    """The arguments and the result of each run that an estimator makes."""
+    """Return a list to which each run of an estimator adds its arguments and its result."""
     seen = []
 
     def recorded(*arguments, **options):
@@ -179,14 +205,18 @@ def searched(monkeypatch):
 
 
 def hypergradient(problem, clients, x, y):
-    """That of tests/implicit.py, of a dense Hessian, at the trained models."""
+    """Train the models at x, and return the hypergradient there that a dense Hessian gives."""
     y = solve_inner(Population.of(problem, clients), x, y).y
     return np.array(implicit_gradient(problem, clients, x, y).hypergradient)
 
 
 @pytest.mark.parametrize("groups", slow_but("feature", of=["one", "feature"]))
 def test_nothing_is_left_of_the_hypergradient(groups, classes, monkeypatch):
-    """But what pushes outwards at a bound: log x is nearly the projection of a step of gradient descent from there."""
+    """Where the search ends, the hypergradient in log x is 0, except where it points out of the bounds of x.
+
+    This holds if a step of gradient descent in log x, projected onto the bounds, ends where it began. The search ends
+    if the difference is at most 1e-5. The entries of x lie between 1/999 and 999.
+    """
     seen = searched(monkeypatch)
     fb.estimators.LogisticRegression(cv=3, penalty_groups=groups).fit(*classes, groups=SITES)
     ((_, problem, clients, *_), result), bound = seen[0], np.log(999)
@@ -198,7 +228,10 @@ def test_nothing_is_left_of_the_hypergradient(groups, classes, monkeypatch):
 
 
 def test_many_features_with_given_penalties_have_the_closed_form(monkeypatch):
-    """Of more features than rows, in which Newton's method with conjugate gradient has one penalty of 0."""
+    """Newton's method with conjugate gradient finds the closed form, also for more features than rows.
+
+    One of the features has no penalty.
+    """
     monkeypatch.setattr("fedbilevel.estimators.linear.WIDE", 5)
     rng, penalties = np.random.default_rng(3), np.append(np.geomspace(0.01, 1000, 11), 0.0)
     rows, target = rng.normal(size=(9, 12)) * np.geomspace(0.1, 100, 12), rng.normal(size=9)
@@ -211,7 +244,11 @@ def test_many_features_with_given_penalties_have_the_closed_form(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:x does not change y")
 def test_the_round_that_ends_the_last_training_asks_for_no_product():
-    """One product is the whole Hessian of a single coefficient; then only rounding errors are left of the gradient."""
+    """The round that finds that training has ended asks for no product with the Hessian.
+
+    For a single coefficient and a quadratic loss, one product gives the whole Hessian. So the first round ends at the
+    solution, and the second round finds a gradient that consists of rounding errors.
+    """
 
     def inner(x, y, rows, valid):
         return jnp.sum(jnp.where(valid, (y["coef"][0, 0] - rows["target"]) ** 2, 0)) / 3
@@ -226,7 +263,10 @@ def test_the_round_that_ends_the_last_training_asks_for_no_product():
 
 
 def test_the_search_of_many_features_finds_the_penalties_of_the_exact_search(monkeypatch):
-    """The penalties differ by a factor of 200; SimFBO's are within two percent of the exact search's."""
+    """The search for many features, by SimFBO, finds the penalties of the exact search to two percent.
+
+    The penalties of standardised features differ by more than a factor of 200, so that equal penalties would fail.
+    """
     rng, scale = np.random.default_rng(4), np.array([1.0, 100.0, 0.1])
     rows = (rng.normal(size=(200, 3)) + 2) * scale
     target = rows[:, 0] - rows[:, 1] / 100 + 3 * rng.normal(size=200)
@@ -241,7 +281,10 @@ def test_the_search_of_many_features_finds_the_penalties_of_the_exact_search(mon
 
 @pytest.mark.slow
 def test_many_features_are_left_to_simfbo(classes, monkeypatch):
-    """Which stops where a hundred rounds bring nothing, close to where nothing is left of the hypergradient."""
+    """With many features SimFBO searches, and it ends close to a point where the hypergradient is 0 within the bounds.
+
+    The projected hypergradient there is less than 2 % of the hypergradient at the start, in norm.
+    """
     monkeypatch.setattr("fedbilevel.estimators.linear.WIDE", 5)
     seen = searched(monkeypatch)
     fb.estimators.LogisticRegression(cv=3, penalty_groups="feature").fit(*classes, groups=SITES)
@@ -253,7 +296,10 @@ def test_many_features_are_left_to_simfbo(classes, monkeypatch):
 
 
 def partial_likelihood(risk, time, event, sites):
-    """By two loops over rows, with Breslow's ties: the mean over all rows."""
+    """Return the negative logarithm of the partial likelihood, stratified by sites, as a mean over all rows.
+
+    It is computed by two loops over rows, with Breslow's method for ties.
+    """
     total = 0.0
     for j in range(len(time)):
         at_risk = sum(np.exp(risk[k]) for k in range(len(time)) if sites[k] == sites[j] and time[k] >= time[j])
@@ -263,7 +309,10 @@ def partial_likelihood(risk, time, event, sites):
 
 @pytest.fixture(scope="module")
 def survival():
-    """Proportional hazards with a baseline of each site's own, censored, in whole days."""
+    """Return rows, times with events, and sites: proportional hazards with another baseline at each site.
+
+    Some times are censored, and times are in whole days.
+    """
     rng = np.random.default_rng(7)
     rows = rng.normal(size=(1500, 4))
     sites = np.repeat(["a", "b", "c"], [300, 500, 700])
@@ -280,7 +329,7 @@ PENALTIES = np.array([0.01, 0.02, 0.5, 0.0])
 
 @pytest.fixture(scope="module")
 def tied(survival):
-    """A tenth of the rows, with many ties."""
+    """Return a tenth of the rows, with times rounded up to 60 days, so that many are tied."""
     rows, target, sites = (part[::10] for part in survival)
     return rows, np.ceil(target / [60, 1]), sites
 
@@ -292,7 +341,10 @@ def cox(tied):
 
 
 def test_cox_regression_minimises_the_stratified_partial_likelihood(tied, cox):
-    """By central differences of two loops in NumPy, of an error of 1e-10 or so: the slope of loss and penalty is 0."""
+    """At the coefficients of Cox regression, the slope of the stratified partial likelihood with its penalty is 0.
+
+    The slope is a central difference, whose error is about 1e-10, of a loss that two loops in NumPy compute.
+    """
     rows, target, sites = tied
     assert len(np.unique(target[:, 0])) < 30
 
@@ -305,7 +357,10 @@ def test_cox_regression_minimises_the_stratified_partial_likelihood(tied, cox):
 
 @pytest.mark.slow
 def test_cox_regression_recovers_the_coefficients(survival):
-    """A coefficient's standard error is about 1/√events, 0.03."""
+    """Cox regression finds the coefficients from which the times were drawn, to four standard errors.
+
+    The standard error of a coefficient is about 1/√(number of events), which is 0.03.
+    """
     rows, target, sites = survival
     model = fb.estimators.CoxRegression().fit(pd.DataFrame(rows), pd.DataFrame(target), groups=sites)
     np.testing.assert_allclose(model.coef_, TRUE, atol=0.12)
@@ -314,7 +369,11 @@ def test_cox_regression_recovers_the_coefficients(survival):
 
 
 def test_concordance_is_of_pairs_of_a_site(cox):
-    """Pairs: (0, 1) is in order, (0, 2) tied, (3, 4) out of order; 1 is censored, and b's rows meet none of a's."""
+    """Concordance compares pairs of rows of the same site only.
+
+    There are three pairs: (0, 1) is in order, (0, 2) is tied and counts one half, and (3, 4) is out of order. Row 1 is
+    censored, so that (1, 2) is no pair. `score` without groups warns.
+    """
     model = copy(cox)
     model.coef_ = np.array([1.0, 0.0, 0.0, 0.0])
     rows = np.outer([2.0, 1.0, 2.0, 0.0, 3.0], np.ones(4))
@@ -410,7 +469,7 @@ def test_what_scikit_learn_and_numpy_say_is_kept(model, target, words):
 
 def test_words_and_misspelt_arguments_are_named():
     frame = pd.DataFrame(ROWS, columns=list("abc")).assign(site="north")
-    with refuses("column 'site' of X", fact="Preparer"):  # as str or object, as pandas has it
+    with refuses("column 'site' of X", fact="Preparer"):  # the type that is reported depends on the version of pandas
         fb.estimators.Ridge().fit(frame, TARGET)
     with refuses("groups", "site", "frame['site']"):
         fb.estimators.Ridge().fit(frame[["a", "b"]], TARGET, groups="site")
@@ -435,9 +494,12 @@ def test_penalties_are_a_series_by_feature_and_a_clone_knows_nothing(ridge):
 
 
 def test_scikit_learn_hands_sites_on(table):
-    """Through a pipeline and a cross-validation that leaves a site out, with metadata routing."""
+    """With metadata routing, scikit-learn passes sites through a pipeline, and through a cross-validation.
+
+    Each fold of the cross-validation leaves one site out.
+    """
     rows, target = (part[:180] for part in table)
-    sites = np.repeat(["a", "b", "c"], 60)  # of one length, as one program serves whichever two are trained on
+    sites = np.repeat(["a", "b", "c"], 60)  # of equal length, so that one program fits any two of them
     with sklearn.config_context(enable_metadata_routing=True):
         model = fb.estimators.Ridge(penalties=0.01).set_fit_request(groups=True)
         pipeline = make_pipeline(fb.estimators.Preparer(), model)

@@ -1,4 +1,4 @@
-"""A site that is held out: nothing is fitted to its rows, and it is evaluated as a site that was not in the study."""
+"""A model is not fitted to the rows of a site that is held out, which is evaluated as a site outside the study."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ OTHERS = ("north", "west")
 
 @pytest.mark.parametrize("kind", slow_but("ridge", of=TARGETS))
 def test_the_model_is_that_of_the_other_sites(kind):
-    """Whatever the rows of the held-out site are, as long as their words are known."""
+    """The model is that of a study of the other sites, whatever numbers the rows of the held-out site have."""
     frames = tables()
     given = study(kind, holdout="south")
     model = given.fit(frames)
@@ -53,7 +53,11 @@ def test_the_report_is_about_all_rows_of_the_site_with_the_offset_0():
 
 
 def test_a_cox_model_with_times_is_evaluated_at_a_site_without_a_baseline():
-    """Concordance and calibration slope are of all its rows; curves and baselines are those of the other sites."""
+    """A Cox model with `times` is evaluated at a held-out site, which has no baseline.
+
+    Its concordance and its calibration slope are over all its rows. The curves and baselines are those of the other
+    sites.
+    """
     frames, given = tables(), study("cox", holdout="south", times=(5, 20, 60, 200), min_count=4)
     model = given.fit(frames)
     alone = replace(given, sites=OTHERS, holdout=0.0).fit({site: frames[site] for site in OTHERS})
@@ -76,7 +80,11 @@ def test_a_cox_model_with_times_is_evaluated_at_a_site_without_a_baseline():
 
 
 def test_the_offset_of_a_site_that_was_not_in_the_study_is_the_mean_of_the_offsets():
-    """With the variances of their indicators as weights: the intercept, which no penalty shrinks, makes it so."""
+    """The offset of a site that was not in the study, 0, is the weighted mean of the offsets of the study's sites.
+
+    The weights are the variances of the sites' indicators. The mean is 0 because the intercept has no penalty, and
+    takes up what is common to all offsets.
+    """
     model = fitted("logistic")
     offsets = dict(zip(model.agreement.names, model.estimator.coef_, strict=True))
     share = np.array([model.agreement.features["site"]["categories"][site] for site in SITES]) / model.agreement.rows

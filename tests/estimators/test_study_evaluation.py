@@ -1,4 +1,4 @@
-"""Reports of studies: nothing is fitted to held-out rows, and the numbers are those of these rows in one place."""
+"""No part of a study is fitted to held-out rows, and its report has the numbers of these rows in one place."""
 
 import json
 
@@ -38,7 +38,7 @@ def range_of_days():
 
 
 def held(model):
-    """Each site's held-out rows: predictions and target, from its own table."""
+    """Return, for each site, the predictions and the target of the rows that are held out of its table."""
     found = {}
     for site, frame in tables().items():
         rows, target, _ = SiteTable(model.agreement.study, site, frame).held_out
@@ -48,7 +48,7 @@ def held(model):
 
 
 def without_held_out(given):
-    """The sites' tables without the rows that the study holds out."""
+    """Return the tables of all sites without the rows that the study holds out."""
     frames = tables()
     return {site: frame.drop(SiteTable(given, site, frame).held_out[0].index) for site, frame in frames.items()}
 
@@ -108,16 +108,21 @@ def test_the_report_has_the_numbers_of_the_held_out_rows_in_one_place(logistic):
 
 
 def test_pairs_of_two_sites_are_bounded_by_their_groups():
-    """Site a has AUROC 0.8 of 5·5 pairs, of which 4·4 are of different groups; b has 0.75 of 2·2 in a single group.
+    """Pairs of rows of two sites give bounds of AUROC and AUPRC, because only the groups of these rows are known.
 
-    Of the 8 + 4 pairs within groups 20 − 16 + 3 = 7 are right. The 5·2 + 2·5 pairs of both sites are all beside.
+    A pair has a positive and a negative row, and is right if the positive row has the higher prediction. Site a has
+    AUROC 0.8, so that 20 of its 5·5 pairs are right. In 4·4 of its pairs the positive row is in the higher group, and
+    in 1·1 pair in the lower one, so that of the 8 pairs within its groups 20 − 16 = 4 are right. Site b has one group,
+    and AUROC 0.75, so that 3 of its 2·2 pairs are right. Within groups 7 of 12 pairs are right. The group of b overlaps
+    both groups of a. So of the 5·2 + 2·5 pairs of the two sites none is known to be right, all may be, and 7/12 of them
+    are assumed to be. All 7·7 pairs are counted.
     """
     groups = {"a": np.array([[0, 10, 4, 1, 0.5], [10, 50, 1, 4, 4]]), "b": np.array([[0, 50, 2, 2, 2]])}
     made = _bounded(groups, {"a": 0.8, "b": 0.75})
     assert made["auroc"]["least"] == pytest.approx(23 / 49)
     assert made["auroc"]["most"] == pytest.approx(43 / 49)
     assert made["auroc"]["value"] == pytest.approx((23 + 20 * 7 / 12) / 49)
-    # precision at most: positives of groups beside are above, none of the negatives; b's positives have a's four of 10+
+    # largest precision: of the rows in groups that overlap a positive row's, all positive rows and no others are above
     above = [6 / 6] * 4 + [7 / 8] + [7 / 7] * 2
     assert made["auprc"]["most"] == pytest.approx(np.mean(above))
     worst = [i / (i + 3) for i in (1, 2, 3, 4)] + [5 / 12] + [i / (i + 7) for i in (1, 2)]
@@ -146,7 +151,7 @@ def test_errors_of_ridge_regression_are_those_of_the_rows_in_one_place(ridge):
     squares = pd.Series(errors["west"] ** 2 - np.mean(errors["west"] ** 2)).groupby(patients)
     relative = np.sqrt(m / (m - 1) * np.sum(squares.sum() ** 2)) / np.sum(errors["west"] ** 2)
     root = report["sites"]["west"]["rmse"]
-    for bound, sign in (("low", -1), ("high", 1)):  # by the delta method, of the logarithm
+    for bound, sign in (("low", -1), ("high", 1)):  # by the delta method, for the logarithm
         assert np.log(root[bound] / root["value"]) == pytest.approx(sign * 1.959964 * relative / 2, rel=1e-6)
 
 
@@ -165,7 +170,12 @@ def test_concordance_of_pairs_within_sites(cox):
 
 
 def test_baselines_and_curves_are_part_of_the_model_and_its_report(cox, tmp_path):
-    """Each step by loops over the site's fitted rows; 1 − H of Breslow would be 1 − Nelson and Aalen's at w = 0."""
+    """A Cox model with `times` has the baseline hazard of each site, and its report has Kaplan-Meier curves.
+
+    Loops over the fitted rows of a site give each step of its baseline: the rows at risk, the events, and Breslow's
+    cumulative hazard, which is the sum over events of 1/Σ exp(risk), with Σ over the rows at risk. The survival of a
+    row is exp(−exp(risk) · hazard). A saved model gives the same survival.
+    """
     table = SiteTable(cox.agreement.study, "west", tables()["west"])
     risk = cox.agreement.preparer.transform(table.features).to_numpy() @ cox.estimator.coef_
     days, died = table.target.to_numpy(float).T
@@ -194,7 +204,7 @@ def test_baselines_and_curves_are_part_of_the_model_and_its_report(cox, tmp_path
 
 @pytest.mark.parametrize("estimator", ["ridge", "logistic"])
 def test_fitted_rows_are_not_evaluated(estimator, request):
-    """Whatever a server asks."""
+    """A site evaluates held-out rows only, also if a server asks for curves of a model that has none."""
     model = request.getfixturevalue(estimator)
     table = SiteTable(model.agreement.study, "west", tables()["west"])
     asked = question(model)
@@ -239,7 +249,7 @@ def test_a_site_that_is_undefined_is_named_and_the_others_are_reported():
 
 
 def test_one_site_alone_has_its_own_measures_overall():
-    """All of its pairs are known: there are no bounds between which a measure lies."""
+    """If only one site can be evaluated, the overall measures are those of this site, and no bounds are needed."""
     frames = {site: frame if site == "south" else frame.assign(ill="yes") for site, frame in tables().items()}
     report = study("logistic", holdout=SHARE, min_count=LEAST).fit(frames).report
     content = report.content
@@ -250,7 +260,10 @@ def test_one_site_alone_has_its_own_measures_overall():
 
 
 def test_what_min_count_hides_does_not_change_what_is_told(logistic):
-    """Rows of a rare category, whichever, and single numbers of a column count as gaps in predictions, too."""
+    """A site's answers do not depend on the name of a rare category, nor on a number that is alone in its column.
+
+    `min_count` hides both from the server, and they count as gaps in predictions, too.
+    """
     given, frames = logistic.agreement.study, tables()
     first = SiteTable(given, "north", frames["north"]).answer(logistic.agreement, question(logistic))
     other = frames["north"].replace({"kind": {"z": "rarer yet"}}).assign(dose=np.where(np.arange(40) == 5, 9.0, np.nan))
