@@ -1,4 +1,4 @@
-"""The table of a study's model: rows that differ by one unit differ in their predictions by the coefficient."""
+"""The table of a model says by how much predictions change with a column; scikit-learn gives the same predictions."""
 
 import numpy as np
 import pandas as pd
@@ -47,7 +47,11 @@ def test_rows_that_differ_by_one_unit_differ_by_the_coefficient(kind, tmp_path):
 
 
 def test_standard_errors_are_in_the_unit_of_the_coefficient_and_saved(tmp_path):
-    """Of a standardised number coefficient and error are divided by the same deviation: their quotient stays."""
+    """Standard errors have the unit of the coefficient, and a saved model keeps them.
+
+    To have the unit of a column, the coefficient of a standardised number and its standard error are divided by the
+    same deviation, so that their quotient stays as it is.
+    """
     model = fitted("ridge")
     model.save(tmp_path / "model.json")
     printed = StudyModel.load(tmp_path / "model.json").table()
@@ -64,7 +68,11 @@ def test_standard_errors_are_in_the_unit_of_the_coefficient_and_saved(tmp_path):
 
 
 def test_the_intercept_has_the_error_of_the_sandwich_of_the_columns_as_they_are():
-    """Of a design that is not standardised, with gaps filled by means; the penalties are λ(deviation)²."""
+    """Standard errors of the table, also the intercept's, are those of the sandwich formula for the original columns.
+
+    The design matrix here is not standardised, and its gaps are filled by means. A penalty λ of a standardised column
+    is λ(deviation)² for the original column.
+    """
     given, frames = study("logistic"), tables()
     model = fitted("logistic")
     told, parts = model.agreement.features, []
@@ -93,7 +101,11 @@ def test_the_intercept_has_the_error_of_the_sandwich_of_the_columns_as_they_are(
 
 @pytest.mark.parametrize("kind", TARGETS)
 def test_a_pipeline_of_scikit_learn_predicts_the_same(kind, tmp_path):
-    """Of plain scikit-learn's model, of a site and of one that was not in the study; `positive` is the first class."""
+    """The pipeline has a linear model of scikit-learn, and predicts as the study's model does.
+
+    It does so for rows of a site of the study, and of a site that was not in it. The positive class is chosen by
+    `positive`, and is not the last one in the alphabet. A Cox model is refused.
+    """
     positive = {"positive": "no"} if kind == "logistic" else {}
     model = study(kind, **positive).fit(tables())
     if kind == "cox":
@@ -115,7 +127,10 @@ def test_a_pipeline_of_scikit_learn_predicts_the_same(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["logistic", "ridge"])
 def test_the_model_of_the_pipeline_becomes_onnx(kind):
-    """Its operators for linear models compute in float32."""
+    """The linear model of the pipeline can be converted to ONNX, and predicts the same in float32.
+
+    The operators of ONNX for linear models compute in float32.
+    """
     skl2onnx, onnxruntime = pytest.importorskip("skl2onnx"), pytest.importorskip("onnxruntime")
     pipeline = fitted(kind).pipeline()
     rows = pipeline[0].transform(tables()["south"][["age", "dose", "kind", "code"]].assign(site="south"))

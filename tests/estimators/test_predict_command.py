@@ -1,4 +1,4 @@
-"""`fedbilevel predict`: the numbers of the model on the site's own table, and errors that name what is wrong."""
+"""`fedbilevel predict` writes the predictions of a model for the table of a site; its errors name what is wrong."""
 
 import io
 import re
@@ -17,7 +17,7 @@ from site_tables import TARGETS, fitted, tables
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A folder with a model of each kind, and the table of the south, without what is to be predicted."""
+    """Return a folder with a model of each kind, and with the table of the site south without its target columns."""
     folder = tmp_path_factory.mktemp("models")
     for kind in TARGETS:
         fitted(kind).save(folder / f"{kind}.json")
@@ -27,7 +27,10 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", TARGETS)
 def test_predictions_are_those_of_the_model(kind, saved, tmp_path, capsys):
-    """The expected numbers are sums over the file's coefficients, of which `test_study` checks a row by hand."""
+    """The command prints and writes the predictions of the model that a file holds.
+
+    They are computed here from the prepared columns and the coefficients; `test_study` computes one row by hand.
+    """
     model, frame, out = StudyModel.load(saved / f"{kind}.json"), tables()["south"], tmp_path / "out.csv"
     given = ["predict", str(saved / f"{kind}.json"), str(saved / "south.csv"), "--site", "south"]
     assert main([*given, "--out", str(out)]) == 0
@@ -131,7 +134,11 @@ def test_neither_model_nor_table_is_overwritten(saved, tmp_path, capsys):
 
 
 def test_parquet_is_read_by_pandas(saved, tmp_path, capsys, monkeypatch):
-    """Pandas needs pyarrow for it; here its reader is replaced. The error names the package that is missing."""
+    """A Parquet file is read by pandas, and gives the same predictions as a CSV file.
+
+    pandas needs pyarrow for it, so that the test replaces the reader. If pyarrow or pandas is missing, the error names
+    it.
+    """
     frame = tables()["south"]
     given = ["predict", str(saved / "ridge.json"), str(tmp_path / "south.parquet"), "--site", "south"]
     monkeypatch.setattr(pd, "read_parquet", lambda file: frame)

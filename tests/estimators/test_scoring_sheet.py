@@ -1,4 +1,4 @@
-"""The scoring sheet: a person who follows it, line by line, comes to what the model predicts."""
+"""A person who follows the scoring sheet line by line comes to the predictions of the model."""
 
 import re
 
@@ -20,13 +20,13 @@ def model_of(kind, folder, **more):
 
 
 def blocks(sheet):
-    """The parts between blank lines, as lines of cells."""
+    """Return the parts of the sheet between blank lines, each as a list of lines, and each line as a list of cells."""
     cut = [block.split("\n") for block in sheet.strip().split("\n\n")]
     return [[[cell for cell in line.split("  ") if cell.strip()] for line in block] for block in cut]
 
 
 def points(sheet):
-    """Read the sheet: the start; of each number the coefficient and the term of a gap; the points of words."""
+    """Read from the sheet the start, the coefficient and the term for a gap of each number, and the terms of words."""
     start, numbers, words = None, {}, {}
     for block in blocks(sheet.partition("Example")[0]):
         first = [cell.strip() for cell in block[0]]
@@ -40,7 +40,7 @@ def points(sheet):
 
 
 def precision(sheet):
-    """How many decimals a person keeps, and by how much S may then be wrong, in the words of the sheet."""
+    """Read from the sheet to how many decimals a term is rounded, and by how much S may then be wrong."""
     decimals, bound = re.search(
         r"Round each term to (\d+) decimals. S then differs .* by ([\d.]+) at most", sheet
     ).groups()
@@ -61,7 +61,11 @@ def by_hand(sheet, row, site):
 
 @pytest.mark.parametrize("kind", TARGETS)
 def test_a_person_who_follows_the_sheet_predicts_as_the_model_does(kind, tmp_path):
-    """All rows of a site, with gaps and with a rare word; also as those of a site that was not in the study."""
+    """A person who follows the sheet predicts as the model does, up to the difference that the sheet announces.
+
+    The rows are all those of a site, with gaps and with a rare word. If the model has offsets, they are also predicted
+    as rows of a site that was not in the study.
+    """
     model = model_of(kind, tmp_path)
     sheet, rows = model.sheet(), tables()["south"][["age", "dose", "kind", "code"]]
     assert rows.age.isna().any()
@@ -81,7 +85,10 @@ def test_a_person_who_follows_the_sheet_predicts_as_the_model_does(kind, tmp_pat
 
 
 def test_the_sheet_is_as_precise_as_it_says_far_from_the_means(tmp_path):
-    """Ten standard deviations away, where the rounding of a coefficient counts most."""
+    """The sheet is as precise as it says also for numbers ten standard deviations away from their means.
+
+    There the rounding of a coefficient counts most.
+    """
     model = model_of("logistic", tmp_path)
     sheet, told = model.sheet(), model.agreement.features
     wrong = []

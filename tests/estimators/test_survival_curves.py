@@ -1,4 +1,4 @@
-"""Steps of a site's baseline, and Kaplan-Meier curves of several sites beside that of their pooled rows."""
+"""A site's curve has steps with enough rows; Kaplan-Meier curves of several sites are compared with pooled rows."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ SITES = {name: (RNG.integers(1, 16, rows), RNG.integers(0, 2, rows)) for name, r
 
 
 def product_limit(time, event):
-    """Kaplan and Meier's estimate and Greenwood's sum at each distinct time, by the definition."""
+    """Return the Kaplan-Meier estimate and Greenwood's sum at each distinct time, by their definitions."""
     share, total, found = 1.0, 0.0, {}
     for t in np.unique(time):
         at_risk, events = np.sum(time >= t), np.sum(event[time == t])
@@ -39,7 +39,7 @@ def test_with_a_grid_of_all_times_the_curve_is_that_of_the_pooled_rows():
 
 @pytest.mark.parametrize("least", [4, 8])
 def test_each_step_has_the_rows_that_min_count_demands(least):
-    """The curve is that of rows that leave at their step's end."""
+    """At least `min_count` rows leave in each step, and the curve is that of rows that leave at their step's end."""
     moved = []
     for name, found in told(least).items():
         time, event = SITES[name]
@@ -47,7 +47,8 @@ def test_each_step_has_the_rows_that_min_count_demands(least):
         at_risk = np.array([np.sum(time > before) for before in (0, *ends)])
         assert np.array(found)[:, 1].tolist() == at_risk[:-1].tolist()
         assert np.min(-np.diff(at_risk)) >= least
-        after, whole = time > ends[-1], ends[-1] == GRID[-1]  # where the grid's end is not told, they count no further
+        # if the last step ends before the grid does, rows that leave later count as censored at its end
+        after, whole = time > ends[-1], ends[-1] == GRID[-1]
         later = np.where(after & whole, 99, ends[np.minimum(np.searchsorted(ends, time), len(ends) - 1)])
         moved.append((later, np.where(after, 0, event)))
     time, event = (np.concatenate(each) for each in zip(*moved, strict=True))
@@ -57,7 +58,12 @@ def test_each_step_has_the_rows_that_min_count_demands(least):
 
 
 def test_steps_end_with_the_grid_where_that_hides_who_leaves_last():
-    """Of 20 rows 8 leave at 1; then 3 leave at 2, or none, and others stay beyond 3."""
+    """The last step ends with the grid if it would otherwise be known that fewer than `min_count` rows leave after it.
+
+    The grid is 1, 2 and 3, and `min_count` is 8. Eight rows leave at time 1. If three rows leave at time 2, they are in
+    one step with the eight rows. If no further row leaves, there is a second step, in which no row leaves, unless fewer
+    than 8 rows stay.
+    """
     event, risk = np.ones(20), np.zeros(20)
 
     def found(*later):
