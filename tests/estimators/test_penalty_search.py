@@ -1,5 +1,7 @@
-"""The exact search: its hypergradient against finite differences, its minimum against scikit-learn's cross-validation,
-its numbers on every engine, and the folds that it is judged by."""
+"""The exact search finds the best penalties of scikit-learn's cross-validation, with an exact hypergradient.
+
+It has the same numbers on every engine. Rows of a patient are in one fold.
+"""
 
 import jax
 import numpy as np
@@ -19,12 +21,12 @@ from representatives import slow_but
 
 NAMES = ["north", "south", "west"]
 SITES = np.repeat(NAMES, [40, 55, 65])
-TWO_LENGTHS = np.repeat(NAMES, [40, 60, 60])  # Reference and sites compile each phase for each length
+TWO_LENGTHS = np.repeat(NAMES, [40, 60, 60])  # few lengths: Reference and sites compile each phase for each length
 KINDS = {"logistic": LogisticRegression, "ridge": Ridge, "cox": CoxRegression}
 
 
 def table(kind):
-    """Five features on several scales, the last of which predict nothing; sites differ in size."""
+    """Return five features on several scales, and a target that the first three predict."""
     rng = np.random.default_rng(2)
     rows = rng.normal(size=(160, 5)) * [1, 30, 0.1, 1, 5]
     risk = rows @ [0.8, -0.02, 3, 0, 0] + rng.normal(size=160)
@@ -35,7 +37,7 @@ def table(kind):
 
 
 def posed(kind, groups="feature", cv=3, sites=SITES):
-    """The algorithm, the problem, the clients, x0 and y0 of a search, as `fit` makes them; it ends there."""
+    """Return the algorithm, the problem, the clients, x0 and y0 with which `fit` would begin a search."""
 
     class Begun(Exception):
         pass
@@ -52,7 +54,10 @@ def posed(kind, groups="feature", cv=3, sites=SITES):
 
 @pytest.mark.parametrize("kind", slow_but("logistic", "cox", of=KINDS))
 def test_the_hypergradient_is_that_of_finite_differences(kind):
-    """Of F(x, y*(x)) in log x, at penalties on the way: central differences have an error of h² or so, 1e-8."""
+    """The hypergradient in log x is that of central differences of F(x, y*(x)).
+
+    It is taken at penalties that the search passes. The differences have h = 1e-4, and an error of about h² = 1e-8.
+    """
     with jax.enable_x64(True):
         algorithm, problem, clients, x0, y0 = posed(kind)
         on_the_way = fb.solve(algorithm, problem, clients, x0, y0, rounds=9, progress=False)
@@ -66,15 +71,16 @@ def test_the_hypergradient_is_that_of_finite_differences(kind):
         log_x = np.asarray(best.log_x)
         slope = [(value(log_x + h) - value(log_x - h)) / 2e-4 for h in 1e-4 * np.eye(len(log_x))]
         assert float(best.value) == pytest.approx(value(log_x), abs=1e-10)
-    assert np.abs(slope).max() > 1e-4  # else they would agree in being 0
+    assert np.abs(slope).max() > 1e-4  # so that a hypergradient of 0 would fail
     np.testing.assert_allclose(best.slope, slope, atol=1e-8)
 
 
 @pytest.mark.parametrize("kind", slow_but("cox", of=KINDS))
 def test_engines_agree(kind):
-    """Reference, Local and Flower in this process, to rounding that ten exchanges have passed on.
+    """Reference, Local and Flower in one process give the same penalties and coefficients, up to rounding.
 
-    A loss of Cox is one of all rows of a site; that of ridge is made like that of logistic regression.
+    Ten exchanges increase rounding errors to at most 1e-10. The loss of Cox regression is a function of all rows of a
+    site together. The losses of ridge and logistic regression are made in the same way.
     """
     with jax.enable_x64(True):
         algorithm, problem, clients, x0, y0 = posed(kind, "one", cv=2, sites=TWO_LENGTHS)
@@ -97,14 +103,16 @@ def test_engines_agree(kind):
 
 
 def folds(model, rows):
-    """The fold of each row of a pooled table."""
+    """Return the fold of each row of a pooled table."""
     return np.concatenate([model._folds(site, rows[site == SITES], None) for site in np.unique(SITES)])
 
 
 def test_one_penalty_is_the_best_of_scikit_learns_cross_validation():
-    """With the same folds, scikit-learn's loss on unseen rows is nowhere lower than at the penalty that was found; its
-    coefficients of all rows are the same with C = 1/(2 n λ), on features of variance 1; for a model without a fold n is
-    3/4 of the rows."""
+    """With the same folds, the loss of scikit-learn on unseen rows is least at the penalty that the search finds.
+
+    It is compared with six other penalties. On all rows, the coefficients of scikit-learn are the same. Its C is
+    1/(2 n λ) on features of variance 1, and n is 3/4 of all rows for a model that is fitted without one of four folds.
+    """
     rows, label = table("logistic")
     model = LogisticRegression(cv=4).fit(rows, label, groups=SITES)
     scaled, fold = (rows - rows.mean(0)) / rows.std(0), folds(model, (label == "well").astype(int))
@@ -146,7 +154,11 @@ def test_folds_of_a_site_do_not_depend_on_other_sites():
 
 
 def test_rows_of_a_patient_are_dealt_together():
-    """Else a model would be judged by patients that it has seen: here it would recognise each by a feature."""
+    """All rows of a patient are in one fold, so that a model is not judged by patients to which it was fitted.
+
+    In this table features and target depend on the patient only, and the features do not predict the target of another
+    patient. If rows of a patient are in several folds, the model recognises patients, and its loss is too small.
+    """
     patient = np.arange(160) // 4
     stratum = (patient % 3 == 0).astype(int)
     dealt = LogisticRegression()._folds("north", stratum, patient)
@@ -154,7 +166,7 @@ def test_rows_of_a_patient_are_dealt_together():
     assert np.bincount(dealt[::4]).tolist() == [8] * 5
     assert np.ptp([stratum[dealt == k].sum() for k in range(5)]) <= 4  # 14 patients of the class: 2 or 3 in each fold
     rng = np.random.default_rng(0)
-    rows = rng.normal(size=(40, 20))[patient]  # of the patient alone, as is the target
+    rows = rng.normal(size=(40, 20))[patient]  # the same for all rows of a patient, as is the target
     target = rng.normal(size=40)[patient]
     by_row, by_patient = (
         Ridge().fit(rows, target, groups=TWO_LENGTHS, patients=whose).history_["outer_loss"][-1]

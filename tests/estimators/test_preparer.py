@@ -1,4 +1,4 @@
-"""A table's numbers, agreed on by sites that tell sums and counts: beside everyone's rows in one place, and errors."""
+"""Sites that exchange sums and counts prepare their tables as if all rows were in one place; errors name a column."""
 
 import json
 import os
@@ -25,20 +25,23 @@ def site(**columns):
 SITES = [
     site(age=[np.nan, np.nan]),
     site(age=[np.nan, 80.1], sex=["m", "x"]),
-    site(age=[50.0, 59.3], sex=["m", None], pain=[2.0, np.nan]),  # a gap makes floats of codes
+    site(age=[50.0, 59.3], sex=["m", None], pain=[2.0, np.nan]),  # pandas stores integers with a gap as floats
 ]
 
 
 @pytest.fixture
 def files(tmp_path):
-    """What each site tells, everything."""
+    """Return a file of statistics for each site; with `min_count` 1 they leave nothing out."""
     for number, rows in enumerate(SITES):
         Preparer(categorical=["pain"]).fit(rows).save(tmp_path / f"{number}.json", min_count=1)
     return [tmp_path / f"{number}.json" for number in range(3)]
 
 
 def test_sites_that_tell_sums_agree_on_what_all_rows_in_one_place_do(files):
-    """In any order to the bit; with one place to rounding."""
+    """Files of statistics give the features that all rows in one place give, to rounding.
+
+    They give the same features, to the bit, in any order of the files.
+    """
     everyone = pd.concat(SITES)
     expected = Preparer(categorical=["pain"]).fit_transform(everyone)
     made = [Preparer.load(*order) for order in permutations(files)]
@@ -61,7 +64,10 @@ def test_a_file_is_read_to_the_bit_and_added_to(files, tmp_path):
 
 
 def test_a_file_has_a_line_for_each_column_and_no_rows(files):
-    """Of 50.0 and 59.3 the mean is 54.65, and the squares are 2 (9.3/2)² = 43.245."""
+    """A file has one line for each column, and no rows.
+
+    The numbers 50.0 and 59.3 have the mean 54.65, and the sum of squared deviations 2 (9.3/2)² = 43.245.
+    """
     lines = files[2].read_text("utf-8").splitlines()
     assert (lines[0], lines[-1]) == ("{", "}")
     assert lines[2:4] == [
@@ -73,7 +79,12 @@ def test_a_file_has_a_line_for_each_column_and_no_rows(files):
 
 
 def test_what_few_rows_tell_is_left_out(tmp_path):
-    """Seven numbers and a category of seven rows; the site's own rows of them become gaps, and no misspelt ones do."""
+    """A file leaves out statistics of fewer than `min_count` rows, and these rows then count as gaps.
+
+    By default `min_count` is 8, so that a column with seven numbers is left out, and a category with seven rows. After
+    that the site's own rows with these numbers and this category count as gaps. If no category was left out, an
+    unknown one is an error, because it may be misspelt.
+    """
     rows = pd.DataFrame({"age": [50.0] * 7 + [np.nan] * 8, "sex": ["f"] * 7 + ["m"] * 8, "name": [*"abcdefghijklmno"]})
     rows["same"] = 0.1
     Preparer().fit(rows).save(tmp_path / "told.json")
@@ -102,7 +113,10 @@ def test_what_few_rows_tell_is_left_out(tmp_path):
 
 
 def test_numbers_are_standardised_and_gaps_filled():
-    """Of 50, 59 and 80 the mean is 63 and the deviation √((13² + 4² + 17²)/3) = √158."""
+    """Numbers are standardised, gaps are filled with means, and categories become indicators.
+
+    The numbers 50, 59 and 80 have the mean 63 and the deviation √((13² + 4² + 17²)/3) = √158.
+    """
     rows = site(age=[50.0, 59.0], sex=["m", None], pain=[2, 4])
     preparer = Preparer(categorical=["pain"]).fit(pd.concat([SITES[0], site(age=[np.nan, 80.0], sex=["m", "x"]), rows]))
     made = preparer.transform(rows.set_axis(["p", "q"]))
@@ -145,7 +159,7 @@ def test_pandas_own_types_and_constant_columns():
     [
         (site().drop(columns="sex"), "column 'sex' of X", "missing", "['age', 'pain']", ""),
         (site(aeg=[1, 2]), "column of X", "aeg", "age", "age"),
-        (site(age=["50", "old"]), "type of column 'age'", ANY, "numbers", ""),  # str or object, as pandas has it
+        (site(age=["50", "old"]), "type of column 'age'", ANY, "numbers", ""),  # ANY: it depends on pandas' version
         (site(age=[np.inf, 1]), "column 'age', row 0", np.inf, "from -1e+100 to 1e+100", ""),
         (site(sex=["w", "m"]), "category of column 'sex'", "w", "['f', 'm']", ""),
         (np.zeros((2, 3)), "X", "ndarray", "pandas.DataFrame", ""),
@@ -297,7 +311,11 @@ def test_categories_that_are_probably_none_are_warned_of(column, words):
 
 @pytest.mark.parametrize("texts", ["{}.23 kg", "2024-01-{:02}", "P{}"])
 def test_texts_of_which_most_have_a_single_row_are_warned_of(texts):
-    """Of 22 rows the first and the last are of the same text, so that 20 of 21 have one row each."""
+    """A column of texts is warned of if most of the texts have a single row.
+
+    Of 22 rows, the first and the last have the same text, so that 20 of 21 texts have one row each. There is no warning
+    if each row comes twice, if the column is named in `categorical`, or if there are only 19 rows.
+    """
     column = [texts.format(number) for number in [*range(1, 22), 1]]
     with pytest.warns(DataWarning, match=r"column 'a' has 21 texts as categories, 20 of them in a single row each"):
         Preparer().fit(pd.DataFrame({"a": column}))
@@ -343,7 +361,11 @@ def test_fit_forgets_and_a_clone_knows_nothing():
 
 @pytest.mark.parametrize("values", [pd.date_range("2026-01-01", periods=3), np.array([1j, 2, 3])])
 def test_dates_and_complex_numbers_are_no_categories_unasked(values):
-    """An indicator for each day, of which `save` would name none, would be a column that vanishes."""
+    """Dates and complex numbers are refused, unless `categorical` names their column.
+
+    As categories they would become an indicator for each day. `save` would leave out all of these, so that the column
+    would vanish.
+    """
     frame = pd.DataFrame({"when": values})
     with refuses("type of column 'when'", fact="`categorical`"):
         Preparer().fit(frame)
@@ -352,7 +374,11 @@ def test_dates_and_complex_numbers_are_no_categories_unasked(values):
 
 @pytest.mark.parametrize("code", [-999.0, 1e6, -3.4e38])
 def test_a_code_for_a_gap_is_warned_of(code):
-    """One number in 120 of standard deviation 10: it has (code − 50)²/(n σ² + …) > 0.9 of the squares."""
+    """A number such as −999 that is probably a code for a gap is warned of.
+
+    The other 119 numbers have mean 50 and standard deviation 10. The code's share of the sum of squared deviations is
+    about (code − 50)²/((code − 50)² + 119·10²), which is above 0.98.
+    """
     ages = np.random.default_rng(0).normal(50, 10, 120)
     Preparer().fit(pd.DataFrame({"age": ages}))
     ages[7] = code

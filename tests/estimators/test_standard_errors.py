@@ -1,4 +1,4 @@
-"""Standard errors of coefficients beside formulas written out in NumPy, on unequal sites."""
+"""Standard errors of coefficients are those of formulas that are written out in NumPy, on sites of unequal size."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def sandwich(information, penalty):
 
 @pytest.mark.parametrize("penalised", slow_but(True, of=[False, True]))
 def test_of_logistic_regression(penalised):
-    """The information is Σ p(1 − p) a aᵀ."""
+    """Standard errors of logistic regression are those of the sandwich formula with the information Σ p(1 − p) a aᵀ."""
     made = LogisticRegression(penalties=[0.05, 0.5, 0.001] if penalised else 0.0).fit(X, LABEL, groups=SITE)
     chance = made.predict_proba(X)[:, 1]
     information = DESIGN.T @ (DESIGN * (chance * (1 - chance))[:, None])
@@ -31,7 +31,10 @@ def test_of_logistic_regression(penalised):
 
 @pytest.mark.parametrize("penalised", slow_but(True, of=[False, True]))
 def test_of_linear_regression(penalised):
-    """s² (AᵀA + nΛ)⁻¹ AᵀA (AᵀA + nΛ)⁻¹, with s² the residual sum over n − tr AᵀA (AᵀA + nΛ)⁻¹."""
+    """Standard errors of ridge regression are those of the covariance s² (AᵀA + nΛ)⁻¹ AᵀA (AᵀA + nΛ)⁻¹.
+
+    s² is the sum of squared residuals divided by the degrees of freedom n − tr AᵀA (AᵀA + nΛ)⁻¹.
+    """
     y = 20 * Z + RNG.normal(size=90) + 100
     made = Ridge(penalties=[0.05, 0.5, 0.001] if penalised else 0.0).fit(X, y, groups=SITE)
     products, penalty = DESIGN.T @ DESIGN, penalised * PENALTY / 2
@@ -41,7 +44,10 @@ def test_of_linear_regression(penalised):
 
 
 def test_of_cox_regression():
-    """The information of the stratified partial likelihood: of each event, the variance of a among rows at risk."""
+    """Standard errors of Cox regression are those of the information of the stratified partial likelihood.
+
+    The information is a sum over events of the covariance of the features among the rows at risk.
+    """
     time, event = RNG.integers(1, 20, 90).astype(float), RNG.integers(0, 2, 90)
     made = CoxRegression(penalties=[0.05, 0.5, 0.001]).fit(X, np.column_stack([time, event]), groups=SITE)
     hazard, information = np.exp(X @ made.coef_), np.zeros((3, 3))
