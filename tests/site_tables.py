@@ -1,4 +1,4 @@
-"""Tables of three sites with words, gaps, a rare category and repeated patients, and studies of them."""
+"""Make tables of three sites with words, gaps, a rare category and repeated patients, and studies of these tables."""
 
 from functools import cache
 
@@ -12,7 +12,7 @@ TARGETS = {"logistic": {"target": "ill"}, "ridge": {"target": "days"}, "cox": {"
 
 
 def table(number):
-    """A site's own table: `days` grow with age, `kind` z is rare, `dose` is a single number at the first site."""
+    """Return the table of a site: `days` are fewer at a higher age, the `kind` z is rare, and site 0 has one `dose`."""
     rng, rows = np.random.default_rng(number), 40 + 17 * number
     made = pd.DataFrame({"patient": np.arange(rows) // 2, "age": rng.normal(50 + 5 * number, 9, rows).round(1)})
     made["dose"] = rng.normal(size=rows)
@@ -34,7 +34,7 @@ def tables():
 
 
 def study(kind, **more):
-    """A study of these tables with few folds."""
+    """Return a study of these tables with three folds."""
     given = {"estimator": kind, "sites": SITES, **TARGETS[kind], "categorical": ("code",), "cv": 3}
     drop = tuple(name for name in ("ill", "days", "died") if name not in TARGETS[kind].values())
     patient = {"drop": drop, "patient": "patient"}
@@ -43,5 +43,5 @@ def study(kind, **more):
 
 @cache
 def fitted(kind) -> StudyModel:
-    """The model of the study on these tables: fitted once for all tests, none of which changes it."""
+    """Return the model of the study, fitted to these tables once for all tests; no test may change it."""
     return study(kind).fit(tables())

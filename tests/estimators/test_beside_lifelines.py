@@ -1,8 +1,8 @@
-"""Cox's model, baseline hazards and Kaplan-Meier curves beside lifelines and a direct maximum.
+"""Cox's model, baseline hazards and Kaplan-Meier curves agree with lifelines and with a direct maximisation.
 
-The numbers named LIFELINES are those that lifelines 0.30.3 printed for these rows (`CoxPHFitter().fit(…,
-fit_options={"precision": 1e-12})`; its baseline hazard is that of mean covariates, and is converted here to that of
-zeros). Without ties of times, the methods of Breslow and Efron are the same.
+The constants LIFELINES… have what lifelines 0.30.3 printed for these rows, with `CoxPHFitter().fit(…,
+fit_options={"precision": 1e-12})`. The baseline hazard of lifelines is that of mean covariates. Here it is converted to
+that of covariates 0. Without tied times, the methods of Breslow and Efron are the same.
 """
 
 import numpy as np
@@ -26,7 +26,7 @@ LIFELINES = {  # whether sites are strata -> coefficients, standard errors
     False: ([0.055052492943626886, -0.6526780753102002], [0.02455220555949026, 0.2360970485648987]),
     True: ([0.04571039453731059, -0.6207053307627298], [0.024558608682783267, 0.25842627141391544]),
 }
-LIFELINES_TIED = {  # the same, by Efron's method
+LIFELINES_TIED = {  # coefficients and standard errors for TIED, by Efron's method
     False: ([0.05280945004833175, -0.6937034042301249], [0.02441587208411945, 0.2411183790082813]),
     True: ([0.04462942311553498, -0.6509781676516592], [0.02457178906998467, 0.26066487115320897]),
 }

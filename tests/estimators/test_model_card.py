@@ -35,7 +35,7 @@ def test_a_card_has_the_facts_of_the_study_and_its_report(tmp_path):
     assert f"{site:.3g}" in penalty
     (ledger,) = fitted.estimator.ledgers_
     sent = f"{ledger.bytes_down:,} bytes to them and {ledger.bytes_up:,} bytes from them"
-    requests = f"{3 * ledger.exchanges:,} requests to sites"  # three sites, each of which is asked every time
+    requests = f"{3 * ledger.exchanges:,} requests to sites"  # each exchange asks all three sites
     assert (
         f"- Costs: {ledger.exchanges} exchanges to fit the model, simulated on one machine: {requests}, {sent}" in lines
     )
@@ -56,7 +56,7 @@ def test_costs_of_several_runs_are_added():
 
 
 def test_names_of_columns_and_sites_end_no_line():
-    """What sites call their columns is others' words: a card shows them within a line."""
+    """A card shows the name of a column within a line, because a site chooses it and may put a line break into it."""
     frames = {site: frame.rename(columns={"age": "age\n# `x`"}) for site, frame in tables().items()}
     titles = [line for line in study("ridge").fit(frames).card().splitlines() if line.startswith("#")]
     assert len(titles) == 4

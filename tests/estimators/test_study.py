@@ -1,4 +1,4 @@
-"""Studies on one machine: the numbers of `fit` on the pooled rows, what is not told is not used, the model in use."""
+"""A study has the numbers of an estimator on the pooled rows, uses only what sites send, and its model predicts."""
 
 import copy
 import json
@@ -19,7 +19,7 @@ KINDS = {"logistic": LogisticRegression, "ridge": Ridge, "cox": CoxRegression}
 
 
 def pooled(given, frames):
-    """The rows of all sites in one place, prepared as the study prepares them: X, y, sites and patients."""
+    """Return X, y, sites and patients of the rows of all sites in one place, prepared as the study prepares them."""
     own = [SiteTable(given, site, frames[site]) for site in given.sites]
     preparer = Preparer.sum_of({one.site: one.summaries for one in own})
     X = pd.concat([preparer.transform(one.features) for one in own], ignore_index=True)
@@ -69,7 +69,10 @@ def test_each_column_group_or_feature_may_have_a_penalty():
 
 
 def test_what_a_site_does_not_tell_is_not_used():
-    """Neither the single dose of the north, nor which rows have a rare category: it is that of other numbers there."""
+    """A study uses neither the single dose of the site north nor the name of a rare category of the site south.
+
+    With another number and another name, the coefficients are the same.
+    """
     frames = tables()
     assert SiteTable(study("ridge"), "north", frames["north"]).summaries["dose"] == {
         "count": 0,
@@ -86,7 +89,10 @@ def test_what_a_site_does_not_tell_is_not_used():
 
 
 def test_a_category_that_a_server_makes_up_is_a_gap_at_every_site():
-    """So that asking for a rare one, by an agreement with its name, tells nothing."""
+    """A category that only the server names counts as a gap at a site, also if rows of the site have it.
+
+    So a server learns nothing about a rare category by sending an agreement with its name.
+    """
     given, frame = study("ridge"), table(1)
     one = SiteTable(given, "south", frame)
     agreement = fitted("ridge").agreement
@@ -109,7 +115,10 @@ def test_sums_do_not_depend_on_the_order_of_sites():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_model_predicts_one_patient(kind, tmp_path):
-    """From the site's own columns, with words and gaps, by the coefficients of the file."""
+    """A saved model predicts a patient from the columns of a site, which have words and gaps.
+
+    The expected number is a sum over the coefficients in the file.
+    """
     frames = tables()
     fitted(kind).save(tmp_path / "model.json")
     model, file = StudyModel.load(tmp_path / "model.json"), json.loads((tmp_path / "model.json").read_text())
@@ -130,7 +139,7 @@ def test_a_saved_model_predicts_one_patient(kind, tmp_path):
             model.predict_proba(patient)
     with refuses("site", "sout", near="south"):
         model.predict(patient, site="sout")
-    with pytest.raises(ConfigurationError, match="column 'dose'"):  # with a near name that is one by chance
+    with pytest.raises(ConfigurationError, match="column 'dose'"):  # the message also has a name that is near by chance
         model.predict(patient.drop(columns="dose"), site="south")
 
 
@@ -144,7 +153,7 @@ def test_the_positive_class_can_be_chosen():
 
 
 def test_sites_that_differ_from_the_others_take_part():
-    """One class alone, a constant column, a column of gaps, rows without a target."""
+    """A site takes part if it has one class, a constant column or a column of gaps, or if some rows have no target."""
     frames = tables()
     frames["north"] = frames["north"].assign(ill="yes", age=61.0, code=np.nan)
     frames["south"] = frames["south"].assign(ill=frames["south"].ill.where(frames["south"].index > 9))
@@ -199,7 +208,7 @@ LISTS = "a list of columns"
     ],
 )
 def test_a_wrong_study_is_refused(fields, path, fact, near):
-    """The first of the fields is the wrong one."""
+    """A wrong field of a study is refused; in each case it is the first one."""
     given = {"estimator": "logistic", "sites": ["a", "b"], "target": "ill"}
     with refuses(path, next(iter(fields.values())), fact, near):
         Study.read({**given, **fields})
