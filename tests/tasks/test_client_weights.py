@@ -1,4 +1,4 @@
-"""Clients' weights: labels of the chosen clients alone are spoilt, and clients count as their hypergradient says."""
+"""The task of clients' weights spoils labels of the chosen clients only, and its hypergradient has a closed form."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,10 @@ NON_IID = {"partition_by": "dirichlet", "partition_options": {"alpha": 0.5, "min
 
 
 def test_the_hypergradient_is_what_the_page_says():
-    """−M s_i (a_i − Σ_k s_k a_k), a_i = p_i ⟨v, ∇ℓ_i⟩, with v by a dense solve: clients differ in size and labels."""
+    """The hypergradient is −M s_i (a_i − Σ_k s_k a_k), with s = softmax(x) and a_i = p_i ⟨v, ∇ℓ_i⟩, as the page says.
+
+    The vector v is computed by a dense solve. The M = 3 clients differ in size and in their labels.
+    """
     task = client_weights(clients=3, ridge=0.05, **NON_IID)
     x = jnp.asarray(np.random.default_rng(0).normal(size=3))
     population, start = Population.of(task.problem, task.clients), jax.tree.map(np.float64, task.y0)
@@ -29,7 +32,7 @@ def test_the_hypergradient_is_what_the_page_says():
     def mean_inner(y):
         return sum(p[i] * task.problem.inner(x, unflat(y), inner) for i, (_, inner) in enumerate(rows))
 
-    def own_loss(y, i):  # without ridge and weight: the outer loss takes the same samples
+    def own_loss(y, i):  # on training samples, by the outer loss, which has neither ridge nor weight
         return task.problem.outer(x, unflat(y), rows[i][1])
 
     def mean_outer(y):
@@ -43,7 +46,11 @@ def test_the_hypergradient_is_what_the_page_says():
 
 
 def test_the_chosen_clients_alone_have_wrong_labels():
-    """A share corruption·9/10 of theirs; the images and the validation labels are those of hyper_cleaning's split."""
+    """Only the chosen clients have wrong labels, a share of corruption·9/10 = 0.54 of their training labels.
+
+    A replaced label is drawn from ten classes, and one time in ten it is the right one. The other labels are those of
+    the split of hyper_cleaning.
+    """
     task, clean = client_weights(spoilt=1 / 3, corruption=0.6), hyper_cleaning(corruption=0.0)
     rates = np.array([
         np.mean(task.clients.inner.row(i)["label"] != clean.clients.inner.row(i)["label"]) for i in range(18)
@@ -59,7 +66,7 @@ def test_the_chosen_clients_alone_have_wrong_labels():
 
 
 def test_the_clients_with_wrong_labels_lose_their_weight():
-    """By steps that adapt: they hold half of the weight at the start."""
+    """With steps that adapt, SimFBO lowers the weight of clients with wrong labels from a half to less than a fifth."""
     task = client_weights()
     run = fb.solve(fb.SimFBO(batch_size=None, local_steps=1), task.problem, task.clients, task.x0, task.y0, rounds=60)
     assert float(task.metrics["spoilt_weight"](run.x, run.y)) < 0.2
@@ -73,7 +80,10 @@ def test_numbers_out_of_range_are_refused(wrong):
 
 
 def test_inner_samples_get_the_number_of_their_client_and_all_else_stays():
-    """Of clients whose arrays are padded, which are left with their true samples."""
+    """`numbered` adds to each inner sample the number of its client, and changes nothing else.
+
+    The arrays of the clients are padded, and the padding is dropped.
+    """
     rows = np.arange(24.0).reshape(3, 4, 2)
     clients = fb.Clients(rows, rows + 100, inner_sizes=[2, 4, 1], weights="size", local_steps=[1, 2, 3])
     found = numbered(clients)

@@ -1,4 +1,4 @@
-"""Hyper-cleaning: labels spoilt as often as said, weights that reach the right samples, an AUC that counts pairs."""
+"""Hyper-cleaning spoils as many labels as asked for, each weight is its own sample's, and the AUC counts pairs."""
 
 import jax
 import jax.numpy as jnp
@@ -16,20 +16,20 @@ NON_IID = {"partition_by": "dirichlet", "partition_options": {"alpha": 0.5, "min
 
 @pytest.fixture(scope="module")
 def task():
-    """Clients of unequal size, half of the labels replaced."""
+    """Return the task with clients of unequal size, and with half of the labels drawn anew."""
     return hyper_cleaning(clients=7, corruption=0.5, ridge=0.05, **NON_IID)
 
 
 @pytest.fixture(scope="module")
 def point(task):
-    """x, and y away from its start."""
+    """Return a random x, and a y that is not the start."""
     rng = np.random.default_rng(0)
     y = jax.tree.map(lambda leaf: jnp.asarray(0.1 * rng.normal(size=leaf.shape)), task.y0)
     return jnp.asarray(rng.normal(size=task.x0.shape)), y
 
 
 def true_labels():
-    """Digit by image, as the task's clients have them; the digits hold hardly any image twice."""
+    """Return the true label of each image that clients have; hardly any image of the digits occurs twice."""
     found = load("digits").standardised()
     return {
         image.tobytes(): label
@@ -38,7 +38,11 @@ def true_labels():
 
 
 def test_the_loss_and_the_gradient_of_each_weight(task, point):
-    """g_i = mean σ(x_ij)·CE_ij + ridge·‖y‖², ∂g_i/∂x_ij = σ(x_ij)(1 − σ(x_ij))·CE_ij/n_i, all else 0."""
+    """The losses and the derivative of the inner loss in each weight are those of the formulas.
+
+    g_i is the mean of σ(x_ij)·CE_ij over the samples j of client i, plus ridge·‖y‖². Its derivative in x_ij is
+    σ(x_ij)(1 − σ(x_ij))·CE_ij/n_i, and its derivatives in the other entries of x are 0.
+    """
     x, (body, head) = point
     row = task.clients.inner.row(3)
     n = len(row["label"])
@@ -57,7 +61,10 @@ def test_the_loss_and_the_gradient_of_each_weight(task, point):
 
 
 def test_a_client_needs_its_own_row_alone(task, point):
-    """The same value and gradients with x of shape (1, longest); nothing else of x is read, nor the padding."""
+    """A client's loss and gradients depend on the client's row of x only, without its padding.
+
+    An x that has only this row, of shape (1, longest), gives the same numbers as an x with the rows of all clients.
+    """
     x, y = point
     gradients = jax.jit(jax.value_and_grad(task.problem.inner, (0, 1)))
     for i in (0, 6):
@@ -74,7 +81,11 @@ def test_a_client_needs_its_own_row_alone(task, point):
 
 
 def test_as_many_labels_are_wrong_as_said():
-    """A share ρ(1 − 1/C), all wrong classes alike, within four standard errors; ρ = 0 leaves all as they were."""
+    """A share ρ(1 − 1/C) of the labels is wrong, and all wrong classes are equally frequent.
+
+    A share ρ of the labels is drawn anew from C classes, of which one is right. The shares are within four standard
+    errors. With ρ = 0 no label changes.
+    """
     n, classes, rate = 100_000, 5, 0.4
     label = np.random.default_rng(0).integers(classes, size=n).astype(np.int32)
     samples = Ragged({"label": label}, np.array([0, 70_000]), np.array([70_000, 30_000]))
@@ -128,8 +139,11 @@ def test_metrics_look_at_the_weights_of_both_kinds(task):
 
 
 def test_weights_learn_which_labels_are_wrong():
-    """Chance is an AUC of ½. Trained to convergence with equal weights this model is right on 79 % of the test images;
-    on clean samples alone, 95 %."""
+    """SimFBO learns weights that tell wrong labels from right ones, and the model gains accuracy by them.
+
+    An AUC of ½ is chance. This model, trained to convergence with equal weights, is right on 79 % of the test images,
+    and on 95 % if it is trained on samples with right labels only.
+    """
     task = hyper_cleaning(corruption=0.5)
     steps = fb.XYV(x=50.0, y=0.1, v=0.1)
     algorithm = fb.SimFBO(client_lr=fb.XYV(x=1e-3, y=0.05, v=0.05), server_lr=steps, radius=10.0)

@@ -1,4 +1,4 @@
-"""Location: are the balls as said, the metrics those of NumPy, and is the solution the solution?"""
+"""The location task draws its balls as described, its metrics are those of NumPy, and its solution is optimal."""
 
 import jax
 import numpy as np
@@ -13,13 +13,13 @@ SEEDS = range(3)
 
 
 def balls(task):
-    """Centers (m, n) and radii (m,), of all clients."""
+    """Return the centers (m, n) and the radii (m,) of the balls of all clients."""
     rows = [task.clients.inner.row(i) for i in range(len(task.clients))]
     return tuple(np.concatenate([row[name] for row in rows]) for name in ("center", "radius"))
 
 
 def anchor_of(task):
-    """H = ½‖x − a‖², so that H(0) − H(e) + ½ = a·e for a unit vector e."""
+    """Return the anchor a, from H = ½‖x − a‖²: for a unit vector e, H(0) − H(e) + ½ = a·e."""
     preference = lambda x: float(task.problem.outer(x, None, None))  # noqa: E731
     units = np.eye(len(task.x0))
     return np.array([preference(np.zeros(len(units))) - preference(unit) + 0.5 for unit in units])
@@ -32,7 +32,11 @@ def solution_of(task):
 @pytest.mark.parametrize("dim", [2, 5])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_solution_is_in_all_balls_and_the_anchor_in_the_cone_of_their_normals(dim, seed):
-    """What makes x the projection of a: a − x = Σ μ_j (x − c_j), μ ≥ 0, over balls on whose boundary x is."""
+    """The solution x is the projection of the anchor a onto the intersection of the balls.
+
+    This holds if x is in all balls, and a − x = Σ μ_j (x − c_j) with μ ≥ 0, over the balls that have x on their
+    boundary.
+    """
     task = location(dim=dim, seed=seed)
     anchor, (centers, radii) = anchor_of(task), balls(task)
     x = nearest_in_all(anchor, centers, radii)
@@ -46,7 +50,11 @@ def test_the_solution_is_in_all_balls_and_the_anchor_in_the_cone_of_their_normal
 
 
 def test_one_ball_and_balls_that_do_not_cut():
-    """By hand: the anchor is pulled onto a sphere; an anchor inside stays; a ball around the other changes nothing."""
+    """An anchor outside a ball is projected onto its sphere, and an anchor inside stays where it is.
+
+    A second ball that contains the first one changes nothing. The projection of (5, 3) onto the sphere around (1, 0)
+    with radius 2.5 is (1, 0) + 2.5·(0.8, 0.6).
+    """
     center, far = np.array([[1.0, 0.0]]), np.array([5.0, 3.0])
     np.testing.assert_allclose(nearest_in_all(far, center, np.array([2.5])), [1 + 2.5 * 0.8, 2.5 * 0.6], atol=1e-12)
     np.testing.assert_array_equal(nearest_in_all(np.array([1.0, 1.0]), center, np.array([2.5])), [1.0, 1.0])
@@ -80,7 +88,11 @@ def test_metrics_are_those_of_the_formulas():
 
 
 def test_every_ball_counts_alike_whoever_has_it():
-    """F = Σ p_i (mean of client i) is the mean over all balls, for clients of unequal size too."""
+    """Every ball counts equally, whichever client has it.
+
+    F, the mean over clients with weights p_i of each client's mean, is the mean over all balls, although clients have
+    different numbers of balls.
+    """
     task = location(dim=2, targets=11, clients=4)
     sizes = task.clients.inner.size
     assert sorted(sizes) == [2, 3, 3, 3]
@@ -94,7 +106,11 @@ def test_every_ball_counts_alike_whoever_has_it():
 
 
 def test_scattered_is_the_papers_draw_and_comes_again_with_its_seed():
-    """Centers, anchor and start uniform on X, radii on (0, 1): the means of 20,000 are within five standard errors."""
+    """The layout "scattered" draws as the paper does, and the same seed draws the same task.
+
+    Centers, anchor and start are uniform on X, and radii on (0, 1). The means of 20,000 coordinates and of 5,000 radii
+    are within five standard errors.
+    """
     task, again, other = (location(dim=4, targets=5000, layout="scattered", seed=seed) for seed in (2, 2, 3))
     centers, radii = balls(task)
     assert np.max(np.abs(np.concatenate([centers, [task.x0], [anchor_of(task)]]))) <= HALF_WIDTH
@@ -109,7 +125,10 @@ def test_scattered_is_the_papers_draw_and_comes_again_with_its_seed():
 
 @pytest.mark.parametrize("layout", ["overlapping", "scattered"])
 def test_the_subgradient_of_a_distance_is_finite_everywhere(layout):
-    """In a center, on a sphere, beyond it: 0, 0, and the unit vector away from the center."""
+    """The subgradient of the distance is 0 in the center of a ball and at its sphere, and a unit vector beyond it.
+
+    The unit vector points away from the center.
+    """
     task = location(dim=2, targets=1, clients=1, layout=layout)
     center, radius = (array[0] for array in balls(task))
     one = task.clients.inner.row(0)

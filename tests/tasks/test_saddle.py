@@ -1,4 +1,4 @@
-"""The saddle point problem: are its closed forms where the loss and a played-out FedAvg say?"""
+"""The closed forms of the saddle point problem agree with its loss, and with FedAvg that is run to its end."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def hard():
 
 
 def played(clients, rounds, alpha, beta):
-    """Every client steps on its own copy of the average, `rounds` times; the last average."""
+    """Run `rounds` rounds, in which every client moves its own copy of the average, and return the last average."""
     x = y = np.zeros(3)
     rows = [clients.outer.row(i) for i in range(len(clients))]
     for _ in range(rounds):
@@ -54,8 +54,11 @@ def test_both_gradients_vanish_at_the_solution(options):
 
 
 def test_samples_scatter_about_what_the_client_has_without_them():
-    """The same seed draws the same problem, and `squared_gradient` is that of Φ(x) = max over y of F: Danskin's theorem
-    makes ∇Φ(x) the gradient of F in x at y*(x)."""
+    """Noisy samples of a client have as their mean the value that it has without noise, for the same seed.
+
+    The mean of 4,000 samples is within four standard errors of it. The metric `squared_gradient` is that of
+    Φ(x) = max over y of F(x, y). By Danskin's theorem, ∇Φ(x) is the gradient of F in x at y*(x).
+    """
     plain, noisy = (saddle(**HARD, **more) for more in ({}, {"samples": 4_000, "noise": 2.0}))
     b = noisy.clients.outer.row(3)["b"]
     np.testing.assert_array_equal(noisy.x0, plain.x0)
@@ -69,7 +72,10 @@ def test_samples_scatter_about_what_the_client_has_without_them():
 
 
 def test_it_is_the_papers_problem():
-    """f_i in the paper's own form; b centred, t_i in (0, 0.1); the solution at 0, the start elsewhere."""
+    """The loss of a client is that of the paper, with the paper's distributions of t_i and b, and the solution is 0.
+
+    t_i lies in (0, 0.1), and b has mean 0. The start is not the solution.
+    """
     task = saddle(spread=2.0)
     x, y = np.asarray(task.x0), np.asarray(task.y0)
     values = task.clients.outer.values
@@ -89,7 +95,7 @@ def test_it_is_the_papers_problem():
 
 
 def test_the_linear_term_matters(hard):
-    """Uncentred, a method that drops b would end at 0, which is far from the solution."""
+    """If b is not centred, the solution is far from 0, at which a method would end that ignores b."""
     zero = jnp.zeros(3)
     exact = solution(hard.clients)
     assert float(hard.metrics["relative_error"](zero, zero)) == pytest.approx(1)
@@ -98,7 +104,10 @@ def test_the_linear_term_matters(hard):
 
 
 def test_where_averaging_ends(hard):
-    """A round shrinks what is left to about a third: after 80 it is rounding. It does not end at the solution."""
+    """Simultaneous averaging ends at the closed form of its limit, which is not the solution.
+
+    A round leaves about a third of the distance to the limit, so that after 80 rounds only rounding errors are left.
+    """
     found = fedavg_point(hard.clients, 4, 0.4, 0.8)
     x, y = played(hard.clients, 80, 0.4, 0.8)
     np.testing.assert_allclose(x, found.x, atol=1e-13)
@@ -116,7 +125,10 @@ def test_one_step_or_one_client_is_free_of_bias(hard):
 
 
 def test_equal_curvature_is_kind_to_alternation_alone():
-    """The paper's C_i = P_i = I: alternating averages are right even where b is not centred, simultaneous ones not."""
+    """If all clients have the paper's curvature C_i = P_i = I, alternating averages end at the solution.
+
+    They do so also if b is not centred. Simultaneous averages end elsewhere.
+    """
     clients = saddle(clients=6, dim=3, centred=False, weighted=True).clients
     exact = solution(clients)
     np.testing.assert_allclose(alternating_point(clients, (3, 5), 0.1, 0.8), exact, rtol=1e-12)
