@@ -1,4 +1,4 @@
-"""Are Conv-4 and the ResNets what their papers say: shapes, sizes, the normalisation, the convolutions' strides?"""
+"""Conv-4 and the ResNets have the shapes, numbers of parameters, normalisation and strides of their papers."""
 
 import itertools
 
@@ -27,17 +27,19 @@ def parameters(tree):
 
 
 def test_the_sizes_of_the_papers():
-    """ResNet-18 for CIFAR-10 is known for 11,173,962 parameters, Conv-4's body for 64·9·(c + 3·64) and 8·64 more.
+    """The networks have as many parameters as in the papers.
 
-    ResNet-12's body: with blocks a → b, 9(ab + 2b²) + ab weights and 4·2b gains and biases.
+    ResNet-18 for CIFAR-10 has 11,173,962 parameters. The body of Conv-4 for images with c channels has
+    64·9·(c + 3·64) weights, and 8·64 gains and biases. A block of ResNet-12 from a to b channels has 9(ab + 2b²) + ab
+    weights, and 4·2b gains and biases.
     """
     of = lambda make, shape, hidden: jax.eval_shape(make(shape, hidden, 10).init, jax.random.key(0))  # noqa: E731
     x, y = of(resnet18, (32, 32, 3), (64, 128, 256, 512))
     assert parameters((x, y)) == 11_173_962
     x, y = of(conv4, (28, 28), (64,))
     assert parameters(x) == 64 * 9 * (1 + 3 * 64) + 8 * 64
-    assert y["weight"].shape == (64, 10)  # 28, 14, 7, 3, 1
-    assert of(conv4, (84, 84, 3), (64,))[1]["weight"].shape == (1600, 10)  # 84, 42, 21, 10, 5
+    assert y["weight"].shape == (64, 10)  # sides 28, 14, 7, 3, 1
+    assert of(conv4, (84, 84, 3), (64,))[1]["weight"].shape == (1600, 10)  # sides 84, 42, 21, 10, 5
     x, y = of(resnet12, (84, 84, 3), (64, 160, 320, 640))
     widths = (3, 64, 160, 320, 640)
     pairs = list(itertools.pairwise(widths))
@@ -48,7 +50,10 @@ def test_the_sizes_of_the_papers():
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name != "conv4" else []) for name in BACKBONES]
 )
 def test_features_are_under_the_head(name):
-    """Images with and without an axis of channels, in float32 where they and the weights are."""
+    """The logits are the head's function of the features, in float32 if images and weights are in float32.
+
+    Images may have no axis of channels.
+    """
     network = BACKBONES[name]((12, 9), (2, 2, 4, 3), 5)
     x, y = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), jax.jit(network.init)(jax.random.key(0)))
     images = np.random.default_rng(0).normal(size=(3, 12, 9)).astype(np.float32)
@@ -66,7 +71,7 @@ def test_features_are_under_the_head(name):
 
 
 def test_the_normalisation_is_of_an_image():
-    """Mean 0 and variance 1 over all of an image's maps, before gain and bias, but for ε."""
+    """The maps of an image together have mean 0 and variance 1 before gain and bias, except for ε."""
     layer, maps = normed(jax.random.key(0), 3, 2, 4), jax.random.normal(jax.random.key(1), (3, 6, 5, 2))
     raw = np.asarray(convolve(maps, layer["weight"]))
     given = {**layer, "gain": jnp.arange(1.0, 5.0), "bias": jnp.arange(4.0)}
@@ -84,7 +89,10 @@ def test_pool_drops_an_odd_edge_and_keeps_a_single_one():
 
 
 def test_a_residual_block_adds_its_shortcut():
-    """With a last layer that gives 0 what is left is ReLU of the shortcut, at every second position with stride 2."""
+    """A residual block adds its shortcut before the last ReLU.
+
+    If the last layer gives 0, the block is the ReLU of the shortcut, which with stride 2 takes every second position.
+    """
     layers = [normed(jax.random.key(i), 3, 2 if i == 0 else 4, 4) for i in range(2)]
     layers[1] = {**layers[1], "gain": jnp.zeros(4)}
     maps = jax.random.normal(jax.random.key(5), (3, 6, 6, 2))

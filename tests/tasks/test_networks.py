@@ -1,4 +1,4 @@
-"""Are the small networks what they say?"""
+"""The small networks have the right shapes, and their convolution and pooling are JAX's."""
 
 import jax
 import jax.numpy as jnp
@@ -32,14 +32,17 @@ def test_max_pool_pads_odd_edges(side):
 
 
 def test_cross_entropy_of_known_logits():
-    """Two classes, logits (0, ln 3): probabilities ¼ and ¾."""
+    """Logits of (0, ln 3) mean the probabilities ¼ and ¾, so that the cross-entropies are ln 4 and ln 4/3."""
     logits = jnp.array([[0.0, jnp.log(3.0)]] * 2)
     assert float(networks.cross_entropy(logits, jnp.array([0, 1]))) == pytest.approx((np.log(4) + np.log(4 / 3)) / 2)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="elsewhere passes are long")
 def test_short_passes_give_the_same_bits(monkeypatch):
-    """Of 50 images, two passes and a half, and one."""
+    """Images that are evaluated 20 at a time have the same logits, to the bit, as in one pass.
+
+    The 50 images make two and a half short passes.
+    """
     network = networks.cnn((16, 16, 3), (4, 8, 16), 10)
     x, y = jax.jit(network.init)(jax.random.key(0))
     images = np.random.default_rng(1).normal(size=(50, 16, 16, 3))

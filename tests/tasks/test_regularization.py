@@ -1,4 +1,4 @@
-"""Regularization coefficients: losses as by hand, a hypergradient that differences of Φ confirm, noise shrunk most."""
+"""The task of regularization coefficients has the losses of the formulas, and its solution shrinks noise most."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,10 @@ INFORMATIVE, NOISE = 2, 3
 
 @pytest.fixture(scope="module")
 def made_up():
-    """A table of 240 rows in the place of a9a: two features that tell its two classes apart, three that do not."""
+    """Replace the table a9a by one with 240 training rows.
+
+    Two of its features tell its two classes apart, and three do not.
+    """
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(300, INFORMATIVE + NOISE)).astype(np.float32)
     label = (rows[:, :INFORMATIVE].sum(1) + 0.5 * rng.normal(size=300) > 0).astype(np.int32)
@@ -36,7 +39,11 @@ def mean_over(task, rows, loss, x, y):
 
 
 def test_two_classes_have_one_logit(task):
-    """−log σ(±aᵀw) with the last entry of every row 1, and each coefficient on its own entry of w."""
+    """With two classes there is one logit aᵀw, and the losses are those of the formulas.
+
+    The outer loss is the mean of −log σ(±aᵀw). The last entry of every row a is 1. The inner loss adds exp(x_l) w_l²
+    for each entry l of w.
+    """
     row = task.clients.inner.row(1)
     x, w = np.linspace(-3, 1, 6), np.linspace(1, -2, 6)
     np.testing.assert_array_equal(row["row"][:, -1], 1)
@@ -52,9 +59,9 @@ def test_two_classes_have_one_logit(task):
 
 @pytest.mark.slow
 def test_the_hypergradient_is_the_slope_of_the_validation_loss(task):
-    """Central differences of Φ(x) = F(y*(x)), y*(x) by Newton's method, against the implicit one.
+    """The implicit hypergradient agrees with central differences of Φ(x) = F(y*(x)), with y*(x) by Newton's method.
 
-    Their error is of the order of h² + ε/h: 1e-10 for h = 1e-5.
+    The error of the differences is of the order of h² + ε/h, which is 1e-10 for h = 1e-5.
     """
     whole = jax.jit(lambda x, w: mean_over(task, task.clients.inner, task.problem.inner, x, w[:, None]))
     slope, curve = jax.jit(jax.grad(whole, 1)), jax.jit(jax.hessian(whole, 1))
@@ -75,7 +82,7 @@ def test_the_hypergradient_is_the_slope_of_the_validation_loss(task):
 
 
 def test_noise_is_shrunk_most(task):
-    """Every coefficient of a feature without meaning ends above those of the features with one."""
+    """Every feature that predicts nothing ends with a larger coefficient than every feature that predicts."""
     steps = fb.XYV(x=2.0, y=0.5, v=0.5)
     algorithm = fb.SimFBO(local_steps=1, batch_size=None, client_lr=0.1, server_lr=steps)
     result = fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, rounds=200, metrics=task.metrics)

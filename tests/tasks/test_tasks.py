@@ -1,4 +1,4 @@
-"""Do the tasks keep their word: closed forms, halves that do not mix, a held-out set, and clear refusals?"""
+"""Tasks have the closed forms that they promise, keep training and validation samples apart, and refuse bad options."""
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,10 @@ from implicit import implicit_gradient
 @pytest.mark.parametrize("condition", [10.0, 1e4])
 @pytest.mark.parametrize("weights", [None, "other"])
 def test_the_closed_form_is_stationary(condition, weights):
-    """At x*, y*: ∇y G = 0, the dense hypergradient is 0 and v* is the closed form's, for any weights.
+    """At the closed form (x*, y*) of the quadratic task, ∇y G and the dense hypergradient are 0, for any weights.
 
-    Rounding is amplified by κ² at the most, through the two solves with Ā.
+    The solution v of ∇²yy G·v = ∇y F is that of the closed form, too. Two solves with Ā increase rounding errors by at
+    most κ².
     """
     task = quadratic(condition=condition)
     clients = task.clients
@@ -32,7 +33,10 @@ def test_the_closed_form_is_stationary(condition, weights):
 
 
 def test_the_squared_gradient_is_that_of_the_dense_hypergradient():
-    """‖∇Φ(x)‖² away from x*, where y is y*(x) = Ā⁻¹(B̄x + c̄) = y* + Ā⁻¹B̄(x − x*)."""
+    """The metric `squared_gradient` of the quadratic task is the squared norm of the dense hypergradient.
+
+    It is compared at an x that is not x*, with y*(x) = Ā⁻¹(B̄x + c̄) = y* + Ā⁻¹B̄(x − x*).
+    """
     task = quadratic(condition=3.0, clients=3)
     exact, own = solution(task.clients), client_means(task.clients)
     a, b = (np.tensordot(task.clients.weights, own[name], 1) for name in "AB")
@@ -46,7 +50,10 @@ def test_the_squared_gradient_is_that_of_the_dense_hypergradient():
 
 
 def test_the_closed_form_of_units_is_stationary():
-    """Units of another size than the core, tied to it; x* is not that of the core alone."""
+    """The closed form of the quadratic task with units is stationary.
+
+    The units have another scale than the core, and are tied to it, so that x* is not that of the core alone.
+    """
     units = TiedUnits(3, scale=0.5, tie=0.1)
     task = quadratic(condition=2.0, units=3, unit_scale=0.5, tie=0.1)
     exact = solution(task.clients, units=units)
@@ -84,13 +91,20 @@ def test_ties_without_units_or_too_strong_are_refused(wrong, named):
     ],
 )
 def test_what_does_not_fit_into_memory_is_refused_before_it_is_made(task, sizes, named):
-    """Machines of 10 TB do not exist; a client has 16 bytes for each of its numbers, and 2,000 more."""
+    """A task that does not fit into memory is refused before its arrays are made.
+
+    The sizes would need 2 TB or more. A client is counted with 16 bytes for each of its numbers, and with 2,000 bytes
+    for its Python objects.
+    """
     with pytest.raises(fb.errors.ConfigurationError, match=f"{named}.* and this machine has .* GB"):
         TASKS[task](**sizes)
 
 
 def test_the_quadratic_is_what_it_says():
-    """κ of each A_i, clients that differ, unequal weights and sizes, and no symmetry in B and E."""
+    """The quadratic task has matrices A_i of the given condition, and clients of different weights and sizes.
+
+    The matrices B are not square. Without heterogeneity all clients have the same A.
+    """
     task = quadratic(condition=50.0)
     inner = [task.clients.inner.row(i) for i in range(10)]
     for row in inner:
@@ -111,7 +125,7 @@ def test_halves_do_not_mix_and_cover_the_training_set():
     assert np.all(np.abs(task.clients.outer.size / sizes - 0.3) < 1 / sizes)
     rows = [task.clients.outer.values["image"], task.clients.inner.values["image"]]
     seen = {image.tobytes() for image in rows[0]} & {image.tobytes() for image in rows[1]}
-    assert len(seen) <= 1  # the digits hold hardly any image twice
+    assert len(seen) <= 1  # hardly any image of the digits occurs twice
 
 
 def test_a_holdout_takes_training_images_and_never_the_test_set():
@@ -127,7 +141,7 @@ def test_a_holdout_takes_training_images_and_never_the_test_set():
     [{"hidden": (32, 16)}, pytest.param({"network": "cnn", "hidden": (4, 8, 16)}, marks=pytest.mark.slow)],
 )
 def test_a_few_rounds_learn(options):
-    """Thirty exchanges bring the digits from chance (10 %) to well above it."""
+    """Thirty rounds raise the accuracy on the digits from 10 %, which is chance, to more than 50 %."""
     task = hyper_representation(**options)
     algorithm = fb.SimFBO(local_steps=5, batch_size=32, client_lr=0.1, server_lr=0.1, radius=10.0)
     result = fb.solve(
