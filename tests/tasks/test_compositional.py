@@ -1,4 +1,4 @@
-"""The compositional tasks: is the closed form the minimum of F(R(x)), and does averaging F_i(R_i(x)) miss it?"""
+"""The closed forms of the compositional tasks minimise F(R(x)), and averaging F_i(R_i(x)) over clients misses them."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def mean_over(clients, rows, function):
 
 
 def composed(task, outside, inside):
-    """x -> F(R(x)), from the losses alone."""
+    """Return the function x -> F(R(x)), made from the losses only."""
     clients = task.clients
 
     def whole(x):
@@ -35,7 +35,7 @@ def composed(task, outside, inside):
 
 @pytest.mark.parametrize("weights", [None, "other"])
 def test_the_closed_form_is_stationary(weights):
-    """∇(F∘R) = 0 at x*, and so is the implicit hypergradient of the bilevel form at y = R(x*)."""
+    """At the closed form x*, ∇(F∘R) is 0, and so is the implicit hypergradient of the bilevel form at y = R(x*)."""
     task = compositional(clients=4)
     if weights:
         changed = fb.Clients(task.clients.outer, task.clients.inner, weights=[1.0, 2.0, 3.0, 4.0])
@@ -56,7 +56,10 @@ def test_the_closed_form_is_stationary(weights):
 
 @pytest.mark.slow
 def test_clients_differ_enough_to_tell_methods_apart():
-    """Averaging B_iᵀ∇f_i(y) at the common y rests elsewhere; and weights matter."""
+    """The clients of the compositional task differ enough to tell a biased method from an exact one.
+
+    A method that averages B_iᵀ∇f_i(y) at the common y ends far from x*, and so does a method that ignores the weights.
+    """
     task = compositional()
     exact, other = solution(task.clients), local_point(task.clients)
     y = mean_over(task.clients, task.clients.inner, lambda row: inner(other, row))
@@ -71,7 +74,10 @@ def test_clients_differ_enough_to_tell_methods_apart():
 
 
 def test_the_portfolio_is_optimal():
-    """∇(F∘R) = 0 at w*, F∘R is −μᵀw + (λ/2) wᵀΣw with the pooled moments, and the regret is its excess over w*."""
+    """The optimum of the portfolio task minimises −μᵀw + (λ/2) wᵀΣw, with the moments of all clients' pooled rows.
+
+    F∘R is this function. The metric `regret` is its value minus its value at the optimum.
+    """
     task, clients = MARKETS, MARKETS.clients
     whole = composed(task, lambda y, row: task.problem.outer(None, y, row), moments_of)
     start = np.array([0.3, -0.2, 0.1, 0.0, 0.4])
@@ -81,7 +87,8 @@ def test_the_portfolio_is_optimal():
     assert w.sum() == pytest.approx(1)
     assert float(whole(start)) == pytest.approx(-mean @ w + 0.05 * w @ spread @ w, rel=1e-12)
     np.testing.assert_allclose(moments(clients).covariance, spread, rtol=1e-10)
-    # Newton's step on a quadratic ends at its minimum; the direction of equal shares, which w ignores, is pinned.
+    # A Newton step on a quadratic ends at its minimum. w does not depend on the sum of x, so that the Hessian is
+    # singular along equal entries; adding ones removes this.
     hessian = jax.jit(jax.hessian(whole))(start) + np.ones((5, 5))
     best = start - np.linalg.solve(hessian, jax.jit(jax.grad(whole))(start))
     assert float(task.metrics["relative_error"](best, None)) < 1e-10
@@ -91,7 +98,7 @@ def test_the_portfolio_is_optimal():
 
 @pytest.mark.parametrize(("task", "lr"), [(compositional(clients=4), 0.1), (MARKETS, 0.2)])
 def test_a_method_reaches_the_closed_form(task, lr):
-    """SimFBO with one full step a round, by which it is exact."""
+    """SimFBO, with one local step a round on all samples, ends at the closed form; with one step it has no bias."""
     server_lr = fb.XYV(x=lr, y=0.5, v=0.5)
     algorithm = fb.SimFBO(local_steps=1, batch_size=None, client_lr=1e-3, server_lr=server_lr)
     result = fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, rounds=300, metrics=task.metrics)

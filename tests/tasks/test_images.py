@@ -1,4 +1,4 @@
-"""The tasks on images: classes thinned and counted right, losses and optima as by hand, every client with samples."""
+"""Tasks on images thin classes as asked, have the losses and optima of the formulas, and measure what they say."""
 
 import gc
 import weakref
@@ -26,26 +26,30 @@ NON_IID = {"partition_by": "dirichlet", "partition_options": {"alpha": 0.5, "min
 
 
 def population_loss(loss, clients, x, y):
-    """Σ_i p_i mean over client i's outer samples."""
+    """Return the mean over clients, with weights p_i, of the mean loss over each client's outer samples."""
     rows, loss = (clients.outer.row(i) for i in range(len(clients))), jax.jit(loss)
     return sum(p * loss(x, y, row) for p, row in zip(clients.weights, rows, strict=True))
 
 
 def network(body, head, images):
-    """Logits of the network with one hidden layer, in NumPy."""
+    """Compute the logits of the network with one hidden layer, in NumPy."""
     (layer,) = body
     hidden = np.maximum(np.asarray(images) @ np.asarray(layer["weight"]) + np.asarray(layer["bias"]), 0)
     return hidden @ np.asarray(head["weight"]) + np.asarray(head["bias"])
 
 
 def cross_entropies(logits, labels):
-    """−log softmax at the labels, one per sample, in NumPy."""
+    """Compute −log softmax at the label of each sample, in NumPy."""
     logits = np.asarray(logits, float)
     return np.log(np.exp(logits - logits[np.arange(len(labels)), labels][:, None]).sum(1))
 
 
 def test_the_tail_is_exponential():
-    """MNIST's published class sizes, ratio 0.01: class 0 has fewer images than the 6,001 that may stay."""
+    """The sizes of classes fall exponentially with the ratio 0.01, for the published class sizes of MNIST.
+
+    A class has 6,000 images on average. Of class c at most ⌊6000·0.01^(c/9)⌋ + 1 images stay, so that class 0, with
+    fewer than 6,001, keeps all.
+    """
     published = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
     labels = np.random.default_rng(0).permutation(np.repeat(np.arange(10, dtype=np.int32), published))
     images = np.arange(60_000)[:, None, None]  # each image is its own number
@@ -65,15 +69,19 @@ def test_the_tail_reaches_the_clients_and_spares_the_held_out():
     task = loss_tuning()
     labels = np.concatenate([task.clients.outer.values["label"], task.clients.inner.values["label"]])
     assert np.bincount(labels).tolist() == counts.tolist()
-    assert counts[-1] == 15  # rank ≤ 144.2·0.1
+    assert counts[-1] == 15  # images with the ranks 0, 1, … up to 144.2·0.1
     share = task.clients.outer.size / (task.clients.outer.size + task.clients.inner.size)
     assert np.all(np.abs(share - 0.2) < 1 / task.clients.inner.size)
     held = classification(holdout=0.5, ratio=0.1)
-    assert len(held.clients.outer.values["label"]) < 0.5 * 1442 / 2  # Σ_c 0.1^(c/9) = 4.0 of 10
+    # the tail keeps about Σ_c 0.1^(c/9) = 4.1 classes of 10
+    assert len(held.clients.outer.values["label"]) < 0.5 * 1442 / 2
 
 
 def test_the_weighted_validation_loss_is_balanced():
-    """With every class's loss taken by itself; the plain mean over samples is far from it."""
+    """The balanced validation loss is the mean over classes of each class's mean loss.
+
+    The mean over samples is another number.
+    """
     task = loss_tuning(clients=8, **NON_IID)
     x, (body, head) = task.x0, task.y0
     weights, share, mean = task.clients.weights, np.zeros(10), np.zeros(10)
@@ -91,7 +99,10 @@ def test_the_weighted_validation_loss_is_balanced():
 
 
 def test_the_training_loss_is_the_vector_scaling_loss():
-    """At x = 0 the cross-entropy of half the logits; else Δ scales and ℓ shifts them; the ridge on all of y."""
+    """The training loss is the vector-scaling loss: x scales the logits by σ(Δ) and shifts them by ℓ.
+
+    At x = 0 it is the cross-entropy of half the logits. The ridge is on all of y.
+    """
     task = loss_tuning(ridge=0.0)
     batch = task.clients.inner.row(0)
     logits = network(*task.y0, batch["image"])
@@ -109,7 +120,10 @@ def test_the_training_loss_is_the_vector_scaling_loss():
 
 
 def test_weights_of_classes_are_a_softmax_over_the_training_loss():
-    """w = C·softmax(x): 1 at the start; else each sample's cross-entropy times its class's weight, as a mean."""
+    """With class weights, the training loss is the mean of each sample's cross-entropy times the weight of its class.
+
+    The weights are C·softmax(x), which are 1 at the start.
+    """
     task, plain = loss_tuning(ridge=0.0, class_weights=True), loss_tuning(ridge=0.0)
     batch = task.clients.inner.row(0)
     start = float(task.problem.inner(task.x0, task.y0, batch))
@@ -124,8 +138,11 @@ def test_weights_of_classes_are_a_softmax_over_the_training_loss():
 
 
 def test_the_printed_loss_of_both_levels():
-    """RABO's section V-B: f is g's loss on other samples, each class's cross-entropies times a weight that is x's own.
-    At the same y f is t times itself where all weights are multiplied by t, and falls with them below 0."""
+    """With `outer="vs"` and weights that are not normalised, f is the loss of section V-B of RABO's paper.
+
+    f is the loss of g on other samples, with an entry of x as the weight of each class. At a fixed y it is linear in
+    these weights: if all are multiplied by t, so is f, and it falls below 0 with them.
+    """
     task = loss_tuning(class_weights=True, normalised=False, outer="vs")
     batch, raw = task.clients.outer.row(0), np.linspace(0.5, 2, 10)
     x = {"scale": np.linspace(-2, 2, 10), "shift": np.linspace(1, -1, 10), "weight": raw}
@@ -147,7 +164,11 @@ def test_the_printed_loss_of_both_levels():
 
 
 def test_training_accuracy_is_measured_on_drawn_training_images():
-    """All training digits: the count of NumPy; fewer: the same ones at every call; held-out ones are none of it."""
+    """`train_accuracy` is measured on training images that are drawn once, and are not held out.
+
+    On all training images of the digits it is the share that NumPy counts. Fewer images are the same for every task of
+    one seed.
+    """
     digits = load("digits").standardised()
     total = len(digits.train_labels)
     task = hyper_representation(train_samples=total)
@@ -165,7 +186,11 @@ def test_training_accuracy_is_measured_on_drawn_training_images():
 
 
 def test_both_halves_have_every_class():
-    """The last class has three images, so that half of all draws leave its validation half empty (0.8³ = 0.51)."""
+    """The training part and the validation part have samples of every class.
+
+    The last class has three images. A random split has none of them in its validation part with probability
+    0.8³ = 0.51, and is then drawn again.
+    """
     for seed in range(8):
         task = loss_tuning(ratio=0.02, seed=seed)
         tails = [half.values["label"] == 9 for half in (task.clients.outer, task.clients.inner)]
@@ -175,7 +200,10 @@ def test_both_halves_have_every_class():
 
 
 def test_accuracies_by_class():
-    """Three images of class 0, two right; one of class 1, right; two of class 2, none right."""
+    """Accuracies by class are the shares of right predictions in each class; a class without images is an error.
+
+    Two of three images of class 0 are right, the one of class 1, and none of two of class 2.
+    """
     constant = networks.Network(lambda key: ((), ()), lambda x, y, images: images, lambda images: images)
     labels = np.array([0, 0, 0, 1, 2, 2], np.int32)
     logits = np.eye(3)[[0, 0, 1, 1, 0, 1]]
@@ -188,7 +216,7 @@ def test_accuracies_by_class():
 
 
 def test_metrics_of_the_tasks_read_the_right_network():
-    """Head and body of the start: the metric is what NumPy counts on the digits' test images."""
+    """The metrics of each task evaluate its network: at the start they are what NumPy counts on the test images."""
     digits = load("digits").standardised()
     for make, part in ((loss_tuning, "y0"), (fair_classification, "x0"), (classification, "x0")):
         task = make()
@@ -204,7 +232,11 @@ def test_metrics_of_the_tasks_read_the_right_network():
 
 
 def test_the_best_class_weights():
-    """y_c = E[1{class is c} CE]/ρ makes ∇y of the population's loss zero, and the loss is concave with modulus ρ."""
+    """The best class weights of fair classification are y_c = E[1{class is c} CE]/ρ.
+
+    There the gradient of the population's loss in y is 0. The loss is concave with modulus ρ, so that at y + d the
+    gradient is −ρ d.
+    """
     task = fair_classification(clients=3, concavity=0.3, **NON_IID)
     best = np.zeros(10)
     for i, p in enumerate(task.clients.weights):
@@ -222,7 +254,7 @@ def test_the_best_class_weights():
 
 
 def test_full_batches_of_unequal_clients():
-    """A padded full batch gives the loss of the true samples."""
+    """A padded full batch gives the loss of its true samples."""
     task = loss_tuning(clients=8, **NON_IID)
     row = task.clients.outer.row(0)
     padded = jax.tree.map(lambda a: np.concatenate([a, a[:3]]), row)
@@ -234,7 +266,7 @@ def test_full_batches_of_unequal_clients():
 
 @pytest.mark.slow
 def test_loss_tuning_learns():
-    """Thirty rounds bring the digits from chance (10 %) to well above it, and move x."""
+    """Thirty rounds raise the accuracy on the digits from 10 %, which is chance, to more than 50 %, and move x."""
     task = loss_tuning(clients=4)
     algorithm = fb.LFedNest(
         inner=fb.parts.LocalSGD(local_steps=20, lr=2.0),

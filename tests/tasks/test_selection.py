@@ -1,4 +1,4 @@
-"""Selection: are the rows and signs those of the data set, the losses those of NumPy, and the refusals clear?"""
+"""The selection task has the rows and signs of its data set and the losses of the formulas, and refuses bad options."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from fedbilevel.tasks import selection
 
 
 def training(task):
-    """Rows (m, n) and signs (m,), of all clients."""
+    """Return the rows (m, n) and the signs (m,) of all clients."""
     rows = [task.clients.inner.row(i) for i in range(len(task.clients))]
     return tuple(np.concatenate([row[name] for row in rows]) for name in ("row", "sign"))
 
@@ -48,7 +48,10 @@ def test_samples_are_as_many_of_each_class_and_the_same_for_a_seed():
 
 
 def test_losses_and_metrics_are_those_of_the_formulas(task, points):
-    """To rounding: pixels are sixteenths, which float32 holds exactly; shares are float32 numbers."""
+    """Losses and metrics are those of the formulas, to rounding.
+
+    Pixels are multiples of 1/16, which float32 represents exactly. Metrics that are shares are float32 numbers.
+    """
     digits, (rows, signs), (x, y) = data.load("digits"), training(task), points
     margins = signs * (rows.astype(np.float64) @ x)
     inner = np.mean(np.log1p(np.exp(-np.abs(margins))) + np.maximum(-margins, 0))
@@ -93,7 +96,10 @@ def test_held_out_rows_are_training_rows_and_the_metrics_say_so():
 
 @pytest.mark.checked
 def test_a_preference_that_rises_is_no_divergence(recwarn):
-    """From a start near 0 H rises a thousandfold at least, while x begins to fit the data; nothing is warned of."""
+    """No warning says that the run diverges if the preference H rises while x begins to fit the data.
+
+    From a start near 0, H rises at least a thousandfold.
+    """
     task = selection(start=0.01, clients=1)
     algorithm = fb.FISM(lr=10.0, lr_decay=0.8, regularization=1e-3, regularization_decay=0.1)
     run = fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, rounds=1, metrics=task.metrics)
