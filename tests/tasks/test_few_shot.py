@@ -1,4 +1,4 @@
-"""Are the few-shot objectives what their papers say, by plain NumPy, differences and their own fixed points?"""
+"""The few-shot objectives are those of their papers: they agree with NumPy, differences and their own fixed points."""
 
 import importlib
 
@@ -34,7 +34,7 @@ MAML = {"adaptation_lr": LR, "adaptation_steps": STEPS}
 
 @pytest.fixture(scope="module", autouse=True)
 def characters():
-    """Fewer than the default ones, and in their place: 50 of 5 alphabets, and 40 of 4 to test with."""
+    """Replace the default characters by fewer: 50 of 5 alphabets for training, and 40 of 4 alphabets for testing."""
     few = strokes(alphabets=(5, 4), characters=10, drawings=8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -53,7 +53,7 @@ def tasks():
 
 
 def rows(task, client: int, count: int):
-    """The first samples of a client's outer and inner sets."""
+    """Return the first samples of a client's outer and inner sets."""
     return tuple(
         jax.tree.map(lambda leaf: leaf[:count], part.row(client)) for part in (task.clients.outer, task.clients.inner)
     )
@@ -65,7 +65,10 @@ def head_of(width: int, columns: int):
 
 
 def features(x, characters, images) -> np.ndarray:
-    """(..., 28, 28) uint8 -> (..., 4): standardise, one dense layer, ReLU; then divided as the task's text says."""
+    """Compute the features (..., 4) of images (..., 28, 28) of type uint8 in NumPy.
+
+    Images are standardised, and go through one dense layer and ReLU. The result is divided as the task describes.
+    """
     pixels = (images.reshape(*images.shape[:-2], -1) / 255 - characters.mean) / characters.std
     found = np.maximum(pixels @ np.asarray(x[0]["weight"]) + np.asarray(x[0]["bias"]), 0)
     return found / np.sqrt(1 + np.mean(found**2, axis=-1, keepdims=True))
@@ -76,14 +79,18 @@ def cross_entropy(logits: np.ndarray, label: int) -> float:
 
 
 def whose(characters, images) -> np.ndarray:
-    """The number of the training character that each (..., 28, 28) image is a drawing of."""
+    """Return the number of the training character of which each image, in (..., 28, 28), is a drawing."""
     known = {drawing.tobytes(): c for c, drawings in enumerate(characters.train.images) for drawing in drawings}
     flat = images.reshape(-1, 28, 28)
     return np.array([known[drawing.tobytes()] for drawing in flat]).reshape(images.shape[:-2])
 
 
 def test_tasks_are_of_different_characters_of_one_client_with_other_queries(tasks, characters) -> None:
-    """10 characters a client and 3 a task: a pack of the shuffled ones gives 3 tasks, and two packs give 5."""
+    """Each task has different characters of one client, and its queries are other drawings than its support.
+
+    A client has 10 characters, and a task takes 3. So one shuffled pack of the characters gives 3 tasks, and the 5
+    tasks of a client need two packs.
+    """
     clients = tasks["bilevel"].clients
     assert clients.outer.values["image"].shape == (25, 3, 4, 28, 28)
     assert clients.inner.values["image"].shape == (25, 3, 2, 28, 28)
@@ -113,7 +120,10 @@ def heads_of(width: int, tasks: int, way: int):
 
 @pytest.mark.parametrize("objective", ["bilevel", "joint"])
 def test_the_losses_are_those_of_two_tasks_by_hand(objective, tasks, characters) -> None:
-    """f and g of tasks 16 and 17, the second and third of client 3; on a joint sample (f + g)/2."""
+    """The losses f and g of two tasks are those that NumPy computes, and on a joint sample the loss is (f + g)/2.
+
+    The tasks 16 and 17 are the second and the third of client 3.
+    """
     x, y = tasks["bilevel"].x0, heads_of(4, 25, 3)
     outer, inner = (jax.tree.map(lambda leaf: leaf[1:], part) for part in rows(tasks["bilevel"], 3, 3))
     expected = {}
@@ -139,8 +149,12 @@ def test_the_losses_are_those_of_two_tasks_by_hand(objective, tasks, characters)
 
 
 def test_the_mean_over_clients_moves_a_head_as_far_as_its_owner_alone_would(tasks) -> None:
-    """A round of FedAvg with one local step: heads, which are stored in units of √M, move by −lr·∇ of their owner's
-    loss, of which a mean over M clients leaves an M-th; with weights of 1/M each."""
+    """In a round of FedAvg with one local step, a head moves by −lr times the gradient of its owner's loss.
+
+    Only one of M clients moves a head, and the mean over clients with weights 1/M leaves an M-th of its step. But a
+    head is √M times its stored array. So the gradient in the stored array is √M times as large, and a move of the array
+    is a move √M times as large of the head. Together these factors make up for the mean.
+    """
     task, lr, count = tasks["joint"], 0.1, SMALL["clients"]
     method = fb.FedAvg(local_steps=1, batch_size=None, lr=lr)
     moved = fb.solve(method, task.problem, task.clients, task.x0, task.y0, rounds=1).x[1]
@@ -169,7 +183,10 @@ def drawn_like(tree):
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_losses_of_heads_with_hidden_layers_by_hand(shared, characters) -> None:
-    """f and g of tasks 16 and 17, under heads of 4 → 6 → 5 → 3 of their own or one of both."""
+    """With heads that have hidden layers, f and g of the tasks 16 and 17 are those that NumPy computes.
+
+    The widths of a head are 4, 6, 5 and 3. Each task has a head of its own, or both share one.
+    """
     task = few_shot(**DEEP, shared=shared)
     y = drawn_like(task.y0)
     outer, inner = (jax.tree.map(lambda leaf: leaf[1:], part) for part in rows(task, 3, 3))
@@ -190,8 +207,12 @@ def test_the_losses_of_heads_with_hidden_layers_by_hand(shared, characters) -> N
 
 @pytest.mark.slow
 def test_hidden_units_of_heads_are_cut_too() -> None:
-    """With half of the 4 features and of 6 and 5 hidden units; with these alone cut, what is left gives the same loss
-    as the whole with zeros elsewhere. (Fewer features have another mean square in φ.)"""
+    """Hidden units of heads are cut like other units.
+
+    With capacity ½, 2 of 4 features and 3 of 6 and of 5 hidden units are left. If only hidden units are cut, the
+    smaller head gives the same loss as the whole head with zeros for the other units. This does not hold if features
+    are cut, because φ divides by their mean square.
+    """
     for shared in (False, True):
         task = few_shot(**DEEP, shared=shared)
         both, layout = (UnitLayout.of(task.problem.structure, task.x0, task.y0, pruned) for pruned in ("both", "y"))
@@ -209,8 +230,11 @@ def test_hidden_units_of_heads_are_cut_too() -> None:
 
 @pytest.mark.slow
 def test_a_head_with_hidden_layers_cannot_begin_at_zero() -> None:
-    """A saddle: with as many images of each character no entry has a slope at 0, the loss is log 3, and along a fitted
-    head it is lower nearby. From the start it falls below 0.1, which the 10 features of 6 images leave room for."""
+    """A head with hidden layers does not begin at 0, because 0 is a saddle point.
+
+    With equally many images of each character, the gradient at 0 is 0, and the loss is log 3. Nearby, on the way to a
+    fitted head, it is lower. From the task's start the loss falls below 0.1, as 10 features can tell 6 images apart.
+    """
     support = jnp.asarray(np.random.default_rng(1).normal(size=(3, 2, 10)))
     start = {"hidden": [{"weight": jnp.asarray(head_of(10, 8)["weight"]) / 5**0.5, "bias": jnp.zeros(8)}]}
     start |= {"weight": jnp.zeros((8, 3)), "bias": jnp.zeros(3)}
@@ -238,10 +262,14 @@ def test_accuracy_with_hidden_layers_is_that_of_heads_descended_from_the_start(c
 
 @pytest.mark.slow
 def test_a_shared_head_cannot_tell_characters_apart_but_learns_labels_by_heart(characters) -> None:
-    """200 tasks give n = 600 characters labels in an order of chance, and their best head on 16 features should stay at
-    a loss of log 3 on others. Of these labels it fits the noise: maximum likelihood gains half a χ² of (3 − 1)·16 in
-    all, 16 ± 4, on their support, and no more on their queries; so at most (16 + 3·4)/n below log 3. Fitted one by one,
-    heads are far below. With one task in all the shared head is that task's own."""
+    """A shared head cannot tell characters apart, except that it learns labels by heart.
+
+    200 tasks give n = 600 characters labels in random order. So on other characters the loss of any head is log 3. On
+    these characters the best head on 16 features fits the random labels: on the support, maximum likelihood gains in
+    all half of a χ² variable with (3 − 1)·16 degrees of freedom, which is 16 ± 4, and on the queries no more. So the
+    mean loss is at most (16 + 3·4)/n below log 3. Heads that are fitted to one task each are far below. If there is
+    only one task in all, the shared head is that task's own head.
+    """
     options = {**SMALL, "hidden": (16,), "tasks": 40, "ridge": 0.1}
     one, own = few_shot(**options, shared=True), few_shot(**options)
     outer, inner = (
@@ -268,9 +296,12 @@ def test_a_shared_head_cannot_tell_characters_apart_but_learns_labels_by_heart(c
 
 @pytest.mark.slow
 def test_own_hypergradients_are_those_of_the_federation_if_no_head_is_shared(tasks) -> None:
-    """∇²yy g is block diagonal and a client's p_i cancels in H⁻¹b, so that the mean of clients' own hypergradients is
-    the federation's, at any y. All tasks in each batch, exact to the tolerance of conjugate gradient; with y's of one
-    head for all, clients would differ."""
+    """If no head is shared, the mean of clients' own hypergradients is the hypergradient of the federation, at any y.
+
+    ∇²yy g is block diagonal, with a block for each head, and a client's p_i cancels in H⁻¹b. Each batch has all tasks
+    of a client. The agreement is limited by the tolerance of conjugate gradient. With one head for all, the clients'
+    Hessians would differ.
+    """
     task = tasks["bilevel"]
     y, p = jax.tree.map(lambda leaf: leaf / 5, heads_of(4, 25, 3)), jnp.asarray(task.clients.weights)
     own, failed = local_hypergradient(Population.each(task.problem, task.clients, range(5)), p, task.x0, y)
@@ -296,7 +327,7 @@ def test_protonet_is_the_softmax_of_squared_distances_to_means(tasks, characters
 
 @pytest.fixture(scope="module")
 def maml_point(tasks):
-    """Where MAML's objectives are looked at: x, and a batch of one task."""
+    """Return the x at which MAML's objectives are compared, and a batch of one task."""
     backbone, _ = tasks["maml"].x0
     batch, _ = rows(tasks["maml"], 0, 1)
     return (backbone, head_of(4, 3)), batch
@@ -313,7 +344,7 @@ def of_pixels(x, pixels, label):
 
 
 def plain(x, characters, images):
-    """Cross entropy of one episode and its gradient with respect to (weight, bias) of the layer and of the head."""
+    """Return the cross-entropy of one episode, and its gradient in weight and bias of the layer and of the head."""
     pixels = (images.reshape(-1, 784) / 255 - characters.mean) / characters.std
     return of_pixels(x, pixels, np.repeat(np.arange(3), images.shape[1]))
 
@@ -331,8 +362,11 @@ def test_first_order_maml_has_the_gradient_of_the_query_loss_where_the_steps_end
 
 
 def test_second_order_maml_has_the_gradient_of_its_objective(tasks, maml_point) -> None:
-    """Central differences along a direction: with h = 1e-5 their error is about h² + 1e-16/h = 1e-10, times the third
-    derivative; the first-order gradient is off by far more."""
+    """Second-order MAML has the gradient of its objective, by central differences along a direction.
+
+    With h = 1e-5 the error of the differences is about h² times the third derivative, plus 1e-16/h: 1e-10. The gradient
+    of first-order MAML is off by far more.
+    """
     x, batch = maml_point
     rng = np.random.default_rng(2)
     direction = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape) / 30, x)
@@ -346,8 +380,10 @@ def test_second_order_maml_has_the_gradient_of_its_objective(tasks, maml_point) 
 
 
 def test_a_new_head_is_the_minimiser(tasks) -> None:
-    """Its gradient has fallen to 1e-3 of that at 0, also for features that are far from centred: ‖φ‖² = 25, as of a
-    normalised backbone with ReLU."""
+    """A new head is the minimiser of its loss: its gradient is less than 1e-3 of the gradient at 0.
+
+    The features are far from having mean 0. They have ‖φ‖² of about 25, like those of a normalised backbone with ReLU.
+    """
     rng = np.random.default_rng(1)
     support = np.abs(rng.normal(size=(5, 1, 25)))
     ridge = 0.01
@@ -365,7 +401,7 @@ def test_a_new_head_is_the_minimiser(tasks) -> None:
 
 
 def test_test_episodes_are_of_different_characters_and_drawings() -> None:
-    images = np.arange(7 * 6, dtype=np.uint8).reshape(7, 6, 1, 1)  # which is which
+    images = np.arange(7 * 6, dtype=np.uint8).reshape(7, 6, 1, 1)  # the pixel of an image is its number
     drawn = draw_episodes(images, 50, way=4, shot=2, queries=3, seed=0)
     support, query = (drawn.images[part][..., 0, 0] for part in (drawn.support, drawn.query))
     assert support.shape == (50, 4, 2)
@@ -377,7 +413,10 @@ def test_test_episodes_are_of_different_characters_and_drawings() -> None:
 
 
 def test_held_out_characters_are_measured_and_not_trained_on(characters) -> None:
-    """Of the training characters a quarter is measured, and no image of theirs is any client's, nor any test image."""
+    """With a holdout of a quarter, accuracy is measured on a quarter of the training characters.
+
+    No client has an image of these characters, and none of their images is a test image.
+    """
     plain = characters
     task = few_shot(**SMALL, holdout=0.25)
     assert list(task.metrics) == ["validation_accuracy"]
@@ -394,7 +433,7 @@ def test_held_out_characters_are_measured_and_not_trained_on(characters) -> None
 
 
 def drawings(part) -> np.ndarray:
-    """All images of a half."""
+    """Return all images of the outer or of the inner samples."""
     return np.asarray(part.values["image"]).reshape(-1, 28, 28)
 
 

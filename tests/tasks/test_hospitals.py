@@ -1,4 +1,4 @@
-"""Four hospitals: y* and the hypergradient against scikit-learn's logistic regression; who sees which patients."""
+"""Models and hypergradient of the task of four hospitals agree with scikit-learn; a hospital has its own patients."""
 
 import jax
 import jax.numpy as jnp
@@ -40,14 +40,17 @@ def x():
 
 
 def fitted(rows, labels, weights, penalties):
-    """argmin Σ_j s_j ℓ_j + Σ_l P_l y_l²: in w = y√(2P) scikit-learn's ½‖w‖² + Σ_j s_j ℓ_j, without an intercept."""
+    """Return the y that minimises Σ_j s_j ℓ_j + Σ_l P_l y_l².
+
+    In w = y√(2P) this is ½‖w‖² + Σ_j s_j ℓ_j, which scikit-learn minimises, without an intercept.
+    """
     scale = np.sqrt(2 * np.asarray(penalties))
     model = LogisticRegression(C=1.0, fit_intercept=False, solver="newton-cholesky", tol=1e-13, max_iter=200)
     return model.fit(rows / scale, labels, sample_weight=weights).coef_[0] / scale
 
 
 def best(task, x):
-    """y*(x), (features, folds + 1), one model after the other, from the patients and the definition alone."""
+    """Return y*(x), (features, folds + 1), fitted one model after the other to the patients, by the definition only."""
     table = task.clients.inner.values
     rows, label, fold = table["row"].astype(float), table["label"], table["fold"]
     w = 4 * np.exp(x["weight"]) / np.exp(x["weight"]).sum()
@@ -61,14 +64,20 @@ def best(task, x):
 
 
 def test_the_models_are_those_of_scikit_learn(task, x):
-    """Newton's method leaves ∇y G at rounding: 1e-9 of a slope of order 1."""
+    """The task's models at x are those that scikit-learn fits: there the gradient of G in y is below 1e-9.
+
+    Newton's method leaves only rounding errors, and the terms of the gradient are of order 1.
+    """
     found = implicit_gradient(task.problem, task.clients, x, jnp.asarray(best(task, x)))
     assert float(jnp.abs(found.inner_gradient).max()) < 1e-9
     np.testing.assert_allclose(site_weights(x).sum(), 4)
 
 
 def test_the_hypergradient_is_the_slope_of_the_cross_validated_loss(task, x):
-    """Central differences of F(y*(x)) with scikit-learn's y*: their error is of the order of h² + ε/h, 1e-9 here."""
+    """The hypergradient agrees with central differences of F(y*(x)), with y* fitted by scikit-learn.
+
+    The error of the differences is of the order of h² + ε/h, which is 1e-9 here.
+    """
     table = task.clients.outer.values
 
     def cross_validated(flat):
@@ -110,7 +119,10 @@ def test_the_single_level_problem_runs_with_the_preset():
 
 @pytest.mark.slow
 def test_penalties_stay_in_their_bounds(task):
-    """Steps of 1e6 leave them on both sides. Weights have none."""
+    """Penalties stay between −12 and 0 also after steps of 1e6, which would leave these bounds on both sides.
+
+    Weights of hospitals have no bounds.
+    """
     algorithm = fb.SimFBO(
         local_steps=1, batch_size=None, client_lr=fb.XYV(1.0, 0.1, 0.1), server_lr=fb.XYV(1e6, 0.1, 0.1)
     )
@@ -186,7 +198,10 @@ def test_a_holdout_takes_training_patients_and_no_others():
 
 
 def test_a_client_reads_its_own_file_alone(folder, tmp_path, monkeypatch):
-    """The arrays are those of the whole task, so that a federation has the numbers of a simulation."""
+    """A hospital reads its own file only, and the server reads none.
+
+    The arrays are those of the whole task, so that a federation has the numbers of a simulation.
+    """
     whole = hospitals(folds=FOLDS)
     server = hospitals(folds=FOLDS, party="server")
     assert isinstance(server.clients, RemoteClients)

@@ -1,4 +1,4 @@
-"""Tables of several sites: losses as by hand, minimisers of scikit-learn, and what sites' files may have."""
+"""The task of tables has the losses of its definition and scikit-learn's minimisers, and names errors in files."""
 
 import json
 
@@ -22,7 +22,10 @@ SITES = {"a": 14, "b": 9, "c": 1}
 
 
 def frames(outcome="binary", seed=0):
-    """Rows of three sites, the last of which has one: a number with gaps, one that is constant at b, and words."""
+    """Return the tables of three sites: u is a number with gaps, v a number that is constant at b, and word has words.
+
+    Site c has a single row.
+    """
     rng, made = np.random.default_rng(seed), {}
     for name, count in SITES.items():
         frame = pd.DataFrame({"u": rng.normal(3, 2, count).round(2), "v": rng.normal(size=count).round(2)})
@@ -51,13 +54,16 @@ def written(folder, made):
 
 
 def features_of(frame, together):
-    """What a row is made of, from the definition: standardised by all sites' rows, a gap 0, and indicators."""
+    """Return the features of rows by their definition.
+
+    Numbers are standardised by the rows of all sites, a gap is 0, and words become indicators.
+    """
     made = [np.nan_to_num((frame[name] - together[name].mean()) / together[name].std(ddof=0)) for name in ("u", "v")]
     return np.column_stack([*made, *(frame["word"] == word for word in ("p", "q", "r"))]).astype(float)
 
 
 def loss_by_hand(outcome, z, rows, seen):
-    """ℓ of each row by one model, from the definition; rows that the model does not see have 0."""
+    """Return the loss ℓ of each row under one model, by its definition; rows that the model does not see have 0."""
     c, out = rows.get("label"), np.zeros(len(z))
     for j in np.flatnonzero(seen):
         if outcome == "binary":
@@ -76,7 +82,10 @@ def loss_by_hand(outcome, z, rows, seen):
 
 @pytest.mark.parametrize("outcome", KINDS)
 def test_losses_are_those_of_the_definition(outcome, tmp_path):
-    """With weights of rows and of sites, at a random x and y; rows and labels are float32."""
+    """The losses are those of their definition, with weights of rows and of sites, at a random x and y.
+
+    Rows and labels are float32, which limits the agreement.
+    """
     made, folds = frames(outcome), 2
     task = tables(
         folder=written(tmp_path, made), outcome=outcome, sample_weight="w", penalty="column", folds=folds, test=0.0,
@@ -111,7 +120,10 @@ def test_losses_are_those_of_the_definition(outcome, tmp_path):
 
 @pytest.mark.parametrize("outcome", ["classes", "count", "continuous"])
 def test_a_single_level_optimum_is_scikit_learns(outcome, tmp_path):
-    """At their minimiser of the pooled loss, ∇ is at their tolerance; binary is in test_hospitals."""
+    """At scikit-learn's minimiser of the pooled loss, or at that of the normal equations, the gradient is 0.
+
+    It is 0 up to the tolerance of these solvers. The outcome "binary" is in test_hospitals.
+    """
     ridge = 0.05
     task = tables(folder=written(tmp_path, frames(outcome)), outcome=outcome, tuned=False, ridge=ridge, test=0.0)
     rows = task.clients.outer.values
@@ -132,7 +144,10 @@ def test_a_single_level_optimum_is_scikit_learns(outcome, tmp_path):
 
 @pytest.mark.parametrize("outcome", ["count", "continuous", "survival"])
 def test_scores_are_those_of_test_rows(outcome, tmp_path):
-    """test.csv has rows of two sites; a site without two rows to compare has no concordance."""
+    """The scores are those of the rows of test.csv, overall and for each site that has such rows.
+
+    test.csv has rows of two sites. Site c has a single row, so that it has no pair of rows and no concordance.
+    """
     made = frames(outcome)
     tested = pd.concat([frames(outcome, seed=5)[name].assign(site=name) for name in ("a", "c")])
     tested.to_csv(tmp_path / "test.csv", index=False, na_rep="?")
@@ -171,7 +186,10 @@ def test_folds_and_test_rows_of_a_site_depend_on_no_other_site():
 
 
 def test_rows_of_a_patient_stay_together(tmp_path):
-    """Patients 0 to 4 of a have three rows each, the last one two; a feature tells whose a row is."""
+    """All rows of a patient are in one fold, or all are test rows.
+
+    Site a has five patients, four with three rows and one with two. A feature is the number of the patient.
+    """
     made = {}
     for name, frame in frames("continuous").items():
         of = np.arange(len(frame)) // 3
@@ -187,7 +205,10 @@ def test_rows_of_a_patient_stay_together(tmp_path):
 
 
 def test_each_party_reads_its_own_file_alone(tmp_path):
-    """With columns.json of Preparer, arrays are those of the simulation, to the bit."""
+    """A client reads its own file only, and the server reads none.
+
+    With a file columns.json of `Preparer`, the arrays are those of the simulation, to the bit.
+    """
     made = frames("classes")
     for name, frame in made.items():
         Preparer(categorical=["word", "outcome"]).fit(frame).save(tmp_path / f"{name}.json", min_count=1)
@@ -219,7 +240,11 @@ def test_each_party_reads_its_own_file_alone(tmp_path):
 
 
 def test_a_site_uses_nothing_that_it_does_not_tell(tmp_path):
-    """Of the nine rows of b some word has fewer than four; it is a gap there, and the row of c has gaps alone."""
+    """A site does not use a word that it hides from the others because it has fewer than `min_count` rows with it.
+
+    Site b has nine rows, so that one of its three words has fewer than four rows and counts as a gap. The single row of
+    site c has gaps only.
+    """
     made = frames()
     task = tables(folder=written(tmp_path, made), test=0.0, min_count=4, offsets=False)
     rows = task.clients.inner.row(2)["row"]
