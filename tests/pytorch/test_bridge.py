@@ -1,4 +1,4 @@
-"""Modules as functions: what is translated, what is refused, and what comes back into the module."""
+"""A module of PyTorch becomes a function of arrays or is refused, and trained arrays can be loaded into the module."""
 
 import re
 
@@ -15,13 +15,13 @@ import fedbilevel as fb  # noqa: E402
 from fedbilevel.errors import ConfigurationError  # noqa: E402
 from fedbilevel.torch import from_torch, load, parameters, split  # noqa: E402
 
-CLOSE = 1e-6  # float32: some ten roundings of numbers of order 1
+CLOSE = 1e-6  # about ten roundings of numbers of order 1 in float32
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(3, 4, generator=GENERATOR)
 
 
 def module_of(forward, **parts):
-    """A module with these parts, whose forward is forward(self, *inputs)."""
+    """Return a module with these parts and this function as its forward, which is called as forward(self, *inputs)."""
     made = type("Made", (nn.Module,), {"forward": forward})()
     for name, part in {"a": nn.Linear(4, 4), **parts}.items():
         setattr(made, name, part)
@@ -168,7 +168,7 @@ def test_inputs_and_outputs_may_be_nested():
 
 
 def test_derivatives_end_where_pytorchs_do():
-    """At .detach(), at frozen parameters and at the norm of zero."""
+    """Derivatives stop where PyTorch's do: at `.detach()`, at frozen parameters, and at the norm of a zero array."""
     module = module_of(lambda self, x: self.b(self.a(x).tanh().detach()) + x.mul(0).norm(), b=nn.Linear(4, 4))
     module.b.bias.requires_grad_(False)
     apply, start = from_torch(module, X)
@@ -211,7 +211,10 @@ def test_statistics_and_modes_are_those_of_the_module():
 
 
 def test_constants_are_not_taken_for_parameters():
-    """As a state_dict has them: the statistics of batch norm, and how many batches they are of, an integer."""
+    """A `state_dict` with buffers and frozen or tied parameters is refused as parameters, and each of them is named.
+
+    The buffers are the statistics of batch norm, and the number of batches that they come from, which is an integer.
+    """
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).eval()
     module[2].weight = module[0].weight
     module[2].bias.requires_grad_(False)
@@ -222,12 +225,15 @@ def test_constants_are_not_taken_for_parameters():
         ConfigurationError, match=rf"the parameters have {fixed}: buffers, and frozen or tied parameters"
     ):
         apply(everything, X.numpy())
-    agree(apply(start | {"head": jnp.ones(3)}, X.numpy()), module(X))  # of another module
+    agree(apply(start | {"head": jnp.ones(3)}, X.numpy()), module(X))  # an entry of another module is allowed
 
 
 @pytest.mark.torch
 def test_a_run_trains_around_the_statistics_of_batch_norm():
-    """They and the count of batches, an integer, are what they were; PyTorch computes the same loss with the result."""
+    """A run leaves the statistics of batch norm as they were, also the number of batches, which is an integer.
+
+    PyTorch computes the same loss with the result.
+    """
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     module(torch.randn(50, 4, generator=GENERATOR))
     before = {name: kept.clone() for name, kept in module.eval().named_buffers()}
@@ -306,7 +312,7 @@ def test_arrays_and_tensors_that_are_taken_for_each_other_are_explained():
 
 
 def test_apply_computes_in_the_dtype_of_the_parameters():
-    """Where the module itself names its dtype, too."""
+    """The function computes in the dtype of its parameters, also if the module names another dtype."""
     module = module_of(lambda self, x: self.a(x).float() + torch.full((4,), 0.1, dtype=torch.float32))
     apply, start = from_torch(module, X)
     wide = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), start)
@@ -314,7 +320,7 @@ def test_apply_computes_in_the_dtype_of_the_parameters():
     load(double, wide)
     got = apply(wide, X.numpy())
     assert got.dtype == jnp.float64
-    agree(got, double(X.double()), 1e-7)  # 0.1 stands in float32 in the graph
+    agree(got, double(X.double()), 1e-7)  # the graph has 0.1 in float32
     half = nn.Linear(4, 4).bfloat16()
     apply, start = from_torch(half, X.bfloat16())
     assert apply(start, X.numpy()).dtype == jnp.bfloat16
@@ -323,7 +329,7 @@ def test_apply_computes_in_the_dtype_of_the_parameters():
 
 
 def test_promotion_is_pytorchs():
-    """Scalars do not widen arrays, and integers become the floats that they meet."""
+    """Types are promoted as in PyTorch: scalars do not widen arrays, and integers plus floats are floats."""
     forward = lambda self, x: x * torch.tensor(2.0, dtype=torch.float64) + torch.arange(4) + (x > 0).sum()  # noqa: E731
     apply, start = from_torch(module_of(forward), X)
     got = apply(start, X.numpy())

@@ -1,4 +1,4 @@
-"""Each rule beside PyTorch's operator, alone: values, gradients and second derivatives in float64."""
+"""Each rule has the values, gradients and second derivatives of its operator of PyTorch, in float64."""
 
 import math
 
@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from fedbilevel.torch import layers as table  # noqa: E402
 
 DRAW = np.random.default_rng(0)
-# A sum of at most a thousand terms of order 1, of at most three operations each, rounds by far less than 10⁴ units
+# 10⁴ units of rounding; sums of at most a thousand terms of order 1, each of at most three operations, err by far less
 CLOSE = 1e-12
 
 
@@ -45,7 +45,7 @@ LABELS = np.array([[0, 3], [1, 2]])
 
 
 def recurrent(gates, layers, both, biases=True, projection=0):
-    """The weights of PyTorch's recurrent layers on SERIES, of width 6."""
+    """Draw the weights of PyTorch's recurrent layers with width 6, for the inputs SERIES."""
     width, directions = 6, 2 if both else 1
     out, weights = projection or width, []
     for layer in range(layers):
@@ -87,7 +87,7 @@ CASES = {
     "tan tanh trunc detach alias clone lift_fresh_copy logical_not leaky_relu softplus hardtanh gelu": ENTRIES,
     "acos asin atanh erfinv log log10 log1p log2 reciprocal rsqrt sqrt": [(UNIT,)],
     "acosh": [(ABOVE,)],
-    "elu": [(A,), (A, 0.5, 2.0, 3.0)],  # at 0 its second derivative has two values
+    "elu": [(A,), (A, 0.5, 2.0, 3.0)],  # without TIES, as its second derivative is not unique at 0
     "isnan": [(HOLES,)],
     "isinf": [(HOLES,)],
     "nan_to_num": [(HOLES,), (HOLES, 3.0, 5.0, -5.0)],
@@ -277,16 +277,19 @@ CASES = {
     for name in names.split()
 }
 DRAWN = table.DRAWING - CASES.keys()
-"""Those whose results are random: test_random.py has their moments."""
+"""Operators whose results are random: test_random.py compares their moments."""
 
 NO_DERIVATIVE = ("aten.detach.default", "aten.copy.default")
-"""Detached arrays have derivative 0, which test_bridge.py asserts; of copies PyTorch has none."""
+"""Operators whose derivatives are not compared here.
+
+The derivative of a detached array is 0, which test_bridge.py checks. PyTorch has no derivative of a copy.
+"""
 
 UNDEFINED = ("aten.empty.memory_format", "aten.empty_permuted.default")
 
 
 def operator(name):
-    """PyTorch's own."""
+    """Return the operator of PyTorch with this name."""
     _, packet, overload = name.split(".")
     return getattr(getattr(torch.ops.aten, packet), overload)
 
@@ -304,12 +307,15 @@ def is_floating(a):
 
 
 def taken_apart(case):
-    """(arguments, keyword arguments) of a case."""
+    """Return the arguments and the keyword arguments of a case."""
     return (case[:-1], case[-1]) if isinstance(case[-1], dict) else (case, {})
 
 
 def by_torch(name, case, weights, directions):
-    """Floating results, first and second derivatives of their weighted sum, as far as PyTorch has them."""
+    """Return PyTorch's results, and the first and second derivatives of a weighted sum of the floating ones.
+
+    The derivatives are None if PyTorch has none.
+    """
     args, kwargs = taken_apart(case)
     inputs = []
 
@@ -363,7 +369,7 @@ def by_rule(name, case, weights, directions, smooth):
 
 def agree(got, expected, what):
     for a, b in zip(got, expected, strict=True):
-        if a is None:  # what no model uses
+        if a is None:  # a result that no model uses
             continue
         a, b = np.asarray(a), np.asarray(b)
         assert a.shape == b.shape, what
@@ -374,7 +380,10 @@ def agree(got, expected, what):
 @pytest.mark.torch
 @pytest.mark.parametrize("name", CASES)
 def test_a_rule_is_pytorchs_operator(name, monkeypatch):
-    """PyTorch's LSTM of mkldnn and its fused attention have no second derivatives: its plain kernels do."""
+    """A rule has the values and the derivatives of PyTorch's operator.
+
+    PyTorch's plain kernels are used, because mkldnn's LSTM and the fused attention have no second derivatives.
+    """
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     for number, case in enumerate(CASES[name]):
         rng = np.random.default_rng(number)

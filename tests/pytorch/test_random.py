@@ -1,4 +1,4 @@
-"""Modules that draw random numbers: keys, moments, and what happens without a key."""
+"""A module of PyTorch that draws random numbers needs a key, and draws from the right distributions."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.torch
 KEY = jax.random.key(0)
 COUNT = 40_000
 ROOM = 5 / COUNT**0.5
-"""Five standard errors of a mean of numbers of variance 1."""
+"""Five standard errors of a mean of COUNT numbers with variance 1."""
 
 
 def drawn(name, *args):
@@ -49,7 +49,11 @@ def test_every_operator_that_draws_is_here():
 
 @pytest.mark.parametrize("name", MOMENTS)
 def test_moments(name):
-    """Means to 5 standard errors; squares of these numbers have variances of at most 3 times their own."""
+    """Each operator that draws has the right mean and the right variance.
+
+    Means are within 5 standard errors. A squared deviation from the mean has a standard deviation of at most √2 times
+    the variance, as it has for normal numbers, so that the bound on variances is at least 7 standard errors.
+    """
     draw, mean, variance = MOMENTS[name]
     numbers = np.asarray(draw())
     assert numbers.shape == (COUNT,)
@@ -77,7 +81,7 @@ def test_a_module_that_draws_takes_a_key():
     other, _ = apply(start, x.numpy(), key=jax.random.key(1))
     np.testing.assert_array_equal(first, again)
     whole = np.asarray(module.a(x).detach())
-    for one, two in ((first, second), (first, other)):  # each number is kept, doubled, by a fair coin of its own
+    for one, two in ((first, second), (first, other)):  # each number is doubled or becomes 0, with probability ½ each
         np.testing.assert_allclose(np.where(one == 0, 2 * whole, one), 2 * whole, rtol=1e-6)
         assert abs(np.mean((one != 0) & (two != 0)) - 0.25) < 5 * (0.1875 / first.size) ** 0.5
     apply, start = from_torch(module.eval(), x)
@@ -91,7 +95,10 @@ def test_clients_draw_apart():
 
 
 def test_attention_drops_its_weights():
-    """Values that are all one come out as sums of what is kept of the weights: mean 1."""
+    """Attention with dropout drops entries of its weights.
+
+    If all values are 1, each output is the sum of the weights that are kept, divided by their share, so its mean is 1.
+    """
     q, v = jax.random.normal(KEY, (500, 8, 4)), jnp.ones((500, 8, 1))
     attention = table.RULES["aten.scaled_dot_product_attention.default"]
     sums = np.asarray(attention(lambda: KEY, q, q, v, None, 0.4))
@@ -103,7 +110,10 @@ def test_attention_drops_its_weights():
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_drop_between_them(kind):
-    """As a second layer on what dropout leaves of the first, and nothing on the outputs."""
+    """Recurrent layers have dropout between two layers, and none after the last one.
+
+    The output is that of the second layer on what dropout leaves of the first layer's output.
+    """
     module, x = kind(3, 5, 2, dropout=0.5, batch_first=True), torch.randn(4, 6, 3)
     apply, start = from_torch(module, x)
     with pytest.raises(ConfigurationError, match=r"\.eval\(\)"):
@@ -128,7 +138,10 @@ def _matches(got, second, kept, key):
 
 
 def test_dropout_draws_by_the_key_of_a_loss():
-    """A client's gradient is that of its samples' own keys, by JAX alone: y is a weight under dropout."""
+    """Dropout draws by the key that a loss gets, so that a run depends on its seed only.
+
+    The loss is linear in the weights, so that a step shows which inputs each of the two samples kept.
+    """
     network = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 1, bias=False))
     apply, weights = from_torch(network, torch.zeros(1, 3))
     loss = fb.SingleLevel(lambda x, batch, key: jnp.mean(apply(x, batch["u"], key=key)))
@@ -140,6 +153,6 @@ def test_dropout_draws_by_the_key_of_a_loss():
     ]
     np.testing.assert_allclose(moved[0], moved[1], rtol=1e-5)
     assert not np.allclose(moved[0], moved[2])
-    each = 2 * (np.asarray(weights["1.weight"]) - moved[0])  # of a column: 0, 2u_1, 2u_2, or both
+    each = 2 * (np.asarray(weights["1.weight"]) - moved[0])  # in each column it is 0, 2u_1, 2u_2, or their sum
     sums = np.array([[0, a, b, a + b] for a, b in 2 * rows.T])
     assert np.all(np.min(np.abs(sums - each.T), axis=1) < 1e-4)

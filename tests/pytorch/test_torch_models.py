@@ -1,4 +1,4 @@
-"""Models that others wrote, without their weights: logits, gradients, Hessian and mixed products beside torch.func."""
+"""Published models give the logits, gradients and Hessian products of torch.func; their weights are random here."""
 
 import contextlib
 
@@ -16,7 +16,10 @@ from fedbilevel.torch import from_torch, split  # noqa: E402
 
 pytestmark = pytest.mark.torch
 WIDE, SINGLE = 1e-10, 1e-5
-"""What the norm of an error may be, as a share of the norm: rounding is some 1e-15 and 1e-6 in networks this deep."""
+"""Bounds on the norm of an error, divided by the norm of the exact result, in float64 and in float32.
+
+Rounding errors in networks of this depth are about 1e-15 and 1e-6.
+"""
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -31,7 +34,10 @@ def words(*shape):
 
 @pytest.fixture(scope="module")
 def torchvision():
-    """Its build for GPUs cannot load its own operators beside PyTorch for CPUs; these models use none of them."""
+    """Import torchvision, also its build for GPUs beside PyTorch for CPUs.
+
+    This build cannot load the operators of torchvision, which are declared here instead. The models do not use them.
+    """
     try:
         return pytest.importorskip("torchvision")
     except RuntimeError:
@@ -62,7 +68,7 @@ def test_resnet18(torchvision):
 
 @contextlib.contextmanager
 def differentiable():
-    """PyTorch's hardsigmoid has no second derivatives; as a composition it does."""
+    """Replace PyTorch's hardsigmoid, which has no second derivatives, by a composition of operators that have them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nn.Hardsigmoid, "forward", lambda self, x: nn.functional.relu6(x + 3) / 6)
         yield
@@ -95,7 +101,10 @@ def test_vit(transformers):
 
 @contextlib.contextmanager
 def wide():
-    """Llama takes its norms and angles in float32, whatever its weights are; the truth is to be exact."""
+    """Compute Llama's norms and angles in float64, so that the result is exact.
+
+    Llama computes them in float32, whatever the dtype of its weights is.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "float32", torch.float64)
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
@@ -128,16 +137,16 @@ def test_transformer_encoder():
 
 
 def logits_of(out):
-    """Of the last place, where there is one for each."""
+    """Return the logits of a model; if it has logits for each position, return those of the last one."""
     logits = getattr(out, "logits", out)
     return logits[:, -1] if logits.ndim == 3 else logits
 
 
 def check(module, *inputs, truth_with=contextlib.nullcontext()):  # noqa: B008
-    """The module is translated in float32, as it is, and runs in the dtype of its parameters.
+    """Compare the function of a module with PyTorch in float64.
 
-    The truth is PyTorch's in float64, with the kernels that have second derivatives: neither mkldnn's nor fused
-    attention.
+    The module is translated in float32, as it is, and the function runs in the dtype of its parameters. PyTorch uses
+    the kernels that have second derivatives, neither mkldnn's nor the fused attention.
     """
     draw = np.random.default_rng(1)
     v = {name: draw.normal(size=tuple(p.shape)) for name, p in module.named_parameters()}
@@ -173,7 +182,10 @@ def by_torch(module, inputs, labels, v, is_x):
 
 
 def by_jax(apply, is_x):
-    """The Hessian product is forward over reverse here, and reverse over reverse in PyTorch."""
+    """Return a function that computes logits, gradient, Hessian product and mixed product in JAX.
+
+    Its Hessian product is forward over reverse, and that of `by_torch` is reverse over reverse.
+    """
 
     def everything(start, v, inputs, labels):
         logits = lambda p: logits_of(apply(p, *inputs))  # noqa: E731
@@ -193,5 +205,5 @@ def by_jax(apply, is_x):
 def error(got, expected):
     flat = lambda tree: np.concatenate([np.ravel(np.asarray(tree[name], np.float64)) for name in sorted(tree)])  # noqa: E731
     assert got.keys() == expected.keys()
-    assert np.linalg.norm(flat(expected)) > 1e-3  # no dead network
+    assert np.linalg.norm(flat(expected)) > 1e-3  # a comparison with 0 would show nothing
     return float(np.linalg.norm(flat(got) - flat(expected)) / np.linalg.norm(flat(expected)))
