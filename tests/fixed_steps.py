@@ -1,4 +1,4 @@
-"""Fixed numbers in place of the steps of a method that adapt, for tests of other claims than those about steps."""
+"""Replace steps that adapt by fixed numbers, for tests of claims that are not about steps."""
 
 import fedbilevel as fb
 from fedbilevel.core.hyperparameters import entries, replaced
@@ -9,7 +9,7 @@ XYV = fb.XYV(x=0.01, y=0.1, v=0.1)
 
 
 def fixed(method):
-    """The method, or part, with a number for each step that is None, of its parts too."""
+    """Return the method or part with a number for each step that is None, also within its parts."""
     for entry in entries(method):
         may_be_none = entry.field.metadata.get("adaptive") or entry.field.metadata.get("tied")
         if may_be_none and entry.value is None:

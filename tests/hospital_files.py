@@ -1,4 +1,4 @@
-"""Files like those of the four hospitals, made up, and mostly with fewer patients."""
+"""Write files like those of the four hospitals, with patients that are made up, and by default with fewer of them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,14 +8,19 @@ import pytest
 
 from fedbilevel.data import loaders
 
-SIZES = {"cleveland": (40, 18), "hungarian": (30, 11), "switzerland": (16, 15), "va": (24, 17)}  # complete, diseased
+# the numbers of complete rows and of diseased patients among them
+SIZES = {"cleveland": (40, 18), "hungarian": (30, 11), "switzerland": (16, 15), "va": (24, 17)}
 MISSING = {"cleveland": "?", "hungarian": "NaN", "switzerland": "?", "va": "NaN"}
-INCOMPLETE = 2  # patients of each hospital, at the end of its file
+INCOMPLETE = 2  # the number of patients with missing values, at the end of each hospital's file
 FEWER = {name: loaders.Counts(count + INCOMPLETE, count, diseased) for name, (count, diseased) in SIZES.items()}
 
 
 def lines(hospital: str, known: loaders.Counts | None = None) -> list[str]:
-    """A file's lines: disease goes with age, sex and chest pain; slope is missing throughout, as it mostly is."""
+    """Return the lines of a hospital's file.
+
+    Diseased patients are older, more often of sex 1, and more often have chest pain of type 4. The slope is missing in
+    all lines, as it is in most lines of the real files.
+    """
     rng = np.random.default_rng(sorted(SIZES).index(hospital))
     patients, count, diseased = known or FEWER[hospital]
     sick = rng.permutation(np.arange(count) < diseased).tolist() + [True] * (patients - count)
@@ -31,7 +36,7 @@ def lines(hospital: str, known: loaders.Counts | None = None) -> list[str]:
 
 
 def write(folder: Path, patch: pytest.MonkeyPatch, counts: Mapping[str, loaders.Counts] = FEWER) -> None:
-    """Write the four files to where data are looked for, FOLDER/heart, and make their counts the expected ones."""
+    """Write the four files into FOLDER/heart, and let the loader search FOLDER and expect the counts of these files."""
     (folder / "heart").mkdir()
     for hospital, known in counts.items():
         text = "\n".join(lines(hospital, known)) + "\n"

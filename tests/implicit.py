@@ -1,4 +1,4 @@
-"""The hypergradient of given clients by the implicit function theorem, to compare closed forms with."""
+"""Compute the hypergradient of given clients by the implicit function theorem, for comparison with closed forms."""
 
 from fedbilevel.core.client import Clients
 from fedbilevel.core.problem import Problem

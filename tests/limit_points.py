@@ -1,4 +1,4 @@
-"""Where FedAvg-S and LFedNest end on the tasks with a closed form: points that are not the solution, in NumPy."""
+"""Compute in NumPy the limits of FedAvg-S and LFedNest on tasks with a closed form; they are not the solution."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from fedbilevel.tasks.task import Floats, client_means
 
 
 def local_point(clients: Clients) -> Floats:
-    """Compute the limit of LFedNest, whose clients average their own B_iᵀ∇f_i(y) at the common y = R(x): not x*."""
+    """Compute the limit of LFedNest, in which the mean of the clients' own B_iᵀ∇f_i(y) at the common y = R(x) is 0."""
     p, own = clients.weights, client_means(clients)
     b, c = np.tensordot(p, own["B"], 1), np.tensordot(p, own["c"], 1)
     pull = np.einsum("n,nij,ni->ji", p, own["B"], own["D"])  # mean of B_iᵀD_i
@@ -20,10 +20,11 @@ def local_point(clients: Clients) -> Floats:
 
 
 def fedavg_point(clients: Clients, tau: int, alpha: float, beta: float) -> SaddlePoint:
-    """Compute the limit of simultaneous FedAvg (FedAvg-S): τ full steps of each client on x and y at once, then a mean.
+    """Compute the limit of simultaneous FedAvg (FedAvg-S).
 
-    Client i's step is affine, (x, y) ← M_i (x, y) + s_i, with x going down by α/τ and y up by β/τ; a round is
-    z ← Σ p_i (M_i^τ z + Σ_{k<τ} M_i^k s_i), and this is its fixed point.
+    In a round each client makes τ full steps on x and y at once, and the server averages the results. A step of client
+    i is affine, z = (x, y) ← M_i z + s_i; it descends in x with the step size α/τ, and ascends in y with β/τ. So a
+    round is z ← Σ p_i (M_i^τ z + Σ_{k<τ} M_i^k s_i), and the limit is the fixed point of this map.
     """
     p = clients.weights
     pull: Any = 0
@@ -39,14 +40,15 @@ def fedavg_point(clients: Clients, tau: int, alpha: float, beta: float) -> Saddl
 
 
 def alternating_point(clients: Clients, tau: Sequence[int], alpha: float, beta: float) -> SaddlePoint:
-    """Compute the limit of alternating FedAvg (LFedNest): rounds of τ_y steps β/τ_y on y, then τ_x steps α/τ_x on x.
+    """Compute the limit of alternating FedAvg (LFedNest), with `tau` = (τ_x, τ_y).
 
-    tau: (τ_x, τ_y). At rest neither half moves the average. A client's τ steps θ ← θ − c(Hθ − r), H diagonal, move
-    it by D (H⁻¹r − θ) with D = I − (I − cH)^τ, so that the averages rest where
+    Rounds with τ_y steps of size β/τ_y on y alternate with rounds with τ_x steps of size α/τ_x on x. At the limit
+    neither kind of round moves the average. With a diagonal H, τ steps θ ← θ − c(Hθ − r) of a client move θ by
+    D (H⁻¹r − θ), with D = I − (I − cH)^τ. So the limit satisfies
 
         Σ p_i D_i^x (x − P_i⁻¹A_iᵀy/λ) = 0        Σ p_i D_i^y (y − C_i⁻¹(b_i − A_i x)) = 0
 
-    however many rounds on y come before each round on x.
+    for any number of rounds on y before each round on x.
     """
     p = clients.weights
     outer_curve, inner_curve, coupling, linear = _coefficients(clients)
@@ -60,6 +62,6 @@ def alternating_point(clients: Clients, tau: Sequence[int], alpha: float, beta: 
 
 
 def _coefficients(clients: Clients) -> list[Floats]:
-    """Return λP, C, A and b, with leading axis clients."""
+    """Return λP, C, A and b; the first axis of each is over clients."""
     own = client_means(clients)
     return [own[name] for name in "PCAb"]

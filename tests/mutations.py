@@ -1,4 +1,4 @@
-"""Seeded damage to files: to any bytes, and to the values of JSON."""
+"""Damage the bytes of files and the values of JSON at random, by a seed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ FOREIGN += ([], [[]], [None], {}, {"a": 1}, 10**30, 10**400, [3] * 50, DEEP, DIG
 
 
 def of_bytes(whole: bytes, count: int, seed: int = 0) -> Iterator[bytes]:
-    """`count` damaged copies: bits flipped, bytes set, cut short, a piece gone, doubled, moved or foreign."""
+    """Yield `count` damaged copies of the bytes.
+
+    In a copy bits are flipped, bytes are set, the end is cut off, or a piece is removed, repeated, copied to the end or
+    replaced by random bytes.
+    """
     rng = np.random.default_rng(seed)
     for _ in range(count):
         content = bytearray(whole)
@@ -44,26 +48,27 @@ def of_bytes(whole: bytes, count: int, seed: int = 0) -> Iterator[bytes]:
 
 
 def of_json(value: Any, count: int, seed: int = 0) -> Iterator[Any]:
-    """`count` copies of a JSON value in which parts, or the whole, are another value, gone, doubled or renamed.
+    """Yield `count` copies of a JSON value in which parts are removed, repeated, renamed or replaced by another value.
 
-    DEEP and DIGITS stand in them for what no JSON library would write: see `text`.
+    The whole value may be replaced, too. The texts DEEP and DIGITS are placeholders for what no JSON library would
+    write. `text` replaces them.
     """
     rng = np.random.default_rng(seed)
     for _ in range(count):
         changed = copy.deepcopy(value)
         for _ in range(rng.integers(1, 3)):
             changed = _changed(changed, rng)
-        # one at a time, so that a long campaign needs no memory
+        # copies are made one at a time, so that a long campaign needs little memory
         yield changed
 
 
 def text(value: Any) -> str:
-    """As JSON, with what DEEP and DIGITS stand for."""
+    """Return the value as JSON, with the placeholders DEEP and DIGITS replaced."""
     return with_raw(json.dumps(value))
 
 
 def with_raw(notation: str) -> str:
-    """Text with what DEEP and DIGITS stand for."""
+    """Return the text with the placeholders DEEP and DIGITS replaced."""
     for name, raw in RAW.items():
         notation = notation.replace(json.dumps(name), raw)
     return notation

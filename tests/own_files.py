@@ -1,4 +1,4 @@
-"""Users' own files in tests, which have the same names in other folders."""
+"""Remove what users' own files leave in the process, because tests have files of one name in several folders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedbilevel.experiments.loader import FOLDER
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """What users' own files bring into the process goes at the end, as if another process had loaded them."""
+    """Remove at the end what users' own files have brought into the process, as if another process had loaded them."""
     algorithms, path = dict(ALGORITHMS), list(sys.path)
     try:
         yield

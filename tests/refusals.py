@@ -1,4 +1,4 @@
-"""Expect a refusal by its fields, so that other words for the same do not make a test fail."""
+"""Compare a refusal by the fields of the error, so that a test does not fail if only its words change."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ def refuses(path: str, got: Any = ANY, fact: str = "", near: str = "") -> Iterat
 
     Args:
         path: the field.
-        got: the value that the error says it got; left out: any value.
-        fact: what is allowed must contain it: a bound, or another field that decides. It should be no wording.
+        got: the value that the error reports; ANY, the default, accepts any value.
+        fact: a text that the error's description of what is allowed must contain. It should be a bound or the name of
+            another field, and not a wording.
         near: the name that the error suggests.
     """
     with pytest.raises(ConfigurationError) as error:

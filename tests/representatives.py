@@ -1,7 +1,7 @@
-"""Which parameters of a test run each time, where the others repeat for further methods or settings what these show.
+"""Mark parameters of a test as slow if they repeat, for further methods or settings, what the other parameters show.
 
-`make test-slow` runs the others. Before a parameter is made slow, scripts/mistakes.py has to show that those that stay
-find the mistakes that it finds.
+`make test-slow` runs them. Before a parameter is marked as slow, scripts/mistakes.py has to show that the other
+parameters find the same mistakes.
 """
 
 from collections.abc import Iterable
@@ -11,9 +11,9 @@ import pytest
 
 
 def slow_but(*quick: Any, of: Iterable[Any]) -> list[Any]:
-    """The parameters `of` a test, in their order; all but the quick ones are marked as slow.
+    """Return the parameters `of` a test, in their order; all except the quick ones are marked as slow.
 
-    A tuple is the values of several arguments of the test.
+    A tuple contains the values of several arguments of the test.
     """
     every = list(of)
     if unknown := [one for one in quick if one not in every]:

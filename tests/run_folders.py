@@ -1,4 +1,4 @@
-"""A finished run's folder, made without playing a run."""
+"""Write the folder of a finished run without running anything."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from fedbilevel.experiments.runner import finish
 
 
 def write_run(path: Path, spec: Spec, rounds: int = 20, larger: bool | None = None) -> Path:
-    """The folder of a run of so many rounds, one exchange each, whose relative error is 1 / (1 + round); `larger`:
-    whether its metric was declared better the larger it is."""
+    """Write and return the folder of a run with `rounds` rounds of one exchange each.
+
+    Its metric is the relative error, which is 1 / (1 + round). `larger` is whether a larger value of this metric was
+    declared as better, or None if its direction was not declared.
+    """
     rows = []
     for round in range(0, rounds + 1, 10):
         costs = {"exchanges": round, "bytes_down": 80 * round, "bytes_up": 40 * round, "gradients": 3 * round}
