@@ -1,4 +1,4 @@
-"""Does the API reference have every public name? tests/experiments/test_listing.py compares its pages with the code."""
+"""The API reference has every public name; tests/experiments/test_listing.py compares its pages with the code."""
 
 import importlib
 import re
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 API = runpy.run_path(str(ROOT / "scripts" / "api.py"))
 PAGES = ROOT / "docs" / "reference" / "api"
 PLACES = {"fedbilevel": "fedbilevel.public", "fedbilevel.projections": "fedbilevel.core.projections"}
-"""Where the names of a module are listed, if that is another module."""
+"""The module that lists the public names of a module, if it is another one."""
 WITHOUT = {"fedbilevel.estimators": "sklearn", "fedbilevel.flower": "flwr"}
 
 
@@ -34,10 +34,13 @@ def test_a_page_has_every_public_name_of_its_module_and_the_index_links_to_it(na
 
 
 def test_every_public_module_has_a_page_but_that_of_tasks_which_has_its_own() -> None:
-    """Modules that `fedbilevel` hands out, and packages with a list of names that no page of the reference replaces."""
+    """Every package with a list of public names has a page, except two whose names are on other pages.
+
+    The names of `fedbilevel.algorithms` are on the page of `fedbilevel`, and tasks are on docs/reference/tasks.md.
+    """
     rooms = (ROOT / "src" / "fedbilevel").glob("*/__init__.py")
     listing = {f"fedbilevel.{room.parent.name}" for room in rooms if "__all__" in room.read_text("utf-8")}
-    inside = {"fedbilevel.algorithms", "fedbilevel.tasks"}  # listed by `fedbilevel`; docs/reference/tasks.md
+    inside = {"fedbilevel.algorithms", "fedbilevel.tasks"}
     assert listing - inside <= {module.name for module in API["MODULES"]}
 
 
@@ -78,7 +81,10 @@ def test_the_definition_of_a_type_is_found_through_imports(module: str, name: st
 
 
 def test_a_signature_is_followed_by_links_to_its_types() -> None:
-    """Bilevel is public, Problem is not, and Array is of another library."""
+    """A signature is followed by links to the types of this library that it names, public or not.
+
+    Bilevel is public, Problem is not, and Array belongs to another library.
+    """
     rooms = ("fedbilevel.engines.solve", "fedbilevel.core.problem")
     entry = API["Entry"]("f", "f(a: Problem, b: Bilevel | Array) -> Bilevel", "", rooms)
     found = list(API["types_in"](entry))
@@ -90,7 +96,7 @@ def test_a_signature_is_followed_by_links_to_its_types() -> None:
 
 
 def test_every_type_that_a_signature_names_is_described_once() -> None:
-    """A type of the library, whether a module exports it or not, is a heading of the page to which its links lead."""
+    """Every link of the reference to a type of the library leads to a heading, whether a module exports it or not."""
     links = {
         link
         for page in PAGES.glob("[a-z]*.md")

@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: every benchmark can be imported and has its command line, and pages name those that exist."""
+"""Every benchmark of `python -m benchmarks` can be imported and has a command line; pages name those that exist."""
 
 import re
 from functools import partial

@@ -1,5 +1,7 @@
-"""What every method and part keeps to: classes are abstract or final, nobody overrides what a base gives or narrows its
-fields, and `help()` of a public class says what each field means."""
+"""Classes of methods and parts are abstract or final, and override nothing of their bases.
+
+`help()` of a public class explains each field, and classes are small.
+"""
 
 import ast
 import dataclasses
@@ -24,7 +26,7 @@ from fedbilevel.core.algorithm import Algorithm, Listed, Part
 from fedbilevel.core.config import positive
 
 CONTRACTS = (Part, Listed, Algorithm, Around, Hypergradient, Layer, LocalOptimizer, Wrapper)
-"""Classes whose hooks have defaults, which a class below gives at most once."""
+"""Classes whose hooks have defaults; on the way down to any class, a hook may be overridden once."""
 
 PUBLIC = {
     name: value
@@ -35,32 +37,33 @@ PUBLIC = {
 
 
 def below(cls: type) -> Iterator[type]:
-    """All subclasses that modules of the package define; not those that a function made."""
+    """Yield all subclasses that a module of the package defines at its top level, and none that a function made."""
     for sub in cls.__subclasses__():
-        ours = sub.__module__.startswith("fedbilevel.")  # modules of tests may be gone
+        ours = sub.__module__.startswith("fedbilevel.")  # modules of tests may have been removed from sys.modules
         if ours and vars(sys.modules[sub.__module__]).get(sub.__qualname__) is sub:
             yield sub
         yield from below(sub)
 
 
 def classes() -> list[type]:
-    """Every method and part of the package, abstract ones included."""
+    """Return every class of a method or part of the package, abstract classes included."""
     for module in pkgutil.walk_packages(algorithms.__path__, "fedbilevel.algorithms."):
         importlib.import_module(module.name)
     return sorted(set(below(Part)) - set(CONTRACTS), key=lambda cls: cls.__name__)
 
 
 def gives(cls: type) -> set[str]:
-    """What a class itself gives: methods, properties, class attributes, fields; abstract ones do not count.
+    """Return the names of the public methods, properties, class attributes and fields that a class itself defines.
 
-    `validate` does not either: those of all classes run, each for the fields of its own (core/config.py).
+    Abstract ones do not count. `validate` does not count either, because core/config.py calls the `validate` of every
+    class, each for the fields that the class declares.
     """
     made = {name for name, value in vars(cls).items() if not getattr(value, "__isabstractmethod__", False)}
     return {name for name in made if not name.startswith("_")} - {"validate"}
 
 
 def overridden(cls: type) -> set[str]:
-    """What a class gives that a base has given, which is no contract."""
+    """Return what a class defines although a base that is not in CONTRACTS has defined it."""
     bases = (base for base in cls.__mro__[1:] if issubclass(base, Part) and base not in CONTRACTS)
     return {f"{cls.__name__}.{name} of {base.__name__}" for base in bases for name in gives(cls) & gives(base)}
 
@@ -71,7 +74,7 @@ def test_no_class_overrides_what_a_base_gives() -> None:
 
 
 def test_classes_are_abstract_or_final() -> None:
-    """What has a name on the command line is final; the others are there to be derived from, or wrap a method."""
+    """A class that has a name on the command line has no subclasses, and a class without subclasses is not abstract."""
     bases = [cls for cls in classes() if any(below(cls))]
     assert [cls.__name__ for cls in bases if hasattr(cls, "name") or hasattr(cls, "kind")] == []
     assert [cls.__name__ for cls in set(classes()) - set(bases) if inspect.isabstract(cls)] == []
@@ -92,7 +95,7 @@ def test_the_check_finds_methods_and_fields() -> None:
 
 
 def fields_of(cls: Any) -> list[str]:
-    """What a class's instances are made of, by name."""
+    """Return the names of the arguments that make an instance of a dataclass or of a named tuple."""
     made = dataclasses.is_dataclass(cls) or hasattr(cls, "_fields")
     return list(inspect.signature(cls).parameters) if made else []
 
@@ -152,7 +155,7 @@ WIDE = {
 
 
 def wide_classes(source: str) -> list[str]:
-    """The classes of a file that define more than MOST_METHODS methods, properties and private ones included."""
+    """Return the classes of a file that define more than MOST_METHODS methods, counting properties and private ones."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef
     found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
     return [cls.name for cls in found if len({one.name for one in cls.body if isinstance(one, kinds)}) > MOST_METHODS]

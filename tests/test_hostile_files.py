@@ -1,6 +1,7 @@
-"""Every reader of a file either reads it or says, in one sentence of ours with the file's name, what is wrong with it.
+"""A reader of a damaged file either reads it, or raises an error of the library that names the file in one sentence.
 
-Damage is seeded. For a longer campaign: FEDBILEVEL_MUTATIONS=5000 pytest -n 0 -m slow tests/test_hostile_files.py
+The damage is random, by a seed. A longer campaign is
+FEDBILEVEL_MUTATIONS=5000 pytest -n 0 -m slow tests/test_hostile_files.py
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from mutations import of_bytes, of_json, text, with_raw
 from run_folders import write_run
 
 COUNT = int(os.environ.get("FEDBILEVEL_MUTATIONS", "80"))
-LONGEST = 1000  # characters of a sentence
+LONGEST = 1000  # the number of characters that a sentence may have
 
 
 class Format(NamedTuple):
-    """A file that is whole, damaged contents for it, and what reads it."""
+    """A whole file, damaged contents for it, and a function that reads the file."""
 
     file: Path
     contents: Iterator[bytes]
@@ -52,7 +53,7 @@ FORMATS: dict[str, Make] = {}
 
 
 def a_format(make: Make) -> Make:
-    """Have a format tested."""
+    """Add a format to those that are tested."""
     FORMATS[make.__name__] = make
     return make
 
@@ -67,13 +68,13 @@ def alternating(*several: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def of_json_file(file: Path, read: Callable[[], Any], count: int) -> Format:
-    """A file of JSON: other values in it, and other bytes."""
+    """Return the format of a JSON file, in which values or bytes are damaged."""
     values = of_json(json.loads(file.read_text()), count // 2)
     return Format(file, alternating(encoded(map(text, values)), of_bytes(file.read_bytes(), count // 2)), read)
 
 
 def of_packed(file: Path, whole: bytes, pack: Callable[[bytes], bytes], read: Callable[[], Any], count: int) -> Format:
-    """A compressed file: damaged before it is compressed, and after."""
+    """Return the format of a compressed file, which is damaged before it is compressed, or after."""
     file.write_bytes(pack(whole))
     inside = map(pack, of_bytes(whole, count // 2))
     return Format(file, alternating(inside, of_bytes(file.read_bytes(), count // 2)), read)
@@ -88,7 +89,7 @@ def a_run(place: Path, name: str = "a run", seed: int = 0) -> Path:
 
 
 def compared(damaged: Path) -> Callable[[], Any]:
-    """Reads a run beside another seed of it, as `fedbilevel compare` does for its table."""
+    """Return a function that reads a run and one with another seed, as `fedbilevel compare` does for its table."""
     paths = [a_run(damaged.parent, "another", seed=1), damaged]
     return lambda: Console(file=io.StringIO(), width=200).print(comparison_table(load_groups(paths)))
 
@@ -134,7 +135,7 @@ TREE = {
 
 
 def npz_contents(file: Path, count: int) -> Iterator[bytes]:
-    """The archive damaged, and archives that are whole of members that are not, some of them compressed."""
+    """Yield damaged archives, and whole archives with a damaged member, some of which are compressed."""
     with zipfile.ZipFile(file) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     rng = np.random.default_rng(1)
@@ -200,7 +201,7 @@ def population(place: Path) -> Path:
 
 
 def npy_contents(whole: bytes, count: int) -> Iterator[bytes]:
-    """Damaged, with the length that the manifest says, and the header's text more than the rest."""
+    """Yield damaged arrays with the length that the manifest states; every other one is damaged in its header."""
     for n, damaged in enumerate(of_bytes(whole, count)):
         (header,) = of_bytes(whole[10:100], 1, n)
         content = whole[:10] + header[:90].ljust(90) + whole[100:] if n % 2 else damaged
@@ -218,7 +219,7 @@ def libsvm(place: Path, count: int) -> Format:
 
 
 def at_home(place: Path, *names: str) -> Path:
-    """A file of a data set in the folder that FEDBILEVEL_DATA names."""
+    """Return the path of a file of a data set in the folder that FEDBILEVEL_DATA names, and make its folder."""
     folder = Path(os.environ["FEDBILEVEL_DATA"]).joinpath(*names)
     folder.parent.mkdir(parents=True, exist_ok=True)
     return folder
@@ -308,7 +309,7 @@ def omniglot_archives(place: Path, count: int) -> Format:
         for packing in (zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
             yield zipped(files, packing)
         for whole in (zipped(files), file.read_bytes()):
-            for flags in (1, 0x40, 0x800):  # encrypted, strongly, names in UTF-8
+            for flags in (1, 0x40, 0x800):  # encrypted, strongly encrypted, names in UTF-8
                 yield with_entry(whole, flags=flags)
             for method in (1, 9, 97, 255):
                 yield with_entry(whole, method=method)
@@ -321,7 +322,7 @@ def omniglot_archives(place: Path, count: int) -> Format:
 
 
 def with_entry(archive: bytes, flags: int = 0, method: int | None = None) -> bytes:
-    """The archive with other flags, or another compression method, for all its members, in both their headers."""
+    """Return the archive with other flags, or another compression method, in both headers of all its members."""
     changed = bytearray(archive)
     for signature, at in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
         start = -1
@@ -342,7 +343,7 @@ def omniglot_cache(place: Path, count: int) -> Format:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for files, in which small data sets count as the published ones."""
+    """Return a folder for files, and let the loaders accept small data sets in place of the published ones."""
     monkeypatch.setenv("FEDBILEVEL_DATA", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(loaders, "BATCH", 10)
@@ -352,7 +353,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def sentence(error: Exception, file: Path) -> bool:
-    """Whether it is one of our errors, in one line that is not long and names the file."""
+    """Return whether this is an error of the library, in one line that is not long and that names the file."""
     said = str(error)
     ours = isinstance(error, FedbilevelError | data.DataError)
     named = file.name in said or (file.name in PARTS and str(file.parent) in said)
@@ -360,7 +361,7 @@ def sentence(error: Exception, file: Path) -> bool:
 
 
 PARTS = ("history.jsonl", "summary.json", "ledger.json", "manifest.json", "size.npy", "label.npy")
-"""Of a folder: together they may fit worse than each alone."""
+"""Files of a folder of several files; an error may name the folder, because such files may not fit together."""
 
 
 @pytest.mark.slow

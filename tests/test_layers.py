@@ -1,5 +1,7 @@
-"""Which room may import which (docs/architecture.md), that no files import each other in a circle, what
-`import fedbilevel` loads, and how long a file may be."""
+"""Files import only what docs/architecture.md allows to their rooms, are not long, and `import fedbilevel` is light.
+
+A room is a top-level package or module. No files import each other in a circle.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +63,8 @@ ROOMS = {  # room: the other rooms that it may import; "root" is fedbilevel/__in
         "wording",
     },
 }
-ON_PUBLIC_NAMES = ("estimators", "flower/launch", "torch")  # as packages of their own would be: see `extending`
-FLOWER = {  # room of fedbilevel.flower: the others that it may import; "root" is what lies beside them
+ON_PUBLIC_NAMES = ("estimators", "flower/launch", "torch")  # they could be other packages: docs/reference/extending.md
+FLOWER = {  # room of fedbilevel.flower: the others that it may import; "root" has the files directly in this folder
     "root": set(),
     "refusal": set(),
     "wire": {"refusal"},
@@ -72,7 +74,7 @@ FLOWER = {  # room of fedbilevel.flower: the others that it may import; "root" i
     "launch": {"root"},
 }
 ARRAYS = {"jax", "optax", "numpy"}
-# Third-party packages: a room in ONLY may import these alone, a room in NEVER all but these.
+# Third-party packages: a room in ONLY may import only these, and a room in NEVER may import all except these.
 ONLY = {"machinery": ARRAYS, "core": ARRAYS | {"dp_accounting"}, "oracles": ARRAYS, "algorithms": ARRAYS}
 OF_ONE_ROOM = {"flwr": "flower", "torch": "torch", **dict.fromkeys(("mlflow", "tensorboardX", "wandb"), "trackers")}
 NEVER = {room: {package for package, only in OF_ONE_ROOM.items() if only != room} for room in ROOMS}
@@ -81,14 +83,14 @@ HEAVY = {"flwr", "torch", "matplotlib", "sklearn", "rich", "pandas", "mlflow", "
 
 
 def room_of(path: Path) -> str:
-    """The room that a file, given relative to the package, belongs to."""
+    """Return the room of a file, whose path is relative to the package."""
     name = path.with_suffix("").parts[0]
     root = ("__init__", "public", "errors", "authoring", "parts", "extending")
     return "root" if name in root else name.replace("__main__", "cli")
 
 
 def imported(tree: ast.AST, path: Path) -> Iterator[tuple[str, int]]:
-    """(absolute dotted name, line) of each import in a file; `from a import b` gives "a.b"."""
+    """Yield the absolute dotted name and the line of each import in a file; `from a import b` gives "a.b"."""
     package = ("fedbilevel", *path.parent.parts)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -100,14 +102,17 @@ def imported(tree: ast.AST, path: Path) -> Iterator[tuple[str, int]]:
 
 
 def without_functions(tree: ast.Module) -> ast.Module:
-    """The statements that run when the module is imported: root may load a room later, and name it to type checkers."""
+    """Return the statements that run when the module is imported.
+
+    The room "root" may import another room in a function, or for type checkers.
+    """
     checked = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     kept = [node for node in tree.body if not isinstance(node, ast.FunctionDef) and node not in checked]
     return ast.Module(body=kept, type_ignores=[])
 
 
 def forbidden(source: str, path: Path) -> list[str]:
-    """One line of text for each import that the file, at `path` inside the package, may not make."""
+    """Return a line of text for each forbidden import of a file, which is at `path` inside the package."""
     room = room_of(path)
     if room not in ROOMS:
         return [f"{path}: a new room; say in tests/test_layers.py what it may import"]
@@ -129,7 +134,10 @@ def forbidden(source: str, path: Path) -> list[str]:
 
 
 def forbidden_in_flower(source: str, path: Path) -> list[str]:
-    """Likewise for the rooms of fedbilevel.flower; its `__init__` may name all of them, for type checkers."""
+    """Return a line of text for each import that a file of fedbilevel.flower may not make from another room of it.
+
+    Its `__init__` may import all rooms, for type checkers.
+    """
     room = path.parts[1].removesuffix(".py")
     room = room if room in FLOWER or len(path.parts) > 2 else "root"
     if path == Path("flower/__init__.py"):
@@ -146,7 +154,7 @@ def forbidden_in_flower(source: str, path: Path) -> list[str]:
 
 
 def private(source: str, path: Path) -> list[str]:
-    """One line of text for each name that a file of ON_PUBLIC_NAMES imports, and that no public module lists."""
+    """Return a line of text for each name that a file of ON_PUBLIC_NAMES imports and that no public module lists."""
     folder = next(one for one in ON_PUBLIC_NAMES if str(path).startswith(f"{one}/"))
     found = []
     for name, line in imported(ast.parse(source), path):
@@ -211,7 +219,7 @@ def test_a_name_of_another_public_module_or_a_near_one_is_found() -> None:
 
 
 def test_docs_and_examples_import_nothing_private() -> None:
-    """What is public: the package, `authoring`, `errors`, its tasks and data, Flower, several hosts, experiments."""
+    """Code in docs and examples imports from public modules only, which are those of PUBLIC_MODULES."""
     found = {}
     for file in [*ROOT.glob("docs/**/*.md"), ROOT / "README.md", *ROOT.glob("examples/**/*.py")]:
         imports = re.findall(r"^\s*from (fedbilevel\.[\w.]+) import", file.read_text("utf-8"), re.MULTILINE)
@@ -221,7 +229,10 @@ def test_docs_and_examples_import_nothing_private() -> None:
 
 @pytest.mark.slow
 def test_type_checkers_see_the_fields_of_every_method(tmp_path: Path) -> None:
-    """What is unknown to them is `Any`, of which every call is right."""
+    """Type checkers know the fields of every method, so that they refuse an unknown one.
+
+    If they did not know the type of a method, it would be `Any`, and every call would be accepted.
+    """
     from mypy import api
 
     from fedbilevel import algorithms
@@ -288,7 +299,7 @@ def test_the_check_finds_a_forbidden_import(path: str, source: str) -> None:
 
 
 def test_hooks_of_algorithms_are_methods_not_looked_for() -> None:
-    """Every hook stands in `class Algorithm` with its default."""
+    """Every hook is a method of `class Algorithm` with a default, so that no code looks for it by `hasattr`."""
     found = {file.name: re.findall(r"(?:has|get)attr\((?:\w+\.)*algorithm\b.*", file.read_text()) for file in FILES}
     assert {name: lines for name, lines in found.items() if lines} == {}
 
@@ -332,12 +343,12 @@ def module_of(path: Path) -> str:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    """Imports inside functions and under TYPE_CHECKING count too."""
+    """No files import each other in a circle, also not inside functions or under TYPE_CHECKING."""
     modules = {module_of(file): file for file in FILES}
     imports: dict[str, set[str]] = {}
     for module, file in modules.items():
         names = [name for name, _ in imported(ast.parse(file.read_text()), file.relative_to(PACKAGE))]
         imports[module] = {name if name in modules else name.rpartition(".")[0] for name in names} & modules.keys()
         imports[module] -= {module}
-    imports["fedbilevel"] = set()  # it hands on what the rooms define, and a room may import it
+    imports["fedbilevel"] = set()  # it exports names of the rooms, and a room may import it
     TopologicalSorter(imports).prepare()  # CycleError names the modules of a circle
