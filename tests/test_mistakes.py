@@ -1,4 +1,4 @@
-"""Does each text of scripts/mistakes.toml stand once in src, so that the mistake can be put there?"""
+"""Each text that scripts/mistakes.toml replaces by a mistake occurs once in src."""
 
 import runpy
 import tomllib

@@ -1,4 +1,4 @@
-"""One meaning for each name: no two classes or type aliases of the package are called the same."""
+"""A name has one meaning: no two classes or type aliases of the package have the same name."""
 
 import ast
 from collections import defaultdict
@@ -6,11 +6,11 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "src" / "fedbilevel"
 OF_EACH_METHOD = {"State", "ClientState"}
-"""What every file of a method may define for itself."""
+"""Names that the file of each method may define."""
 
 
 def named(tree: ast.Module) -> list[str]:
-    """The names of all classes of a file, and of the type aliases of its top level, which begin with a capital."""
+    """Return the names of all classes of a file, and of its top-level type aliases, which begin with a capital."""
     found = [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     for node in tree.body:
         if isinstance(node, ast.Assign):
@@ -25,7 +25,10 @@ def named(tree: ast.Module) -> list[str]:
 
 
 def shared(sources: dict[str, str]) -> dict[str, list[str]]:
-    """Names that stand for several things, and the files where; `sources`: the text of each file by its path."""
+    """Return the names that several files define, with the paths of these files.
+
+    `sources` has the text of each file by its path.
+    """
     where: dict[str, list[str]] = defaultdict(list)
     for path, source in sources.items():
         for name in named(ast.parse(source)):

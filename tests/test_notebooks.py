@@ -1,5 +1,7 @@
-"""Are the tutorials whole as notebooks, and do they run as such? Where nbformat is missing nothing is tested:
-`make notebooks` installs it."""
+"""Notebooks contain the whole tutorials, and run.
+
+The tests need nbformat, which `make notebooks` installs, and are skipped without it.
+"""
 
 import re
 import runpy
@@ -35,13 +37,16 @@ def test_a_notebook_holds_its_page_and_every_link_leads_somewhere(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_tutorial_runs_as_a_notebook(page, tmp_path, monkeypatch):
-    """Twice in one kernel and folder, as readers do; the hospitals' patients are made up, as many as there are."""
+    """A tutorial runs as a notebook, also a second time in the same kernel and folder, as readers may run it.
+
+    The hospitals' patients are made up, and are as many as the real ones.
+    """
     pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     if "import torch" in page.read_text("utf-8"):
         pytest.importorskip("torch")
     hospital_files.write(tmp_path, monkeypatch, loaders.HOSPITALS)
-    monkeypatch.delenv("JAX_ENABLE_X64")  # as a reader has it
+    monkeypatch.delenv("JAX_ENABLE_X64")  # readers do not set it
     made = scripts["notebook"](page, tmp_path)
     made.cells += [new_code_cell(cell.source) for cell in made.cells if cell.cell_type == "code"]
     scripts["run"](made, tmp_path)

@@ -1,4 +1,4 @@
-"""The hand-written programs of benchmarks/peers are short, and the same mathematics as the library's methods."""
+"""The hand-written programs of benchmarks/peers are short, and compute the same numbers as the library's methods."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 from benchmarks import floor
 
 PEERS = Path(floor.__file__).parent / "peers"
-SHARED = {"__init__", "problems", "work"}  # what all contenders are given: not part of a program
+SHARED = {"__init__", "problems", "work"}  # files that all contenders use, which are not part of a program
 PROGRAMS = [program for program in sorted(PEERS.glob("*.py")) if program.stem not in SHARED]
 
 
@@ -20,7 +20,7 @@ def test_a_program_is_short_and_knows_nothing_of_the_library(program):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", floor.ROWS)
 def test_a_program_makes_the_iterates_of_the_library(name):
-    """Equal but for rounding, after a way that is not."""
+    """A program has the iterates of the library's method up to rounding, and they have moved far more than rounding."""
     apart, way = floor.compared(name)
     assert apart <= 1e-10
     assert way >= 1e-3

@@ -1,6 +1,6 @@
-"""Does the documentation's code run as it is printed, does every link lead somewhere, and are pages short?
+"""The code of the documentation runs as it is printed, and every link and every name of a page leads somewhere.
 
-The README's code always runs, that of the pages of docs/ among the slow tests.
+The code of the README always runs, and that of the pages of docs/ runs in the slow tests.
 """
 
 import re
@@ -35,25 +35,25 @@ WRITTEN = sorted(
 
 
 def prose(page: Path) -> str:
-    """A page without its fenced and indented blocks of code."""
+    """Return the text of a page without its fenced and indented blocks of code."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     return re.sub(r"(?<=\n\n)(?:    .*\n)+", "", text)
 
 
 def words(page: Path) -> int:
-    """How many words stand outside code and tables; the address of a link is none."""
+    """Count the words of a page outside code and tables; addresses of links do not count."""
     text = LINK.sub("]", re.sub(r"^\|.*$", "", prose(page), flags=re.MULTILINE))
     return sum(any(map(str.isalnum, word)) for word in text.split())
 
 
 def anchors(page: Path) -> set[str]:
-    """What a link to a heading of the page may say after "#", by GitHub's rule."""
+    """Return what a link to a heading of the page may have after "#", by GitHub's rule."""
     headings = (LINK.sub("]", heading).lower() for heading in re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE))
     return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings}
 
 
 def broken(page: Path) -> list[str]:
-    """The relative links of a page that lead to no file, or to no heading of one."""
+    """Return the relative links of a page that lead to no file, or to no heading of a file."""
     found = []
     for link in LINK.findall(prose(page)):
         file, _, anchor = link.partition("#")
@@ -66,14 +66,14 @@ def broken(page: Path) -> list[str]:
 
 
 def addresses(page: Path) -> list[str]:
-    """The addresses of other websites to which a page links."""
+    """Return the addresses of other websites to which a page links."""
     return [
         link for link in re.findall(r"https?://[^\s)>\"`]+", prose(page)) if not re.match(r"http://(127|local)", link)
     ]
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
-    """(language, text) of every fenced block."""
+    """Return the language and the text of every fenced block."""
     return FENCE.findall((ROOT / page).read_text(encoding="utf-8"))
 
 
@@ -83,9 +83,10 @@ def test_the_quick_start_is_two_lines():
 
 @pytest.mark.parametrize("page", PAGES)
 def test_python_blocks_run(page, tmp_path, monkeypatch, capsys):
-    """In one namespace, from top to bottom, as a reader would paste them; hospitals have made-up patients.
+    """The Python blocks of a page run in one namespace, from top to bottom, as a reader would paste them.
 
-    README prints the numbers that it shows, to a unit of the last digit: they are rounded.
+    Hospitals have made-up patients. The code of the README prints the numbers that the README shows, to one unit of the
+    last digit, since they are rounded.
     """
     monkeypatch.chdir(tmp_path)
     program = "\n".join(text for language, text in blocks(page) if language == "python")
@@ -103,7 +104,7 @@ def test_python_blocks_run(page, tmp_path, monkeypatch, capsys):
 
 
 def numbers(text: str) -> list[float]:
-    """The numbers of a printed array."""
+    """Return the numbers of a printed array."""
     return [float(one) for one in re.findall(r"-?\d+\.\d*", text)]
 
 
@@ -124,7 +125,10 @@ def test_every_link_leads_to_a_file_and_to_a_heading_of_it(page):
 
 
 def test_addresses_of_other_websites_are_whole_and_have_one_form():
-    """`make links` opens them; this test needs no network."""
+    """Addresses of other websites are complete, and no address is written in two forms.
+
+    `make links` opens them; this test needs no network.
+    """
     found = {address for page in WRITTEN for address in addresses(page)}
     assert len(found) > 20
     forms: dict[str, set[str]] = {}
@@ -148,7 +152,7 @@ def test_a_broken_link_is_found(tmp_path):
 
 
 def test_files_name_pages_of_the_documentation_that_exist():
-    """In docstrings, comments and messages, as docs/how-to/federation.md."""
+    """Every page that docstrings, comments and messages name, such as docs/how-to/federation.md, exists."""
     files = [file for room in ("src", "tests", "benchmarks", "examples") for file in (ROOT / room).rglob("*.py")]
     named = {(file, name) for file in files for name in re.findall(r"\bdocs/[\w./-]+\.md", file.read_text("utf-8"))}
     assert len(named) >= 5
@@ -162,7 +166,7 @@ def test_the_first_command_of_the_readme_comes_soon(tmp_path):
 
 
 def test_every_page_is_in_an_index():
-    """docs/README.md lists every page, or the index of the folder in which the page is."""
+    """Every page is listed in docs/README.md, or in the index of its folder."""
     listed = set()
     for index in (ROOT / "docs").rglob("README.md"):
         listed |= {(index.parent / link.partition("#")[0]).resolve() for link in LINK.findall(prose(index))}

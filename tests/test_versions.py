@@ -1,4 +1,4 @@
-"""Do all files that name the version of the library name the same one?"""
+"""All files that name the version of the library name the same one."""
 
 import re
 import tomllib

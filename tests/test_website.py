@@ -1,6 +1,6 @@
-"""Does the navigation of the website have every page, and do names in code lead to their entries in the API reference?
+"""The navigation of the website has every page, and names in code lead to their entries in the API reference.
 
-Nothing of the libraries that build the website is needed; `make docs` builds it, and finds links that lead nowhere.
+The tests do not need the libraries that build the website. `make docs` builds it, and finds links that lead nowhere.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Do the pages of the documentation name what there is: fields, helpers, parts, methods?"""
+"""Pages of the documentation name fields, helpers, parts, methods and tests that exist."""
 
 import json
 import re
@@ -12,10 +12,10 @@ from fedbilevel import authoring
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 LETTER = DOCS.parent / "papers" / "to-the-letter.md"
 OTHERS = {"ALGORITHMS", "Diagnosis", "History", "HypergradientReport", "Ledger"}
-"""The registry of methods, and types of what the library returns: no helpers of a method."""
+"""Names of `authoring` that are no helpers of a method: the registry of methods, and types that the library returns."""
 TEST = re.compile(r"\[(\w+)\]\(([\w./]+\.py)\)")
 PARTS = ["Place", "Printed", "Right", "Why", "Shown by"]
-"""Of each entry of the errata."""
+"""The parts of each entry of the errata."""
 STATE = re.compile(r"\*right\*: \[(\w+)\]\(([\w./]+\.py)\)|\*departs\*: .+")
 
 
@@ -24,7 +24,7 @@ def page(name: str) -> str:
 
 
 def has_test(name: str, file: str, folder: Path = DOCS / "reference") -> bool:
-    """Whether a file that a page of this folder links to has a test of this name."""
+    """Return whether a file, to which a page of this folder links, has a test of this name."""
     text = (folder / file).read_text("utf-8")
     return bool(re.search(rf"^ *def {name}\(", text, re.MULTILINE))
 
@@ -40,7 +40,7 @@ def test_the_table_of_helpers_is_complete() -> None:
 
 
 def test_the_page_on_choosing_names_parts_that_exist() -> None:
-    """Whatever is written as a call, such as `CG()`."""
+    """Everything that docs/how-to/choosing.md writes as a call, such as `CG()`, is a part or a public name."""
     called = set(re.findall(r"\b([A-Z]\w+)\(", page("how-to/choosing.md")))
     assert called >= {"CG", "Implicit"}
     assert {name for name in called if not hasattr(fb.parts, name) and name not in fb.__all__} == set()
@@ -48,7 +48,10 @@ def test_the_page_on_choosing_names_parts_that_exist() -> None:
 
 
 def test_the_hospitals_page_says_what_its_splits_gave() -> None:
-    """The mean of five splits, and half of Student's interval: t(0.975; 4) = 2.7764."""
+    """The accuracies on the page about hospitals are those that benchmarks/hospitals.json has for five splits.
+
+    They are the mean over the splits, and half of Student's interval, with t(0.975; 4) = 2.7764.
+    """
     kept = json.loads((DOCS.parent / "benchmarks" / "hospitals.json").read_text("utf-8"))["test_accuracy"]
     rows = re.findall(
         r"^\| (\w[\w ,]*) \| ((?:0\.\d+ ± 0\.\d+[ |]*)+)\|$", page("tutorials/hospitals.md"), re.MULTILINE
@@ -63,7 +66,10 @@ def test_the_hospitals_page_says_what_its_splits_gave() -> None:
 
 
 def test_the_page_on_the_papers_names_code_and_tests_that_exist() -> None:
-    """Each state is one of two, and the file that a right one links to has the test."""
+    """papers/to-the-letter.md names code and tests that exist.
+
+    Each item is marked as right, with a link to a file that has the named test, or as departing from the paper.
+    """
     tables = re.findall(r"^\|(?!item|-)(.+)\|$", LETTER.read_text("utf-8"), re.MULTILINE)
     files = (DOCS.parent / "src").rglob("*.py")
     code = {name for file in files for name in re.findall(r"\w+", file.read_text("utf-8"))}
@@ -76,7 +82,10 @@ def test_the_page_on_the_papers_names_code_and_tests_that_exist() -> None:
 
 
 def test_each_erratum_says_what_is_right_and_names_tests_that_exist() -> None:
-    """Entries are numbered by paper, and each names a test; the page on the papers has no other account of slips."""
+    """Each erratum has all its parts, and names tests that exist.
+
+    Errata are numbered by paper. papers/to-the-letter.md does not describe slips of the papers a second time.
+    """
     entries = re.split(r"^### (.+)\n", page("reference/errata.md"), flags=re.MULTILINE)
     numbers: dict[str, int] = {}
     for heading, text in zip(entries[1::2], entries[2::2], strict=True):

@@ -1,6 +1,6 @@
-"""A user's program with types: a type checker refuses the lines that are marked so, and no others.
+"""A user's program with types, in which a type checker refuses the lines that are marked so, and no others.
 
-A field of a method may accept more types than it holds: a number for three step sizes, a schedule for a number.
+A field of a method may accept more types than its value has: a number for three step sizes, or a schedule for a number.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CHANGED = dataclasses.replace(fb.SimFBO(server_lr=0.1), client_lr=0.2)
 
 
 def step_of_x(method: fb.SimFBO) -> XYV:
-    """The attributes have the types that they hold, of which arithmetic is right, also where they are inherited."""
+    """Compute with fields, whose declared types are those of their values, also if they are inherited."""
     short: float = fb.FedAvg().lr / 2
     return fb.XYV(method.server_lr.x * short, method.client_lr.y, method.radius + 1.0)
 
