@@ -1,4 +1,4 @@
-"""What every test needs before jax is imported: float64, two devices, one place for compiled programs."""
+"""Prepare what every test needs before jax is imported: float64, two devices, and a folder for compiled programs."""
 
 import base64
 import contextlib
@@ -16,20 +16,20 @@ import pytest
 
 os.environ["JAX_ENABLE_X64"] = "1"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["TERM"] = "xterm"  # what a dumb terminal shows is tested by name
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # where it is set, each process of a test compiles what it imports
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of a job in the background; tests send it
+os.environ["TERM"] = "xterm"  # tests of a dumb terminal set it themselves
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # if it is set, each process of a test compiles what it imports
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job in the background; some tests send this signal
     signal.signal(signal.SIGINT, signal.default_int_handler)
 flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
-quickly = [  # compiling is most of it, and the emitters of fused loops are more than half of compiling
+quickly = [  # tests spend most time on compiling, and more than half of it on the emitters of fused loops
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
     "--xla_cpu_multi_thread_eigen=false",
-    "--xla_cpu_parallel_codegen_split_count=1",  # cut into up to 32 parts, a program costs more to compile
-    *["--xla_cpu_use_fusion_emitters=false"] * version("jaxlib").startswith("0.10."),  # unknown to later ones
+    "--xla_cpu_parallel_codegen_split_count=1",  # programs that are split, into up to 32 parts, take longer to compile
+    *["--xla_cpu_use_fusion_emitters=false"] * version("jaxlib").startswith("0.10."),  # later versions do not have it
 ]
 PROGRAMS = 500 * 10**6  # bytes of compiled programs that are kept between runs; one run compiles some 100 million
-UNCHECKED = (  # rooms of tests that run solve for other claims than about its checks of the losses
+UNCHECKED = (  # rooms whose tests run `solve`, but do not test its checks of the losses
     "tests/algorithms/",
     "tests/core/",
     "tests/diagnostics/",
@@ -52,9 +52,10 @@ os.environ["XLA_FLAGS"] = " ".join([*flags, *quickly, "--xla_force_host_platform
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep compiled programs between runs: JAX's key for one covers the program, the flags and the compiler.
+    """Keep compiled programs between runs, and collect garbage less often.
 
-    And look for garbage seldom: Python did it 2,700 times in 90 s, and JAX each time, too.
+    JAX's key of a compiled program depends on the program, the flags and the compiler. Python collected garbage 2,700
+    times in 90 s, and JAX did so each time, too.
     """
     import jax
 
@@ -64,20 +65,23 @@ def pytest_configure(config: pytest.Config) -> None:
         "jax_compilation_cache_dir": str(_programs()),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": 0,
-        "jax_traceback_in_locations_limit": 0,  # of each operation; 5 % of a solve that is compiled
+        "jax_traceback_in_locations_limit": 0,  # a traceback for each operation is 5 % of a solve that is compiled
     }
     for name, value in kept.items():
         jax.config.update(name, value)
-        os.environ[name.upper()] = str(value)  # for processes of tests, too
+        os.environ[name.upper()] = str(value)  # also for processes that tests start
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Of `-n auto`: a worker for each core, up to 4, since each takes a gigabyte."""
+    """Return the number of workers for `-n auto`: one for each core, and at most 4, since each takes a gigabyte."""
     return min(os.cpu_count() or 1, 4)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Keep the newest of the compiled programs, up to PROGRAMS bytes; JAX itself would look at all for each new one."""
+    """Keep the newest compiled programs, up to PROGRAMS bytes.
+
+    If JAX bounded the folder itself, it would look at all programs for each new one.
+    """
     if hasattr(session.config, "workerinput"):
         return
     room, files = PROGRAMS, []
@@ -92,9 +96,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def _programs() -> Path:
-    """The folder of compiled programs: the user's, so that a new clone finds what another has compiled.
+    """Return the folder of compiled programs.
 
-    Without a folder of the user's, or where nothing can be written there, it is one of this clone.
+    It is in the user's cache, so that a new clone finds what another clone has compiled. If there is no such folder, or
+    it cannot be written, the folder is in this clone.
     """
     places = [os.environ.get("XDG_CACHE_HOME"), os.path.expanduser("~/.cache"), str(Path(__file__).parent / "build")]
     for place in filter(os.path.isabs, filter(None, places)):
@@ -107,14 +112,17 @@ def _programs() -> Path:
 
 
 def _share_contexts() -> None:
-    """Lower many programs in one MLIR context: JAX makes one for each, and loads all dialects into it, in 4 ms."""
+    """Lower many programs in one MLIR context.
+
+    JAX makes a context for each program, and loads all dialects into it, which takes 4 ms.
+    """
     from jax._src.interpreters import mlir
 
     make, kept = mlir.make_ir_context, threading.local()
 
     def shared() -> Any:
         kept.uses = getattr(kept, "uses", 0) + 1
-        if kept.uses % 200 == 1:  # a context keeps every type, constant and location that it has met
+        if kept.uses % 200 == 1:  # a context stores every type, constant and location of its programs
             kept.context = make()
         return kept.context
 
@@ -123,7 +131,7 @@ def _share_contexts() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call() -> Iterator[None]:
-    """Skip what wants two devices where JAX_PLATFORMS=cuda,cpu finds one GPU; of a CPU there always are two."""
+    """Skip a test that needs two devices if JAX_PLATFORMS=cuda,cpu finds one GPU; on a CPU there always are two."""
     import jax
 
     from fedbilevel.errors import ConfigurationError
@@ -138,10 +146,10 @@ def pytest_pyfunc_call() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Keep the bytecode of tests and of what they import, whatever PYTHONDONTWRITEBYTECODE says, as bootstrap.py does.
+    """Write the bytecode of tests and of what they import, even if PYTHONDONTWRITEBYTECODE is set.
 
-    To rewrite the assertions of all tests and to compile them takes half of the time in which they are collected, in
-    each worker.
+    scripts/bootstrap.py does so, too. In each worker, rewriting the assertions of all tests and compiling the tests
+    takes half of the time of their collection.
     """
     as_set, sys.dont_write_bytecode = sys.dont_write_bytecode, False
     try:
@@ -151,16 +159,16 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: no need to look for garbage in it."""
+    """Exclude all present objects from garbage collection, since what is imported by now stays to the end."""
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def _flags_stay_as_they_are() -> Iterator[None]:
-    """Take back what a command that ran here has added to XLA_FLAGS (`tune_cpu`).
+    """Remove what a command in this process has added to XLA_FLAGS, by `tune_cpu`.
 
-    JAX reads them once, but hashes them into the key of every program: all later ones would be compiled again, here and
-    in the next run.
+    JAX reads these flags once, but hashes them into the key of every program. So all later programs would be compiled
+    again, in this run and in the next one.
     """
     before = os.environ["XLA_FLAGS"]
     yield
@@ -169,10 +177,10 @@ def _flags_stay_as_they_are() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _losses_are_not_checked(request: pytest.FixtureRequest) -> Iterator[list[tuple[Any, str, Any]]]:
-    """Leave out the checks of the losses before and after each run, in tests of what is in between, and yield them.
+    """Leave out the checks of the losses before and after each run in the rooms UNCHECKED, and yield these checks.
 
-    Each problem has programs of its own for them, which took a fifth of the time of tests of methods. Fixtures of a
-    module run without them, too. The marker `checked` keeps the checks in a test or a file of one of these rooms.
+    Every problem needs programs of its own for the checks, which took a fifth of the time of tests of methods. Fixtures
+    of a module run without the checks, too. The marker `checked` keeps them in a test or a file of these rooms.
     """
     place = request.path.relative_to(request.config.rootpath).as_posix()
     if not place.startswith(UNCHECKED) or request.node.get_closest_marker("checked"):
@@ -184,7 +192,7 @@ def _losses_are_not_checked(request: pytest.FixtureRequest) -> Iterator[list[tup
     left_out = [
         (PosedProblem, "look", lambda posed, method: None),
         (PosedProblem, "ends", lambda posed, before, end, spent: None),
-        (first_look, "first_look", lambda *arguments: None),  # sites and diagnoses call it there
+        (first_look, "first_look", lambda *arguments: None),  # sites and diagnostics call it in this module
     ]
     checks = [(owner, name, getattr(owner, name)) for owner, name, _ in left_out]
     with pytest.MonkeyPatch.context() as patch:
@@ -207,17 +215,17 @@ def _losses_are_checked(
 
 @pytest.fixture(scope="module", autouse=True)
 def _pictures_are_not_drawn(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Write a picture of one pixel for each figure of a command, in rooms whose tests run commands.
+    """Write a picture of one pixel for each figure of a command, in the rooms UNDRAWN, whose tests run commands.
 
-    The figure is made as always, and only its last step to bytes is left out, which took a quarter of the time of a
-    command. Tests in tests/display draw figures of all kinds, and the marker `drawn` keeps this step for one test.
+    The figure is made as usual. Only its conversion into bytes is left out, which took a quarter of the time of a
+    command. Tests in tests/display draw figures of all kinds. The marker `drawn` keeps the conversion for one test.
     """
     with pytest.MonkeyPatch.context() as patch:
         if request.path.relative_to(request.config.rootpath).as_posix().startswith(UNDRAWN):
             from fedbilevel.display import curves
             from fedbilevel.experiments import export, runner  # noqa: F401  export must import the real one
 
-            for module in (curves, runner):  # each of them has this name
+            for module in (curves, runner):  # each of them has the name `encoded`
                 patch.setattr(module, "encoded", lambda figure, file: curves.require_picture(file) or PIXEL)
         yield
 
@@ -232,14 +240,15 @@ def _a_picture_is_drawn(
         from fedbilevel.experiments import export, runner
 
         for module in (curves, runner):
-            monkeypatch.setattr(module, "encoded", export.encoded)  # which is never replaced
+            monkeypatch.setattr(module, "encoded", export.encoded)  # this name is never replaced
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _programs_go_after_their_module() -> Iterator[None]:
-    """Compiled programs and the memory that compiling took: kept to the end they would be gigabytes in each process.
+    """Return the memory that compiling took after each module, and free compiled programs if a gigabyte is in use.
 
-    Up to one gigabyte they stay: most are of single operations, which the next module needs again.
+    Kept to the end, they would take gigabytes in each process. Below one gigabyte the programs stay, because most of
+    them are single operations, which the next module needs again.
     """
     import jax
 
@@ -253,6 +262,6 @@ def _programs_go_after_their_module() -> Iterator[None]:
 
 
 def _resident() -> float:
-    """Bytes that this process holds in memory; infinite where the system does not say so."""
+    """Return the number of bytes that this process has in memory, or infinity if the system does not report it."""
     pages = Path("/proc/self/statm")
     return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.exists() else float("inf")

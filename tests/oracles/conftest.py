@@ -1,4 +1,7 @@
-"""A bilevel problem without symmetries that could hide mistakes: not quadratic, with trees of several shapes."""
+"""Provide a bilevel problem that is not quadratic, with trees of several shapes.
+
+It has no symmetries that could hide mistakes.
+"""
 
 from typing import Any, NamedTuple
 
