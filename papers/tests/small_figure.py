@@ -1,4 +1,4 @@
-"""A figure that is played in seconds, on the quadratic task."""
+"""Make up a figure on the quadratic task, whose runs take seconds."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ UNTUNED: dict[str, Any] = {
 
 
 def made_up(**changed: Any) -> Figure:
-    """The figure with some of its content changed."""
+    """Return the figure with some of its content changed."""
     return read(Path("made-up.toml"), {**CONTENT, **changed})

@@ -1,4 +1,4 @@
-"""What differs between the arms of a claim besides the method."""
+"""All that differs between the arms of a claim besides the method is found and named."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def arms(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
 
 
 def test_methods_differ_by_what_they_are_given() -> None:
-    """Not by step sizes, which are the methods' own, nor by fields that one of them has not."""
+    """Arms differ by the settings that their methods get, such as batch sizes, local steps and clients.
+
+    Step sizes do not count, because each method needs its own, and neither do fields that one of the methods lacks.
+    """
     assert arms({}, {}) == []
     assert arms({"algorithm": {"outer_lr": 0.5}}, {"algorithm": {"server_lr": 0.1}}) == []
     assert arms({"algorithm": {"batch_size": 7}}, {"algorithm": {"batch_size": 9}}) == ["batch 9, 7 (FedNest)"]
@@ -50,7 +53,7 @@ def test_what_arms_spent_is_read_off_the_outcome() -> None:
             }
         }
     }
-    assert besides(made_up(), found) == ["up to 3 times as many exchanges"]  # 31/30 is alike
+    assert besides(made_up(), found) == ["up to 3 times as many exchanges"]  # 30 and 31 evaluations count as equal
 
 
 def test_numbers_that_are_dealt_out_in_turn_are_said_once() -> None:
@@ -59,7 +62,10 @@ def test_numbers_that_are_dealt_out_in_turn_are_said_once() -> None:
 
 @pytest.mark.parametrize("name", ["rabo-4", "rabo-6"])
 def test_what_pruning_saves_is_seen_on_one_method(name: str) -> None:
-    """Its arms differ in what clients can hold and in nothing else, at both scales."""
+    """The claims about what pruning saves compare a method with itself.
+
+    At both scales, the arms differ in the capacities of clients and in nothing else.
+    """
     figure = load(PAPERS / "rabo" / f"{name}.toml")
     pruning = [claim for claim in figure.claims if claim.than == [f"{claim.better}, whole"]]
     assert len(pruning) == 4
@@ -71,7 +77,10 @@ def test_what_pruning_saves_is_seen_on_one_method(name: str) -> None:
 
 
 def test_methods_on_submodels_are_given_the_same() -> None:
-    """As many local steps on the same samples, and the same part of the model: how it is chosen is the method."""
+    """Methods on submodels make as many local steps on the same samples, with equally large parts of the model.
+
+    They differ in the policy that chooses the parts, and in the objective, both of which belong to the method.
+    """
     figure = load(PAPERS / "rabo" / "rabo-2.toml")
     differing = {line.split(" ")[0] for line in besides(figure, None)}
     assert differing == {"objective", "policy"}

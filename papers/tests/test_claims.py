@@ -1,4 +1,4 @@
-"""What is read off runs, and which claims hold, against values computed by hand."""
+"""Readings of runs, and the decisions on claims, are those that are computed by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COSTS = {"bytes_down": 0, "bytes_up": 0, "gradients": 0, "hvps": 0, "seconds": 0
 
 
 def history(values: Sequence[float], metric: str = "test_accuracy") -> History:
-    """Rows at exchanges 0, 10, 20, …"""
+    """Return a history with these values at exchanges 0, 10, 20, …"""
     rows = [{"round": i, "exchanges": 10 * i, **COSTS, metric: value} for i, value in enumerate(values)]
     return History(rows)
 
@@ -43,7 +43,11 @@ def test_an_interval_is_students() -> None:
 
 
 def test_a_difference_is_paired_by_seed() -> None:
-    """Seeds differ by far more than methods do: unpaired nothing could be told, paired the difference is 0.02."""
+    """The difference of two methods is paired by seed.
+
+    Here seeds differ by far more than methods do. Without pairing nothing would be decided, and with it the difference
+    is 0.02 for every seed.
+    """
     found = only(
         {},
         [history([0.1, value]) for value in (0.5, 0.7, 0.9)],
@@ -79,8 +83,8 @@ def test_an_error_is_better_the_smaller() -> None:
     ("gaps", "state"),
     [
         ((0.001, -0.001, 0.0005), "level"),  # t(0.975, 2)·s/√3 = 0.0026: the interval lies within one point
-        ((0.004, -0.004, 0.002), "open"),  # the same four times as wide
-        ((0.004, 0.005, 0.006), "holds"),  # within a point, and above 0 for sure
+        ((0.004, -0.004, 0.002), "open"),  # an interval four times as wide
+        ((0.004, 0.005, 0.006), "holds"),  # the interval lies within one point, and above 0
     ],
 )
 def test_two_methods_are_level_where_the_interval_lies_within_a_point(gaps: tuple[float, ...], state: str) -> None:
@@ -89,7 +93,11 @@ def test_two_methods_are_level_where_the_interval_lies_within_a_point(gaps: tupl
 
 
 def test_losses_and_costs_are_level_within_a_twentieth_of_the_others() -> None:
-    """Interval −0.001 ± 0.0026: within 0.05 times 0.5, and not within 0.05 times 0.05."""
+    """Losses and costs are level if the interval of their difference is within a twentieth of the other method's value.
+
+    The interval is −0.001 ± 0.0025, as s = 0.001 and t(0.975, 2)·s/√3 = 0.0025. It is within 0.05 times 0.5, and not
+    within 0.05 times 0.05.
+    """
     gaps, made = (0.001, 0.0, 0.002), figure([{"says": "-", "better": "A", "than": ["B"]}], metric="test_loss")
     for level, state in ((0.5, "level"), (0.05, "open")):
         runs = {"A": [history([level + gap], "test_loss") for gap in gaps], "B": [history([level], "test_loss")] * 3}
@@ -136,7 +144,10 @@ def test_the_first_row_that_gets_there() -> None:
 
 
 def test_a_claim_may_have_a_cost_of_its_own() -> None:
-    """The second row: exchange 10 in the figure's cost, round 1 in the claim's."""
+    """A claim may have another cost than its figure.
+
+    The better method gets there in its second row: at exchange 10 in the figure's cost, at round 1 in the claim's.
+    """
     fast, slow = [history([0.1, 0.8, 0.9])] * 2, [history([0.1, 0.2, 0.85])] * 2
     found = only({"by": "first", "reach": 0.8, "against": "rounds"}, fast, slow)
     assert (found.better_mean, found.than_mean, found.unit) == (1, 2, "rounds")
@@ -172,7 +183,10 @@ def test_costs_are_compared_by_their_ratio() -> None:
 
 
 def test_errors_may_be_compared_by_powers_of_ten() -> None:
-    """1e-6 against 1e-4 and 1e-9 against 1e-7.1: two and 1.9 powers, though the first error is a thousand others."""
+    """With `log`, errors are compared by powers of ten, so that seeds with large errors do not count more.
+
+    1e-6 against 1e-4 is a difference of two powers, 1e-9 against 10^−7.1 of 1.9, and 1e-8 against 1e-6 of two.
+    """
     made = figure([{"says": "-", "better": "A", "than": ["B"], "log": True}], metric="relative_error")
     ends = {"A": (1e-6, 1e-9, 1e-8), "B": (1e-4, 10**-7.1, 1e-6)}
     runs = {name: [history([value], "relative_error") for value in values] for name, values in ends.items()}
@@ -219,7 +233,7 @@ def test_an_error_of_0_has_no_logarithm() -> None:
 
 def test_a_slope_and_its_error() -> None:
     x = np.array([1.0, 10.0, 100.0, 1000.0])
-    seeds = np.array([3.0, 700.0])  # each with an intercept of its own, which the error does not count
+    seeds = np.array([3.0, 700.0])  # each seed has an intercept of its own, which does not add to the error
     assert fitted_slope(x, np.outer(x**-0.5, seeds)) == pytest.approx((-0.5, 0.0), abs=1e-12)
     rng = np.random.default_rng(0)
     noisy = [fitted_slope(x, np.outer(x**-0.5, seeds) * np.exp(0.1 * rng.normal(size=(4, 2)))) for _ in range(2000)]
@@ -244,8 +258,8 @@ def test_a_claim_of_a_slope() -> None:
 
     assert findings(made, runs(-1.0))[0].state == "holds"
     assert findings(made, runs(-0.5))[0].state == "contradicted"
-    assert findings(made, runs(-1.0, 0.5))[0].state == "open"  # an error of the fit that would let anything pass
-    (near,) = findings(made, runs(-0.97, 0.02))  # with its error it may be further away than the bound
+    assert findings(made, runs(-1.0, 0.5))[0].state == "open"  # the error of the fit is large
+    (near,) = findings(made, runs(-0.97, 0.02))  # the interval of the difference, 0.03 ± 0.035, exceeds 0.05
     assert near.difference == pytest.approx(0.03, abs=0.005)
     assert near.half_width == pytest.approx(0.035, abs=0.015)
     assert near.state == "open"

@@ -1,4 +1,4 @@
-"""For how many exchanges a late reply is in use: the axis of theory-delay, from the rules of the clock alone."""
+"""The axis of theory-delay, the number of exchanges for which a late reply is used, follows from the clock's rules."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ IDLE = -1
 
 
 def arrivals(wait_for: int) -> Iterator[np.ndarray]:
-    """Whether each client's reply arrives, for each exchange of the first of two phases that take turns.
+    """Yield, for each exchange of the first of two alternating phases, whether each client's reply arrives.
 
-    A client computes one reply at a time. It is asked when an exchange of a phase begins, or as soon as it has sent
-    what it computes for the other phase. An exchange ends with the first `wait_for` replies. What arrives meanwhile
-    for the other phase waits, and is the first to count in its next exchange.
+    A client computes one reply at a time. It is asked when an exchange of a phase begins, or as soon as it has sent its
+    reply of the other phase. An exchange ends with the first `wait_for` replies. A reply of the other phase that
+    arrives meanwhile waits, and is counted first in the next exchange of its phase.
     """
     rng = np.random.default_rng(0)
     kind, left = np.full(CLIENTS, IDLE), np.zeros(CLIENTS)
@@ -25,7 +25,7 @@ def arrivals(wait_for: int) -> Iterator[np.ndarray]:
     for exchange in range(2 * ROUNDS):
         phase = exchange % 2
         times = np.exp(SPREAD * rng.normal(size=CLIENTS) - SPREAD**2 / 2)
-        begins = np.where(kind == phase, 0, left)  # when it gets its message, if it has not got one
+        begins = np.where(kind == phase, 0, left)  # when a client gets its message, if it does not have one
         arrives = np.where(kind == phase, left, left + times)
         needed = max(wait_for - int(early[phase].sum()), 0)
         first = np.argsort(arrives)[:needed]
