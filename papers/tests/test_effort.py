@@ -1,4 +1,4 @@
-"""What would decide an open statement, against numbers computed by hand."""
+"""The seeds and hours that would decide an open statement are those that are computed by hand."""
 
 from __future__ import annotations
 
@@ -31,14 +31,21 @@ def needed(one: Finding, played: int, **claim: Any) -> int | None:
 
 
 def test_a_difference_is_told_from_0_once_its_interval_is_shorter() -> None:
-    """Three seeds with s = 1 have the half width t(2)/√3 = 4.302653/√3 = 2.484138. A difference of 1 lies outside of
-    t(n − 1)/√n from n = 7 on: 2.570582/√6 = 1.0494, 2.446912/√7 = 0.9248."""
+    """A difference is decided as soon as there are so many seeds that its interval does not contain 0.
+
+    With three seeds and s = 1, half the width is t(2)/√3 = 4.302653/√3 = 2.484138. With n seeds it is t(n − 1)/√n,
+    which is 2.570582/√6 = 1.0494 for six seeds and 2.446912/√7 = 0.9248 for seven. So a difference of 1 needs seven.
+    """
     assert needed(cell(difference=1.0, half_width=2.484138), 3) == 7
     assert needed(cell(difference=-1.0, half_width=2.484138), 3) == 7
 
 
 def test_methods_that_are_alike_are_level_in_the_end() -> None:
-    """δ is a percentage point. With a difference of 0 and s = 0.01 the half width is below δ from n = 7 on."""
+    """Methods that differ by 0 are level as soon as half the width of the interval is below δ, one percentage point.
+
+    With s = 0.01 this needs seven seeds: the numbers are a hundredth of those of the test before. A claim of level
+    whose difference is at its bound is never decided.
+    """
     assert needed(cell(difference=0.0, half_width=0.02484138), 3) == 7
     assert needed(cell(difference=0.02, half_width=0.02484138), 3, level=0.02) is None  # at the bound itself
 
@@ -49,14 +56,22 @@ def test_seeds_do_not_mend_a_run_that_fails() -> None:
 
 
 def test_a_slope_shrinks_as_the_root_of_the_seeds() -> None:
-    """0.04 ± 0.08 lies within ±0.1 once 0.08 √(8/n) ≤ 0.06: n ≥ 8 · 16/9 = 14.2."""
+    """The interval of a slope shrinks as the square root of the number of seeds.
+
+    With eight seeds it is 0.04 ± 0.08. With n seeds it is within ±0.1 if 0.08 √(8/n) ≤ 0.06, that is if
+    n ≥ 8 · 16/9 = 14.2.
+    """
     slope = Finding(**{**OPEN, "panel": "", "difference": 0.04, "half_width": 0.08})
     assert needed(slope, 8, than=[], panels=[], slope=0.5, within=0.1) == 15
 
 
 def test_runs_that_two_cells_need_are_counted_once() -> None:
-    """7 seeds against B and 15 against C (2.144787/√15 = 0.5538 < 0.56 < 2.160369/√14 = 0.5774): 12 further runs of A
-    and of C, 4 of B, at 600 s each are 28 · 600 s = 4.7 h."""
+    """A further run that two cells need is counted once.
+
+    The cell of A and B needs 7 seeds, and that of A and C needs 15, as 2.144787/√15 = 0.5538 < 0.56 < 2.160369/√14 =
+    0.5774. There are three seeds. So A and C need 12 further runs each, and B needs 4, which at 600 s each take
+    28 · 600 s = 4.7 h.
+    """
     of = {method: {"costs": {"seconds": 600.0}} for method in "ABC"}
     cells = [cell(difference=1.0, half_width=2.484138), cell("C", difference=0.56, half_width=2.484138)]
     (statement,) = statements(cells)
@@ -72,7 +87,10 @@ def test_runs_that_two_cells_need_are_counted_once() -> None:
 
 
 def test_a_method_whose_runs_all_failed_has_no_hours() -> None:
-    """Of four further runs of each of A, B and C, those of C have no time: 8 · 600 s = 1.3 h."""
+    """A method whose runs all failed adds no hours, because the time of its runs is not known.
+
+    A, B and C need four further runs each. Those of A and B take 8 · 600 s = 1.3 h.
+    """
     of: dict[str, Any] = {method: {"costs": {"seconds": 600.0}} for method in "AB"}
     cells = [cell(difference=1.0, half_width=2.484138), cell("C", difference=1.0, half_width=2.484138)]
     (statement,) = statements(cells)

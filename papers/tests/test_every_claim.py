@@ -1,4 +1,4 @@
-"""Every claim of every figure against outcomes that are made up: each can hold, be contradicted and stay open."""
+"""Every claim of every figure can hold, be contradicted and stay open, with outcomes that are made up."""
 
 from __future__ import annotations
 
@@ -24,18 +24,21 @@ SLOPES = [one for one in CLAIMS if one.values[1].slope is not None]
 VERDICTS = {"holds": "reproduced", "contradicted": "not reproduced", "level": "not reproduced", "open": "undecided"}
 SEEDS = 3
 Reading = Callable[[str, int], float]
-"""(panel, seed) -> what the claim is to read off a run."""
+"""From the panel and the seed: the value that the claim shall read off a run."""
 
 
 def row(cost: float, metric: str, value: float) -> dict[str, float]:
-    """A row by which every cost of COSTS is `cost`."""
+    """Return a row in which every cost of COSTS is `cost`."""
     costs = dict.fromkeys(("round", "exchanges", "gradients", "seconds", "time"), cost)
     costs |= {"bytes_down": 1e6 * cost, "bytes_up": 0, "hvps": 0, "flops": 1e9 * cost}
     return costs if metric in COSTS else {**costs, metric: value}
 
 
 def run(figure: Figure, claim: Claim, reading: float) -> History:
-    """A run off which the claim reads that value; one that is to get somewhere starts from chance, or a loss of 1."""
+    """Return a run off which the claim reads this value.
+
+    If the claim is about the first row that reaches a value, the run starts at chance, or at a loss of 1.
+    """
     metric = claim.metric or figure.metric
     if claim.by == "first":
         assert claim.reach is not None
@@ -45,7 +48,7 @@ def run(figure: Figure, claim: Claim, reading: float) -> History:
 
 
 def state(figure: Figure, claim: Claim, better: Reading, than: Reading) -> str:
-    """What comes of a claim in every panel, if its method has the one reading and all others have the other."""
+    """Return the state of a claim, which must be one in all panels, for readings of its method and of all others."""
     panels, arms = figure.panels_of(claim), dict.fromkeys(claim.than, than) | {claim.better: better}
     runs = {
         panel: {name: [run(figure, claim, of(panel, seed)) for seed in range(SEEDS)] for name, of in arms.items()}
@@ -59,7 +62,7 @@ def state(figure: Figure, claim: Claim, better: Reading, than: Reading) -> str:
 
 
 def good_and_bad(figure: Figure, claim: Claim) -> tuple[float, float]:
-    """Readings that fulfil a claim clearly: of its method, and of the others."""
+    """Return readings that fulfil a claim clearly: one of its method, and one of the others."""
     metric = claim.metric or figure.metric
     if claim.by != "first" and in_percent(metric):
         return 0.9, 0.5
@@ -68,8 +71,11 @@ def good_and_bad(figure: Figure, claim: Claim) -> tuple[float, float]:
 
 @pytest.mark.parametrize(("figure", "claim"), COMPARED)
 def test_a_comparison_can_fail(figure: Figure, claim: Claim) -> None:
-    """Equal arms are level, which fulfils the claim that they are; they contradict one that asks for a share below 1.
-    Arms that change places from seed to seed leave it open."""
+    """Every claim that compares methods can hold, be contradicted and stay open.
+
+    Equal arms are level. A claim that methods are level then holds, and a claim that a reading is at most a share of
+    the other is contradicted. A claim stays open if from seed to seed another arm is better.
+    """
     good, bad = good_and_bad(figure, claim)
 
     def came(better: list[float], than: list[float]) -> str:
@@ -85,7 +91,11 @@ def test_a_comparison_can_fail(figure: Figure, claim: Claim) -> None:
 
 @pytest.mark.parametrize(("figure", "claim"), SLOPES)
 def test_a_slope_can_fail(figure: Figure, claim: Claim) -> None:
-    """Readings along the predicted slope, along others, and scattered by factors of three."""
+    """Every claim about a slope can hold, be contradicted and stay open.
+
+    Readings along the predicted slope fulfil it, readings along other slopes contradict it, and readings that are
+    scattered by factors of three leave it open.
+    """
     predicted = claim.slope or 0.0
     places = {panel: figure.panels[panel].value or 0.0 for panel in figure.panels_of(claim)}
     turned = {panel: (-1) ** number for number, panel in enumerate(places)}
@@ -98,13 +108,17 @@ def test_a_slope_can_fail(figure: Figure, claim: Claim) -> None:
 
     assert came(predicted) == "holds"
     assert [came(predicted + 1), came(predicted - 1)] == ["contradicted", "contradicted"]
-    assert came(0.0) == ("holds" if predicted == 0 else "contradicted")  # nothing depends on it
+    assert came(0.0) == ("holds" if predicted == 0 else "contradicted")  # readings do not depend on the panel
     assert came(predicted, 3.0) == "open"
 
 
 @pytest.mark.parametrize("weak", [{"level": 1.0}, {"by": "first", "reach": 0.1}, {"metric": "megabytes", "ratio": 9.0}])
 def test_a_comparison_that_nothing_contradicts_is_seen(weak: dict[str, Any]) -> None:
-    """Level within 100 points; first at what every run starts with; at most nine times as many bytes."""
+    """The test of comparisons fails for claims that no outcome can contradict.
+
+    These are that methods are level within 100 points, that one is first at a value at which every run starts, and that
+    one needs at most nine times as many bytes.
+    """
     figure = made_up(metric="test_accuracy", claims=[{**CONTENT["claims"][0], **weak}])
     with pytest.raises(AssertionError):
         test_a_comparison_can_fail(figure, figure.claims[0])

@@ -1,4 +1,4 @@
-"""Figures: what their files may say, and that all of them give whole specs on public names."""
+"""Files of figures are checked, all of them give complete specs, and the programs use public names only."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ LONGER = {
     "rabo-table-2",
     "rabo-table-3",
 }
-"""Figures that take two cores more than ten minutes: CIFAR-10, few-shot learning, and hundreds of runs."""
+"""Figures that take more than ten minutes on two cores: those of CIFAR-10, few-shot learning and hundreds of runs."""
 
 
 def imported(file: Path) -> set[str]:
-    """The modules of the library that a file imports, and those whose names it takes."""
+    """Return the modules of the library that a file imports, or from which it imports names."""
     nodes = list(ast.walk(ast.parse(file.read_text("utf-8"))))
     found = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     found += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
@@ -50,7 +50,11 @@ def test_everything_here_uses_public_names_alone() -> None:
 @EVERY
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_figure_gives_whole_specs(figure: Figure, scale: Any) -> None:
-    """At the first and the last point of each grid, which have the smallest and the largest value of every field."""
+    """Every figure gives complete specs, for runs on test data and for trials on a holdout.
+
+    They are checked at the first and the last point of each grid, which have the smallest and the largest value of
+    every field.
+    """
     for pair in figure.pairs(scale):
         points = figure.points(*pair)
         ends = [points[0], *points[1:][-1:]]

@@ -1,4 +1,4 @@
-"""Ranks at equal budgets, against values computed by hand."""
+"""Ranks at equal budgets are those that are computed by hand, and the board is what its page says."""
 
 from __future__ import annotations
 
@@ -36,20 +36,28 @@ def history(values: list[float], per_round: int = 1) -> History:
 
 
 def test_the_metric_is_read_in_the_last_row_that_costs_no_more() -> None:
-    """Rows at 0, 7 and 14 exchanges."""
+    """A metric at a budget is read in the last row within it; here rows are at 0, 7 and 14 exchanges."""
     run = history([0.1, 0.2, 0.3], per_round=7)
     assert [read_at(run, "fit", "exchanges", amount) for amount in (6, 7, 13, 14, 99)] == [0.1, 0.2, 0.2, 0.3, 0.3]
 
 
 def test_what_cannot_be_told_apart_shares_a_rank() -> None:
-    """B is 0.01 below A with every seed; C differs from both by 0.02 ± 0.17 or so; D is far below all three."""
+    """Methods whose difference is not certain share a rank.
+
+    B is 0.01 below A with every seed, which is certain. C differs from A by −0.02 ± 0.14 and from B by −0.01 ± 0.14. D
+    is far below all three.
+    """
     values = {"A": [0.5, 0.7, 0.9], "B": [0.49, 0.69, 0.89], "C": [0.55, 0.65, 0.85], "D": [0.1, 0.3, 0.5]}
     assert ranked(values, larger=True, log=False) == {"A": 1, "B": 2, "C": 1, "D": 4}
     assert ranked(values, larger=False, log=False) == {"A": 3, "B": 2, "C": 2, "D": 1}
 
 
 def test_errors_are_ranked_by_powers_of_ten() -> None:
-    """A is a tenth of B with every seed, at errors of very different sizes: 0.9, 0.009 and 0.00009 are 0.3 ± 1.3."""
+    """With `log`, errors are ranked by their powers of ten, unless an error is 0.
+
+    A is a tenth of B with every seed. Without `log` the differences 0.9, 0.009 and 0.00009 decide nothing, as their
+    interval is 0.3 ± 1.3.
+    """
     values = {"A": [0.1, 0.001, 0.00001], "B": [1.0, 0.01, 0.0001]}
     assert ranked(values, larger=False, log=True) == {"A": 1, "B": 2}
     assert ranked(values, larger=False, log=False) == {"A": 1, "B": 1}
@@ -65,7 +73,10 @@ def test_a_method_that_fails_has_no_rank() -> None:
 
 
 def test_a_method_that_scatters_is_level_with_the_best_and_not_well_placed() -> None:
-    """0.1, 0.9 and 0.1 cannot be told from 0.8; by its mean, 0.37, the method is the last."""
+    """A method that scatters may be level with the best one, but its mean place is the last.
+
+    0.1, 0.9 and 0.1 do not differ from 0.8 with certainty, and their mean is 0.37.
+    """
 
     def runs(*ends: float) -> list[History]:
         made = [history([0.0, end]) for end in ends]
@@ -78,7 +89,7 @@ def test_a_method_that_scatters_is_level_with_the_best_and_not_well_placed() -> 
 
 @pytest.mark.slow
 def test_a_leaderboard_is_played(tmp_path: Path) -> None:
-    """A run ends when all budgets are spent."""
+    """A run of the leaderboard ends as soon as all its budgets are spent, and its metric is read at each budget."""
     found = play(BOARD, tmp_path, (0, 1), say=lambda line: None)
     rows = experiments.load_run(tmp_path / "all/SimFBO/seed-0").history.rows
     spent = [(row["bytes_down"] + row["bytes_up"]) / 1e6 for row in rows]
@@ -93,7 +104,7 @@ BOARD_OF_ALL = toml.loads((HERE / "board.toml").read_text("utf-8"))
 
 
 def given_steps(fields: dict[str, Any], inside: str = "") -> Iterator[str]:
-    """The paths of fields with names of steps that have a number or a schedule, of x, y or v, too."""
+    """Yield the paths of step sizes that are numbers or schedules, also if only that of x, y or v is one."""
     for name, value in fields.items():
         named = name in ("lr", "step") or name.endswith("_lr")
         if isinstance(value, dict) and not named:
@@ -104,14 +115,17 @@ def given_steps(fields: dict[str, Any], inside: str = "") -> Iterator[str]:
 
 @pytest.mark.parametrize("method", BOARD_OF_ALL["methods"])
 def test_no_step_of_a_method_on_the_board_is_chosen(method: str) -> None:
-    """The factor of the mean change of y, 1, is no step."""
+    """No method on the board has a chosen step size.
+
+    The only such field, `inner.server_lr`, is the factor 1 of the mean change of y, and no step size.
+    """
     for task in BOARD_OF_ALL["panels"]:
         fields = experiments.resolve(tables(BOARD_OF_ALL, task, method)).tables()["algorithm"]
         assert set(given_steps(fields)) <= {"inner.server_lr"}, task
 
 
 def test_what_the_board_says_of_its_methods_is_true() -> None:
-    """It plays methods that there are, and none that it says it leaves out."""
+    """The board runs all methods of the library except those that its page names as left out."""
     played = {method["algorithm"]["name"] for method in BOARD_OF_ALL["methods"].values()}
     why = (HERE / "README.md").read_text("utf-8").partition("- ADBO and SDBO")[2].partition("<!--")[0]
     left_out = {"FedEx": "fedex", "FedAvg ": "fedavg", "FedLin": "fedlin", "FedAvg-S": "fedavg-s"}
