@@ -1,4 +1,4 @@
-"""Pages say what the kept outcomes say."""
+"""Pages about papers say what the stored outcomes of figures say."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from papers.numbers import POINTS
 
 
 def test_what_is_generated_is_what_is_written() -> None:
-    """`python -m papers --keep` writes it anew."""
+    """The generated parts of pages are up to date; `python -m papers --keep` writes them."""
     for file, text in page.written():
         assert file.read_text("utf-8") == text, file
 
@@ -45,7 +45,10 @@ def test_the_leaderboards_page_is_what_is_written() -> None:
 
 
 def test_a_statement_has_a_row_with_its_cells_and_its_effect() -> None:
-    """Differences of 9 to 17 points in three cells that hold; costs as shares; a single cell with its interval."""
+    """The effect of a statement is a range over its cells, and a single cell is given with its interval.
+
+    Three cells with differences from 9 to 17 points give this range. Costs are given as shares of the other's.
+    """
 
     def cell(difference: float, unit: str, **more: Any) -> Finding:
         return Finding(

@@ -1,4 +1,4 @@
-"""A figure played to its end: trials on a holdout, runs with every seed, an outcome that is kept."""
+"""A figure is run to its end: its trials choose values, its runs have every seed, and its outcome is kept."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def outcome(place: Path) -> dict[str, Any]:
 def test_an_outcome_says_what_was_chosen_and_found(place: Path) -> None:
     found = outcome(place)
     methods = found["panels"]["all"]
-    assert methods["FedBiO"]["chosen"] == {"client_lr.x": 0.01}  # the other one diverges
-    assert methods["SimFBO"]["chosen"] == {"server_lr.x": 0.05}  # the other one stands still
+    assert methods["FedBiO"]["chosen"] == {"client_lr.x": 0.01}  # with the other value it diverges
+    assert methods["SimFBO"]["chosen"] == {"server_lr.x": 0.05}  # with the other value it hardly moves
     assert (found["trials"], found["seeds"], found["selected_on"]) == (2, [0, 1], "outer_loss")
     assert methods["SimFBO"]["curve"]["cost"] == [0, 2, 4]
     assert methods["SimFBO"]["mean"] == pytest.approx(sum(methods["SimFBO"]["values"]) / 2, rel=1e-4)
@@ -60,8 +60,11 @@ def test_an_outcome_says_what_was_chosen_and_found(place: Path) -> None:
 
 
 def test_a_dead_network_is_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss of constant predictions among N characters is log N. A run that ends there has learned nothing, whatever
-    it was before; one that begins there, or is at chance on test images alone, has not failed."""
+    """A run of few-shot learning counts as failed if it ends at the loss of constant predictions.
+
+    Among N characters this loss is log N. A run that ends there has learned nothing, even if its loss was lower before.
+    A run that only begins there has not failed, and neither has one that is at chance on test images only.
+    """
     tables = {"task": {"name": "few_shot", "way": 5}, "algorithm": {"name": "fedavg"}}
     one = playing.Run("all · FedAvg · seed 0", tables, 0, tmp_path)
 
@@ -113,8 +116,12 @@ def test_values_that_were_chosen_for_something_else_are_not_taken(
 
 
 def test_a_ladder_grows_at_the_end_that_was_chosen(tmp_path: Path) -> None:
-    """SimFBO hardly moves at 1e-6, so that the larger step is chosen until one diverges or no trial is left; every step
-    is a hundred times the one before. FedBiO's first two diverge, and it goes down."""
+    """If the chosen value is the first or the last one that was tried, the next value beyond it is tried, too.
+
+    SimFBO hardly moves with the step size 1e-6. So the largest step size is chosen each time, and the next one is a
+    hundred times as large, until four trials are made. FedBiO diverges with its first two step sizes, so that the next
+    ones are smaller.
+    """
     methods = {
         "SimFBO": {"algorithm": {"name": "simfbo"}, "grid": {"server_lr.x": [1e-6, 1e-4]}},
         "FedBiO": {"algorithm": {"name": "fedbio"}, "grid": {"client_lr.x": [1e30, 1e28]}},
@@ -134,9 +141,9 @@ def test_a_ladder_grows_at_the_end_that_was_chosen(tmp_path: Path) -> None:
     [
         ([{"lr": 0.1}, {"lr": 0.3}], {"lr": 0.3}, [{"lr": 0.9}]),
         ([{"lr": 0.1}, {"lr": 0.3}], {"lr": 0.1}, [{"lr": 0.0333333}]),
-        ([{"lr": 0.1}, {"lr": 0.3}, {"lr": 0.9}], {"lr": 0.3}, []),  # it lies inside
-        ([{"lr": 0.1}, {"lr": 0.3}], None, [{"lr": 0.0333333}]),  # both diverged
-        ([{"k": 1}, {"k": 4}], {"k": 1}, []),  # a quarter of a step is none
+        ([{"lr": 0.1}, {"lr": 0.3}, {"lr": 0.9}], {"lr": 0.3}, []),  # the chosen value is not at an end
+        ([{"lr": 0.1}, {"lr": 0.3}], None, [{"lr": 0.0333333}]),  # both trials diverged
+        ([{"k": 1}, {"k": 4}], {"k": 1}, []),  # the next value, a quarter, is not a whole number
         ([{"k": 1}, {"k": 4}], {"k": 4}, [{"k": 16}]),
         ([{"lr": 0.1}], {"lr": 0.1}, []),  # a single value has no factor
         ([{"lr": 0.0}, {"lr": 0.1}], {"lr": 0.0}, []),
@@ -153,7 +160,7 @@ def test_what_is_tried_next(points: list[Any], chosen: Any, expected: list[Any])
 
 
 def test_what_was_played_is_not_played_again(figure: Figure, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor are samples read for it."""
+    """Finished runs are not made again, and no samples are read for them."""
     monkeypatch.setattr(experiments.TaskCache, "__call__", lambda self, spec: pytest.fail("a task is made"))
     before = {file: file.stat().st_mtime_ns for file in place.rglob("summary.json")}
     again = run(figure, "quick", place, seeds=(0, 1))
@@ -175,7 +182,11 @@ def test_runs_of_another_setting_are_not_taken_for_the_figures(place: Path) -> N
 def test_a_method_that_fails_is_a_finding_and_remembered(
     tmp_path: Path, steps: list[float], error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At 1e30 the first two rounds, those of a trial, overflow; at 1e9 the third does."""
+    """A method whose trials or runs fail is worse than one whose runs do not, and the failure is stored.
+
+    A trial has two rounds. With the step size 1e30 it overflows. With 1e9 only the third round overflows, which is part
+    of a run.
+    """
     broken = {"algorithm": {"name": "fedbio"}, "grid": {"client_lr.x": steps}}
     figure = made_up(methods={**CONTENT["methods"], "FedBiO": broken})
     found = run(figure, "quick", tmp_path, seeds=(0, 1))
@@ -191,7 +202,10 @@ def test_a_method_that_fails_is_a_finding_and_remembered(
 def test_what_another_process_plays_is_waited_for(
     figure: Figure, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first run is in use when it is looked at first; the numbers are those of a process alone."""
+    """A run that another process makes at the moment is waited for, and the numbers are those of a single process.
+
+    Here the first run is in use at the first attempt.
+    """
     refused: list[Path] = []
     run_of = experiments.run_of
 
@@ -225,7 +239,7 @@ def test_what_another_process_plays_is_waited_for(
 def test_a_mistake_ends_a_figure_before_anything_is_played(
     tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
-    """It is the second method's: the first could be played."""
+    """A mistake in a figure is reported before anything is run, even if it is in the second method only."""
     methods = {**CONTENT["methods"], "SimFBO": CONTENT["methods"]["SimFBO"] | change}
     with pytest.raises(ConfigurationError, match=f"^all · SimFBO: .*{message}"):
         run(made_up(methods=methods), "quick", tmp_path, seeds=(0,))
@@ -271,7 +285,10 @@ def test_pictures_are_drawn(figure: Figure, place: Path) -> None:
 
 
 def test_values_of_a_table_stand_beside_those_at_the_end() -> None:
-    """Rows go down in the order of the methods; shares are drawn in per cent, as the table has them."""
+    """A picture has the printed values of a table next to the values at the end of the runs.
+
+    The rows have the order of the methods, from top to bottom. Shares are drawn in per cent, as they are in the table.
+    """
     figure = made_up(metric="test_accuracy", printed={"all": {"FedBiO": 80.5}}, **UNTUNED)
     of = [{"values": [mean], "mean": mean, "sd": 0.01} for mean in (0.6, 0.7)]
     (axes,) = beside_table(figure, {"panels": {"all": dict(zip(figure.methods, of, strict=True))}}).axes
@@ -286,7 +303,7 @@ def test_values_of_a_table_stand_beside_those_at_the_end() -> None:
 
 
 def test_costs_that_differ_by_more_than_fifty_times_have_a_logarithmic_axis() -> None:
-    """A side of 2 beside one of 100, which is fifty times as much, and beside one of 101."""
+    """The axis of costs is logarithmic if they differ by more than fifty times, as 2 and 101 do, but not 2 and 100."""
     figure = made_up(metric="megabytes", against="rounds", **UNTUNED)
     names = list(figure.methods)[:2]
     for largest, scale in ((100.0, "linear"), (101.0, "log")):
@@ -296,7 +313,11 @@ def test_costs_that_differ_by_more_than_fifty_times_have_a_logarithmic_axis() ->
 
 
 def test_a_series_has_a_line_of_the_predicted_slope() -> None:
-    """Readings of 8, 4, 2 at values of 1, 2, 4: slope −1, drawn beside a prediction of −1/2 through (2, 4)."""
+    """A picture of a series has a line with the predicted slope through the geometric middle of the readings.
+
+    The readings 8, 4 and 2 at the values 1, 2 and 4 have the slope −1. The line has the slope −1/2, and passes through
+    (2, 4).
+    """
     panels = {str(value): {"value": value} for value in (1, 2, 4)}
     claims = [{"says": "-", "better": "SimFBO", "by": "late", "slope": -0.5}]
     figure = made_up(**UNTUNED, panels=panels, claims=claims, series="clients")
@@ -319,7 +340,7 @@ def test_a_series_has_a_line_of_the_predicted_slope() -> None:
 def test_the_command_plays_a_figure_by_its_path(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page, "written", lambda: [(tmp_path / "page.md", "a page")])  # not those of the repository
+    monkeypatch.setattr(page, "written", lambda: [(tmp_path / "page.md", "a page")])  # keep the repository's pages
     file = tmp_path / "mine-1.toml"
     file.write_text(OWN)
     assert main([str(file), "--out", str(tmp_path), "--keep", "--seeds", "0,1"]) == 0
@@ -330,7 +351,7 @@ def test_the_command_plays_a_figure_by_its_path(
     assert "not reproduced             Two methods" in capsys.readouterr().out
     assert main(["--list", "--out", str(tmp_path / "none")]) == 0
     listed = capsys.readouterr().out
-    assert listed.count("(kept)") == len(files())  # all of them
+    assert listed.count("(kept)") == len(files())  # every figure has a stored outcome
 
 
 @pytest.mark.parametrize(
@@ -345,7 +366,7 @@ def test_the_command_names_what_is_wrong(
 
 @pytest.mark.parametrize(("given", "message"), [("0,0", "0,0 has a seed twice"), ("0;1", "invalid seeds value: '0;1'")])
 def test_seeds_are_different_numbers(given: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A seed that counted twice would make intervals too narrow."""
+    """Seeds have to be different numbers, because a seed that counts twice would make intervals too narrow."""
     with pytest.raises(SystemExit):
         main(["fednest-4", "--seeds", given])
     assert message in capsys.readouterr().err
@@ -378,7 +399,10 @@ full = {}
 
 
 def test_a_counted_figure_has_the_costs_of_a_round_that_is_run(tmp_path: Path) -> None:
-    """Operations and bytes without a run, in which FedBiO and SimFBO are told apart; no folder is made."""
+    """A figure that is counted has the operations and bytes of a round that is run, without a run and without a folder.
+
+    It finds the same as the figure that is run.
+    """
     once: dict[str, Any] = {"minutes": 1, "spec": {"run": {"rounds": 1, "eval_every": 1}}}
     content = {**UNTUNED, "metric": "gflop", "against": "rounds", "quick": once, "full": once, "seeds": 2}
     found, played = (

@@ -1,4 +1,4 @@
-"""The sketch finds what the figure's file has found."""
+"""The sketch of FedNest's Figure 4 finds what the runs of the figure's file have found."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ PROBLEMS = {"the paper's problem": "the paper's", "dense, unequal curvatures": "
 
 
 def expected() -> dict[tuple[str, str, str], str]:
-    """What was found when the figure's file was played."""
+    """Return the findings that were stored when the figure's file was run."""
     kept = page.kept(load(PAPERS / "fednest" / "fednest-4.toml"))
     assert kept is not None
     return {(PROBLEMS[one["panel"]], one["better"], one["than"]): one["state"] for one in kept["findings"]}
@@ -25,7 +25,7 @@ def test_the_sketch_plays_its_claims_and_draws_them(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(fednest_4, "CLAIMS", [claim])
     monkeypatch.setattr(fednest_4, "METHODS", {name: fednest_4.METHODS[name] for name in claim})
     wanted = {(problem, *names): "open" for problem, *names in expected() if tuple(names) == claim}
-    assert fednest_4.main() == wanted  # of a single seed nothing can be told
+    assert fednest_4.main() == wanted  # a single seed decides nothing
     assert len(wanted) == len(PROBLEMS)
     assert (tmp_path / "fednest_4.png").is_file()
 
