@@ -34,6 +34,7 @@ def test_methods_differ_by_what_they_are_given() -> None:
 
 
 def test_values_that_are_tried_are_compared_where_both_have_the_field() -> None:
+    """Different values that are tried for a field count as a difference if both methods have the field."""
     grids = ({"outer_lr": [0.1, 0.2]}, {"outer_lr": [0.1, 0.3]})
     methods = {
         name: {"algorithm": {"name": name}, "grid": grid}
@@ -57,6 +58,7 @@ def test_what_arms_spent_is_read_off_the_outcome() -> None:
 
 
 def test_numbers_that_are_dealt_out_in_turn_are_said_once() -> None:
+    """A list of numbers that clients get in turn is shortened to the part that repeats."""
     assert [in_turn([1, 0.5, 1]), in_turn([1, 1]), in_turn([1, 1, 2]), in_turn(0.5)] == [[1, 0.5], [1], [1, 1, 2], 0.5]
 
 

@@ -37,7 +37,7 @@ def only(claim: dict[str, Any], a: Sequence[History | None], b: Sequence[History
 
 
 def test_an_interval_is_students() -> None:
-    # n = 3: t(0.975, 2) = 4.302653, s = 1: half width 4.302653/√3 = 2.484138.
+    # for n = 3, t(0.975, 2) = 4.302653; with s = 1, half the width is 4.302653/√3 = 2.484138
     assert interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 2.484138), abs=1e-6)
     assert interval([5.0]) == (5.0, math.inf)
 
@@ -68,6 +68,10 @@ def test_a_difference_is_paired_by_seed() -> None:
     ],
 )
 def test_the_interval_decides(gaps: tuple[float, ...], state: str) -> None:
+    """A claim holds if the interval is above 0, and is contradicted if it is below 0; otherwise it is open.
+
+    One seed gives no interval, so that the claim is open.
+    """
     found = only({}, [history([0.5 + gap]) for gap in gaps], [history([0.5]) for _ in gaps])
     assert found.state == state
 
@@ -124,6 +128,7 @@ def test_a_method_that_is_better_than_level_says_so() -> None:
     ],
 )
 def test_cells_decide_a_statement(states: list[Any], decided: str) -> None:
+    """A statement is decided for, against or level if all its cells agree, and is otherwise mixed or open."""
     cells = [Finding(says="-", panel=str(k), better="A", state=state) for k, state in enumerate(states)]
     assert decision(cells) == decided
     (found,) = statements(cells)
@@ -131,6 +136,7 @@ def test_cells_decide_a_statement(states: list[Any], decided: str) -> None:
 
 
 def test_level_is_an_interval_within_bounds() -> None:
+    """A claim that methods are level holds if the interval is within its bounds, and fails if it is outside."""
     near, far = [history([0.50]), history([0.51])], [history([0.60]), history([0.61])]
     same = [history([0.50]), history([0.51])]
     assert only({"level": 0.02}, near, same).state == "holds"
@@ -138,6 +144,7 @@ def test_level_is_an_interval_within_bounds() -> None:
 
 
 def test_the_first_row_that_gets_there() -> None:
+    """The reading "first" is the cost of the first row that reaches the value: here exchanges 10 and 20."""
     fast, slow = [history([0.1, 0.8, 0.9])] * 2, [history([0.1, 0.2, 0.85])] * 2
     found = only({"by": "first", "reach": 0.8}, fast, slow)
     assert (found.better_mean, found.than_mean, found.difference, found.state) == (10, 20, 10, "holds")
@@ -156,6 +163,7 @@ def test_a_claim_may_have_a_cost_of_its_own() -> None:
 
 
 def test_one_that_never_gets_there_counts_with_its_end() -> None:
+    """A method that never reaches the value counts with the cost at its end; if none reaches it, the claim is open."""
     fast, never = [history([0.1, 0.8, 0.9])] * 2, [history([0.1, 0.2, 0.3])] * 2
     found = only({"by": "first", "reach": 0.8}, fast, never)
     assert (found.difference, found.state) == (10, "holds")
@@ -166,20 +174,25 @@ def test_one_that_never_gets_there_counts_with_its_end() -> None:
 
 
 def test_the_mean_over_the_cost_is_trapezoidal() -> None:
-    # (0 + 1)/2 over the first tenth, 1 over the rest: 0.05 + 0.9 = 0.95.
+    # the mean is (0 + 1)/2 over the first tenth of the cost and 1 over the rest: 0.05 + 0.9 = 0.95
     assert of_curve("mean", [0, 10, 100], [0.0, 1.0, 1.0]) == pytest.approx(0.95)
 
 
 def test_the_late_half_is_a_mean_over_rows() -> None:
+    """The reading "late" is the mean over the second half of the rows: here of 0.2 and 0.4, and of 0.1 and 0.1."""
     found = only({"by": "late"}, [history([9.0, 9.0, 0.2, 0.4])] * 2, [history([9.0, 0.1, 0.1])] * 2)
     assert (found.better_mean, found.than_mean) == (pytest.approx(0.3), pytest.approx(0.1))
 
 
 def test_costs_are_compared_by_their_ratio() -> None:
+    """With `ratio`, a claim about costs is that one method needs at most this share of the other's cost.
+
+    A ends at 20 exchanges and B at 100, so that A needs 0.3·100 − 20 = 10 less than the claim allows.
+    """
     made = figure([{"says": "-", "better": "A", "than": ["B"], "metric": "exchanges", "ratio": 0.3}])
     runs = {"A": [history([0.1] * 3)] * 2, "B": [history([0.1] * 11)] * 2}
     (found,) = findings(made, {"iid": runs})
-    assert (found.difference, found.state) == (pytest.approx(0.3 * 100 - 20), "holds")  # 20 against 100
+    assert (found.difference, found.state) == (pytest.approx(0.3 * 100 - 20), "holds")
 
 
 def test_errors_may_be_compared_by_powers_of_ten() -> None:
@@ -211,6 +224,7 @@ def test_a_difference_has_a_unit(claim: dict[str, Any], unit: str) -> None:
 
 
 def test_failed_runs() -> None:
+    """A method that fails with every seed is worse than one that fails with none; other failures leave a claim open."""
     good, bad = [history([0.5])] * 2, [None, None]
     assert only({}, good, bad).state == "holds"
     assert only({}, bad, good).state == "contradicted"
@@ -232,19 +246,24 @@ def test_an_error_of_0_has_no_logarithm() -> None:
 
 
 def test_a_slope_and_its_error() -> None:
+    """A fitted slope is exact without noise, and with noise its standard error is that of repeated fits."""
     x = np.array([1.0, 10.0, 100.0, 1000.0])
     seeds = np.array([3.0, 700.0])  # each seed has an intercept of its own, which does not add to the error
     assert fitted_slope(x, np.outer(x**-0.5, seeds)) == pytest.approx((-0.5, 0.0), abs=1e-12)
     rng = np.random.default_rng(0)
     noisy = [fitted_slope(x, np.outer(x**-0.5, seeds) * np.exp(0.1 * rng.normal(size=(4, 2)))) for _ in range(2000)]
     slopes, errors = np.transpose(noisy)
-    # Var = σ²/Σ(u − ū)², with log x of spacing ln 10 and two seeds: Σ = 2·5 (ln 10)².
+    # The variance of the slope is σ²/Σ(u − ū)², u = log x. With spacing ln 10 and two seeds the sum is 2·5 (ln 10)².
     expected = 0.1 / math.sqrt(10) / math.log(10)
     assert np.std(slopes) == pytest.approx(expected, rel=0.1)
     assert np.sqrt(np.mean(errors**2)) == pytest.approx(expected, rel=0.1)
 
 
 def test_a_claim_of_a_slope() -> None:
+    """A claim about a slope holds if the interval of the fitted slope is within its bounds.
+
+    It is contradicted if the interval is outside the bounds, and open if only a part of it is.
+    """
     claims = [{"says": "-", "better": "A", "slope": -1.0, "within": 0.05}]
     panels = {str(value): {"value": value} for value in (1.0, 2.0, 4.0)}
     made = figure(claims, panels=panels, series="clients", metric="relative_error")
@@ -276,4 +295,8 @@ def test_a_claim_of_a_slope() -> None:
     ],
 )
 def test_a_verdict(states: list[Any], expected: str) -> None:
+    """The verdict on a figure is "reproduced" if all findings hold, and "partly reproduced" if some do.
+
+    If none holds, it is "undecided" if all are open, and otherwise "not reproduced".
+    """
     assert verdict(states) == expected

@@ -105,4 +105,5 @@ def test_a_statement_that_is_decided_needs_nothing() -> None:
 
 @pytest.mark.parametrize("difference", [0.0, 1e-9])
 def test_what_scatters_far_more_than_the_margin_is_hopeless(difference: float) -> None:
+    """If the interval is far wider than the margin of level, no number of seeds up to the limit decides a cell."""
     assert needed(cell(difference=difference, half_width=5.0), 3) is None

@@ -24,7 +24,7 @@ SLOPES = [one for one in CLAIMS if one.values[1].slope is not None]
 VERDICTS = {"holds": "reproduced", "contradicted": "not reproduced", "level": "not reproduced", "open": "undecided"}
 SEEDS = 3
 Reading = Callable[[str, int], float]
-"""From the panel and the seed: the value that the claim shall read off a run."""
+"""A function of panel and seed: the value that the claim reads off a run that is made up."""
 
 
 def row(cost: float, metric: str, value: float) -> dict[str, float]:
@@ -125,6 +125,10 @@ def test_a_comparison_that_nothing_contradicts_is_seen(weak: dict[str, Any]) -> 
 
 
 def test_a_slope_that_nothing_contradicts_is_seen() -> None:
+    """The test of slopes fails for the claim that a slope is −0.5 to within 2.
+
+    Slopes that differ by 1 from the predicted one do not contradict this claim.
+    """
     panels = {str(value): {"value": value} for value in (1.0, 2.0, 4.0)}
     claim = {"says": "-", "better": "SimFBO", "slope": -0.5, "within": 2.0}
     figure = made_up(panels=panels, series="clients", claims=[claim])

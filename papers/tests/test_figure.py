@@ -170,10 +170,12 @@ def test_an_incomplete_file_is_named(name: str) -> None:
     ids=["claim", "setting", "trials' seeds", "no trials", "scale", "other scale", "prose", "words of a claim"],
 )
 def test_another_setting_or_claim_has_another_fingerprint(change: dict[str, Any], stale: bool) -> None:
+    """The fingerprint of a figure at a scale changes with settings and claims, and not with prose or another scale."""
     assert (made_up(**change).fingerprint("quick") != made_up().fingerprint("quick")) == stale
 
 
 def test_later_tables_change_earlier_ones() -> None:
+    """Later tables of a figure take precedence over earlier ones, and the table of trials over all others."""
     figure = made_up(
         spec={"task": {"name": "quadratic", "clients": 3}, "run": {"rounds": 1}},
         quick={"spec": {"run": {"rounds": 2}}, "panels": {"all": {"run": {"rounds": 3}}}},

@@ -73,7 +73,7 @@ def test_a_method_that_fails_has_no_rank() -> None:
 
 
 def test_a_method_that_scatters_is_level_with_the_best_and_not_well_placed() -> None:
-    """A method that scatters may be level with the best one, but its mean place is the last.
+    """A method that scatters may be level with the best one, but by its mean it has the last place.
 
     0.1, 0.9 and 0.1 do not differ from 0.8 with certainty, and their mean is 0.37.
     """
@@ -117,7 +117,7 @@ def given_steps(fields: dict[str, Any], inside: str = "") -> Iterator[str]:
 def test_no_step_of_a_method_on_the_board_is_chosen(method: str) -> None:
     """No method on the board has a chosen step size.
 
-    The only such field, `inner.server_lr`, is the factor 1 of the mean change of y, and no step size.
+    A number in `inner.server_lr` is allowed, because it is no step size: it is the factor 1 of the mean change of y.
     """
     for task in BOARD_OF_ALL["panels"]:
         fields = experiments.resolve(tables(BOARD_OF_ALL, task, method)).tables()["algorithm"]

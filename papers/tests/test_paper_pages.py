@@ -34,6 +34,7 @@ def test_a_first_figure_of_your_own_gets_a_page(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_kept_outcome_that_is_stale_is_said_to_be_of_unequal_arms() -> None:
+    """A figure whose stored outcome is stale says in its field `found` that the outcome is of unequal arms."""
     stale = [figure for figure in map(load, files()) if page.state_of(figure, page.kept(figure)) == page.STALE]
     assert [figure.id for figure in stale if "unequal arms" not in figure.found] == []
 
@@ -73,6 +74,7 @@ def test_a_statement_has_a_row_with_its_cells_and_its_effect() -> None:
 
 
 def test_a_page_has_a_row_a_claim_and_a_state_a_rival() -> None:
+    """The page of a figure has a row for each claim, and in each panel a state for each other method."""
     figure = load(PAPERS / "simfbo" / "simfbo-2.toml")
     lines = list(page.section(figure, page.kept(figure)))
     row = next(line for line in lines if line.startswith("| SimFBO ends at a higher training accuracy"))
@@ -88,7 +90,7 @@ def test_a_page_says_what_is_stale_or_was_not_played() -> None:
     found = page.kept(figure)
     assert found is not None
     lines = list(page.section(figure, {**found, "played_for": "another"}))
-    assert lines[2:] == [f"Here: ! **stale: play it again**. {figure.found}\n"]  # no table, and nothing holds
+    assert lines[2:] == [f"Here: ! **stale: play it again**. {figure.found}\n"]  # no table of claims follows
     lines = list(page.section(figure, {**found, "played_for": figure.fingerprint("quick")}))
     assert "Open, as not played at this scale: 20-way 5-shot.\n" in lines
     assert "`python -m papers rabo-2` plays it" in list(page.section(figure, None))[2]

@@ -109,6 +109,7 @@ def test_more_seeds_take_the_values_that_were_chosen_before(figure: Figure, plac
 def test_values_that_were_chosen_for_something_else_are_not_taken(
     kept: dict[str, Any], figure: Figure, place: Path, tmp_path: Path
 ) -> None:
+    """More seeds are refused without an outcome of the same scale and setting, from which they take their values."""
     before = {**outcome(place), **kept} if kept else {}
     with pytest.raises(ConfigurationError, match="no outcome of made-up with this setting is kept"):
         run(figure, "quick", tmp_path, before=before)
@@ -156,6 +157,7 @@ def test_a_ladder_grows_at_the_end_that_was_chosen(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_tried_next(points: list[Any], chosen: Any, expected: list[Any]) -> None:
+    """Beyond a chosen value at an end, the next value to be tried continues the ratio of the last two values."""
     assert playing.beyond(points, chosen) == expected
 
 
@@ -258,6 +260,7 @@ def test_a_mistake_ends_a_figure_before_anything_is_played(
 def test_what_only_runs_or_choices_need_is_looked_at_first(
     tmp_path: Path, change: dict[str, Any], seeds: tuple[int, ...], message: str
 ) -> None:
+    """A mistake that only runs, a later seed or the choice of values would meet is reported before anything is run."""
     with pytest.raises(ConfigurationError, match=f"^all · FedBiO: .*{message}"):
         run(made_up(**change), "quick", tmp_path, seeds=seeds)
     assert not list(tmp_path.iterdir())
