@@ -84,8 +84,8 @@ def test_a_target_in_another_unit_has_the_same_penalties(unit, table):
 def test_fit_without_sites_warns_and_says_what_reaches_it():
     """`fit` without groups warns, and the warning says how groups reach it in a cross-validation of scikit-learn.
 
-    By default scikit-learn passes the groups of a cross-validation to the splitter only. Groups that name one site are
-    given groups, and cause no warning.
+    By default scikit-learn passes the groups of a cross-validation to the splitter only. There is no warning if groups
+    are given, also if all rows are of one site.
     """
     ridge, sites = fb.estimators.Ridge(penalties=0.01), np.repeat(["a", "b"], 4)
     with pytest.warns(
@@ -107,6 +107,7 @@ def test_sites_and_classes_that_are_spelled_alike_are_named(table):
 
 
 def test_ridge_ends_at_its_own_penalties_solution(ridge, table):
+    """After a search, the coefficients of ridge regression are the closed form for the penalties that were found."""
     rows, target = table
     w, b = solved(rows.to_numpy(), target, ridge.penalties_.to_numpy())
     np.testing.assert_allclose(ridge.coef_, w, rtol=1e-8)
@@ -463,6 +464,7 @@ def test_a_field_that_does_not_fit_is_named(field, got, shown, fact):
     ],
 )
 def test_what_scikit_learn_and_numpy_say_is_kept(model, target, words):
+    """Errors of scikit-learn and of NumPy reach the user with their own words."""
     with pytest.raises(ValueError, match=words):
         model.fit(ROWS, target, **ONE_SITE)
 
@@ -485,6 +487,7 @@ def test_unknown_columns_are_named(ridge, table):
 
 
 def test_penalties_are_a_series_by_feature_and_a_clone_knows_nothing(ridge):
+    """Penalties are a pandas Series with the names of the features, and a clone has the parameters but no results."""
     assert ridge.penalties_.index.tolist() == ridge.feature_names_in_.tolist() == [f"f{k}" for k in range(6)]
     again = clone(ridge.set_params(rounds=7))
     assert again.get_params() == ridge.get_params()

@@ -112,6 +112,10 @@ def test_each_site_may_be_held_out_in_turn():
 
 
 def test_the_site_says_nothing_of_its_rows_before_the_questions():
+    """A held-out site sends no statistics of its rows, and its samples for training do not depend on them.
+
+    Only the number of its rows is known.
+    """
     frames = tables()
     given = study("logistic", holdout="south")
     own = SiteTable(given, "south", frames["south"])

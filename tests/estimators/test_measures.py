@@ -93,6 +93,11 @@ def test_scores_that_separate_the_classes_have_no_slope():
 
 
 def test_an_interval_of_a_share_stays_between_0_and_1():
+    """The interval of a share is computed for its log odds, so that it stays between 0 and 1.
+
+    The log odds of 0.95 are log 19. An error of 0.04 in the share is an error of 0.04/(0.95·0.05) = 0.04/0.0475 in
+    them.
+    """
     low, high = measures.interval(0.95, 0.04, share=True)
     assert np.log(low / (1 - low)) == pytest.approx(np.log(19) - 1.959964 * 0.04 / 0.0475, abs=1e-5)
     assert 0.95 < high < 1

@@ -53,6 +53,7 @@ def test_sites_that_tell_sums_agree_on_what_all_rows_in_one_place_do(files):
 
 
 def test_a_file_is_read_to_the_bit_and_added_to(files, tmp_path):
+    """A file gives back its statistics to the bit, and a file that is the sum of two others can be added to a third."""
     rows = np.random.default_rng(0).lognormal(3, 2, (40, 9))
     preparer = Preparer().fit(pd.DataFrame(rows, columns=list("abcdefghi")))
     preparer.save(tmp_path / "told.json")
@@ -182,6 +183,7 @@ def test_rows_that_do_not_fit_are_named(frame, path, got, fact, near):
     ],
 )
 def test_rows_that_can_tell_nothing_are_named(frame, path, got, fact):
+    """A table of which no statistics can be made is refused, and the error names the column."""
     with refuses(path, got, fact):
         Preparer(categorical=["pain"]).fit(frame)
 
@@ -247,6 +249,7 @@ def test_what_save_does_not_write_is_refused(told, files, tmp_path):
 
 
 def test_files_are_there_and_each_once(files, tmp_path):
+    """A file that is missing, too long, no regular file or named twice is refused."""
     with pytest.raises(DataError, match=r"null cannot be read: it is a pipe or a device, and not a regular file"):
         Preparer.load(os.devnull)
     (tmp_path / "long.json").write_bytes(b"{}" + bytes(2**24))
@@ -301,6 +304,7 @@ def test_names_of_other_sites_do_nothing_to_the_terminal_that_shows_them(files, 
     ],
 )
 def test_categories_that_are_probably_none_are_warned_of(column, words):
+    """Texts as categories are warned of if they are probably several spellings of one category, or numbers."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         made = Preparer().fit(pd.DataFrame({"a": column})).get_feature_names_out()
@@ -377,7 +381,7 @@ def test_a_code_for_a_gap_is_warned_of(code):
     """A number such as −999 that is probably a code for a gap is warned of.
 
     The other 119 numbers have mean 50 and standard deviation 10. The code's share of the sum of squared deviations is
-    about (code − 50)²/((code − 50)² + 119·10²), which is above 0.98.
+    about (code − 50)²/((code − 50)² + 119·10²). This is 0.99 for −999, and more for the other codes.
     """
     ages = np.random.default_rng(0).normal(50, 10, 120)
     Preparer().fit(pd.DataFrame({"age": ages}))

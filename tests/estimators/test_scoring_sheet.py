@@ -154,6 +154,7 @@ def test_a_column_of_which_no_site_told_is_not_on_the_sheet(tmp_path):
 
 
 def test_names_of_columns_end_no_line():
+    """A line break in the name of a column does not begin a new line of the sheet."""
     frames = {site: frame.rename(columns={"age": "age\nstart"}) for site, frame in tables().items()}
     sheet = study("ridge").fit(frames).sheet()
     assert sum(line.startswith("start") for line in sheet.split("\n")) == 2

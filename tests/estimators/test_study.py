@@ -63,7 +63,8 @@ def test_each_column_group_or_feature_may_have_a_penalty():
     assert labels(penalty="column") == ["age", "dose", *["kind"] * 3, *["code"] * 2, *["site"] * 3]
     assert len(set(labels(penalty="feature"))) == 8
     assert labels(groups={"measured": ["age", "dose"]}) == ["group measured"] * 2 + ["all"] * 5 + ["site"] * 3
-    assert labels(groups={"all": ["age"]}) == ["group all"] + ["all"] * 6 + ["site"] * 3  # a name of another penalty
+    # a group may have the name that another penalty has
+    assert labels(groups={"all": ["age"]}) == ["group all"] + ["all"] * 6 + ["site"] * 3
     with refuses("column in groups", "doses", near="dose"):
         labels(groups={"measured": ["doses"]})
 
@@ -208,7 +209,7 @@ LISTS = "a list of columns"
     ],
 )
 def test_a_wrong_study_is_refused(fields, path, fact, near):
-    """A wrong field of a study is refused; in each case it is the first one."""
+    """A wrong field of a study is refused; in each case the first of the fields is the wrong one."""
     given = {"estimator": "logistic", "sites": ["a", "b"], "target": "ill"}
     with refuses(path, next(iter(fields.values())), fact, near):
         Study.read({**given, **fields})

@@ -61,6 +61,10 @@ def test_nothing_is_fitted_to_held_out_rows(logistic):
 
 
 def test_patients_are_held_out_whole_and_classes_alike():
+    """All rows of a patient are held out, or none, and a quarter of the patients of each class is held out.
+
+    A patient is of the class "yes" if one of the patient's rows is.
+    """
     given, frame = study("logistic", holdout=0.25), tables()["west"]
     table = SiteTable(given, "west", frame)
     apart = table.held_out[0].index
@@ -78,6 +82,11 @@ def test_a_share_of_each_class_is_held_out():
 
 
 def test_the_report_has_the_numbers_of_the_held_out_rows_in_one_place(logistic):
+    """The measures in the report are those of scikit-learn on the held-out rows, or bounds that contain them.
+
+    Within sites, AUROC is the mean over sites weighted by their pairs, and AUPRC is the mean weighted by positive
+    rows. Over all rows the report has bounds of both. The calibration slope is that of a regression on all scores.
+    """
     found, report = held(logistic), logistic.report.content
     areas, precisions, pairs, positives = [], [], [], []
     for site, (score, target) in found.items():
@@ -122,7 +131,7 @@ def test_pairs_of_two_sites_are_bounded_by_their_groups():
     assert made["auroc"]["least"] == pytest.approx(23 / 49)
     assert made["auroc"]["most"] == pytest.approx(43 / 49)
     assert made["auroc"]["value"] == pytest.approx((23 + 20 * 7 / 12) / 49)
-    # largest precision: of the rows in groups that overlap a positive row's, all positive rows and no others are above
+    # a positive row's precision is largest if all positive and no negative rows of overlapping groups are above it
     above = [6 / 6] * 4 + [7 / 8] + [7 / 7] * 2
     assert made["auprc"]["most"] == pytest.approx(np.mean(above))
     worst = [i / (i + 3) for i in (1, 2, 3, 4)] + [5 / 12] + [i / (i + 7) for i in (1, 2)]
@@ -130,6 +139,10 @@ def test_pairs_of_two_sites_are_bounded_by_their_groups():
 
 
 def test_errors_of_ridge_regression_are_those_of_the_rows_in_one_place(ridge):
+    """RMSE, bias and R² of ridge regression are those of the held-out rows, and their intervals count patients.
+
+    With m patients, an error is √(m/(m − 1) · Σ over patients of the squared sum of their rows' influences).
+    """
     found, report = held(ridge), ridge.report.content
     errors = {site: target.days.to_numpy() - score for site, (score, target) in found.items()}
     days = {site: target.days for site, (_, target) in found.items()}
@@ -229,6 +242,7 @@ def test_groups_of_predictions_have_the_rows_that_min_count_demands(logistic):
 
 
 def test_of_too_few_rows_of_a_class_nothing_is_told(logistic):
+    """A site does not answer a question if fewer than `min_count` of its held-out rows are of a class."""
     table = SiteTable(logistic.agreement.study, "south", tables()["south"])
     rows = table.held_out[0].index
     for few, told in ((LEAST, True), (LEAST - 1, False)):

@@ -182,6 +182,7 @@ def test_derivatives_end_where_pytorchs_do():
 
 
 def test_tied_parameters_are_one():
+    """Tied parameters are one variable with the gradient of PyTorch, and if they are frozen they are no variable."""
     module = module_of(lambda self, x: self.b(self.a(x).relu()), b=nn.Linear(4, 4))
     module.b.weight = module.a.weight
     apply, start = from_torch(module, X)
@@ -264,6 +265,7 @@ def test_an_integer_of_a_buffer_is_not_cut_to_32_bits():
 
 
 def test_parameters_are_copied_out_and_in():
+    """Arrays of parameters share no memory with the module, neither when they are read nor after `load`."""
     module = nn.Linear(4, 2)
     before = parameters(module)
     held = np.array(before["weight"])

@@ -21,7 +21,7 @@ def normal(*shape):
 
 
 class Fixed(np.ndarray):
-    """An argument that PyTorch does not differentiate by."""
+    """An array argument in which PyTorch's operator has no derivative."""
 
 
 def fixed(array):

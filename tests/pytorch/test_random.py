@@ -89,6 +89,7 @@ def test_a_module_that_draws_takes_a_key():
 
 
 def test_clients_draw_apart():
+    """Two clients that `vmap` computes with two keys draw different numbers."""
     apply, start = from_torch(Dropping(), torch.ones(2, 4))
     first, _ = jax.vmap(lambda key: apply(start, np.ones((50, 4), np.float32), key=key))(jax.random.split(KEY, 2))
     assert np.any((first[0] == 0) != (first[1] == 0))

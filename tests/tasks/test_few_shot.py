@@ -264,11 +264,11 @@ def test_accuracy_with_hidden_layers_is_that_of_heads_descended_from_the_start(c
 def test_a_shared_head_cannot_tell_characters_apart_but_learns_labels_by_heart(characters) -> None:
     """A shared head cannot tell characters apart, except that it learns labels by heart.
 
-    200 tasks give n = 600 characters labels in random order. So on other characters the loss of any head is log 3. On
-    these characters the best head on 16 features fits the random labels: on the support, maximum likelihood gains in
-    all half of a χ² variable with (3 − 1)·16 degrees of freedom, which is 16 ± 4, and on the queries no more. So the
-    mean loss is at most (16 + 3·4)/n below log 3. Heads that are fitted to one task each are far below. If there is
-    only one task in all, the shared head is that task's own head.
+    200 tasks give n = 600 characters labels in random order. So on other characters no head has a smaller loss than
+    log 3. On these characters the best head on 16 features fits the random labels: on the support, maximum likelihood
+    gains in all half of a χ² variable with (3 − 1)·16 degrees of freedom, which is 16 ± 4, and on the queries no more.
+    So the mean loss is at most (16 + 3·4)/n below log 3. Heads that are fitted to one task each are far below. If there
+    is only one task in all, the shared head is that task's own head.
     """
     options = {**SMALL, "hidden": (16,), "tasks": 40, "ridge": 0.1}
     one, own = few_shot(**options, shared=True), few_shot(**options)
@@ -311,7 +311,8 @@ def test_own_hypergradients_are_those_of_the_federation_if_no_head_is_shared(tas
         lambda x: sum(task.problem.outer(x, y, rows(task, i, 5)[0]) for i in range(5)) / 5
     )(task.x0)  # fmt: skip
     assert optax.tree.norm(optax.tree.sub(own, whole)) < 1e-9 * optax.tree.norm(whole)
-    assert optax.tree.norm(optax.tree.sub(whole, direct)) > 0.01 * optax.tree.norm(direct)  # H matters
+    # without the part that comes through y, the comparison would not test H
+    assert optax.tree.norm(optax.tree.sub(whole, direct)) > 0.01 * optax.tree.norm(direct)
 
 
 def test_protonet_is_the_softmax_of_squared_distances_to_means(tasks, characters) -> None:
@@ -408,8 +409,8 @@ def test_test_episodes_are_of_different_characters_and_drawings() -> None:
     assert query.shape == (50, 4, 3)
     both = np.concatenate([support, query], axis=2)
     assert all(len(np.unique(episode)) == 20 for episode in both)
-    assert np.all(both // 6 == both[..., :1] // 6)  # an image's character
-    assert len(np.unique(both)) == 42  # all are used
+    assert np.all(both // 6 == both[..., :1] // 6)  # all images of a class are of one character
+    assert len(np.unique(both)) == 42  # all images are used
 
 
 def test_held_out_characters_are_measured_and_not_trained_on(characters) -> None:
@@ -466,6 +467,7 @@ def test_an_adapted_accuracy_is_that_of_the_adapted_network(tasks, characters) -
 
 
 def test_units_are_the_backbones_and_the_head_shares_its_last_ones() -> None:
+    """Units of a few-shot network are the channels of its backbone; those of the last block are the inputs of heads."""
     task = few_shot(hidden=(2,), clients=2, way=2, queries=2, test_episodes=1)
     assert task.problem.structure.x[0] == {"weight": "_ _ _ block1", "gain": "block1", "bias": "block1"}
     assert task.problem.structure.y == {"weight": "_ 1*block4 _", "bias": "_ _"}

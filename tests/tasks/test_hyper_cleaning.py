@@ -112,6 +112,7 @@ def test_only_training_labels_are_spoilt(task):
 
 
 def test_auc_counts_pairs_and_ties():
+    """The AUC is the share of pairs in which the first number is larger than the second; a tie counts one half."""
     levels = 3
     rng = np.random.default_rng(0)
     a, b = rng.integers(levels, size=40) + levels // 5, rng.integers(levels, size=25)
@@ -122,6 +123,11 @@ def test_auc_counts_pairs_and_ties():
 
 
 def test_metrics_look_at_the_weights_of_both_kinds(task):
+    """The metrics are the AUC and the mean weights of samples with right and with wrong labels.
+
+    At the start all weights are σ(0) = ½. With x = 1 for right labels and −2 for wrong ones, the AUC is 1, and the
+    mean weights are σ(1) and σ(−2). The padding of x is not read.
+    """
     inner = task.clients.inner.values
     names = ["test_accuracy", "auc", "clean_weight", "corrupted_weight"]
     assert list(task.metrics) == names

@@ -306,6 +306,7 @@ def test_wrong_options_are_named(make, options, words):
     "make", [classification, fair_classification, hyper_cleaning, hyper_representation, loss_tuning]
 )
 def test_losses_hold_no_images(make, monkeypatch):
+    """The losses of a task do not keep its images and its data set in memory."""
     held = []
 
     def holding(*parts):

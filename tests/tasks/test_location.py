@@ -125,9 +125,9 @@ def test_scattered_is_the_papers_draw_and_comes_again_with_its_seed():
 
 @pytest.mark.parametrize("layout", ["overlapping", "scattered"])
 def test_the_subgradient_of_a_distance_is_finite_everywhere(layout):
-    """The subgradient of the distance is 0 in the center of a ball and at its sphere, and a unit vector beyond it.
+    """The subgradient of the distance is 0 in the center of a ball and just inside its sphere.
 
-    The unit vector points away from the center.
+    Outside the ball it is the unit vector away from the center.
     """
     task = location(dim=2, targets=1, clients=1, layout=layout)
     center, radius = (array[0] for array in balls(task))

@@ -117,6 +117,7 @@ def test_where_averaging_ends(hard):
 
 
 def test_one_step_or_one_client_is_free_of_bias(hard):
+    """With one step in a round, or with one client, averaging ends at the solution."""
     exact = solution(hard.clients)
     np.testing.assert_allclose(fedavg_point(hard.clients, 1, 0.4, 0.8), exact, atol=1e-13)
     np.testing.assert_allclose(alternating_point(hard.clients, (1, 1), 0.4, 0.8), exact, atol=1e-13)

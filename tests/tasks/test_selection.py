@@ -77,6 +77,7 @@ def test_losses_and_metrics_are_those_of_the_formulas(task, points):
 
 
 def test_the_box_and_the_start(task):
+    """x stays in a box, and starts at 0 or, with `start`, at a random point that depends on the seed."""
     project = selection(bound=0.5, clients=2).problem.project
     np.testing.assert_array_equal(project(np.array([-3.0, 0.2, 0.7])), [-0.5, 0.2, 0.5])
     assert not np.any(task.x0)
