@@ -120,6 +120,8 @@ def test_help_says_what_each_method_and_property_does(name: str) -> None:
 
 
 def test_a_field_is_explained_where_it_is_declared_or_nearer() -> None:
+    """`help()` of a class explains an inherited field in the words of the base, unless the class has its own words."""
+
     class Base(Part):
         """A base.
 
@@ -162,6 +164,7 @@ def wide_classes(source: str) -> list[str]:
 
 
 def test_a_class_can_be_taken_in_at_once() -> None:
+    """No class defines more than MOST_METHODS methods, except those of WIDE."""
     package = Path(fb.__file__).parent
     assert sorted(name for file in package.rglob("*.py") for name in wide_classes(file.read_text())) == sorted(WIDE)
 

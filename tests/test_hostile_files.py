@@ -361,7 +361,7 @@ def sentence(error: Exception, file: Path) -> bool:
 
 
 PARTS = ("history.jsonl", "summary.json", "ledger.json", "manifest.json", "size.npy", "label.npy")
-"""Files of a folder of several files; an error may name the folder, because such files may not fit together."""
+"""Files that belong together in a folder; an error may name the folder, because they may not fit together."""
 
 
 @pytest.mark.slow

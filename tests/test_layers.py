@@ -1,4 +1,4 @@
-"""Files import only what docs/architecture.md allows to their rooms, are not long, and `import fedbilevel` is light.
+"""A file imports only what docs/architecture.md allows to its room, and is not long; `import fedbilevel` is light.
 
 A room is a top-level package or module. No files import each other in a circle.
 """
@@ -167,6 +167,7 @@ def private(source: str, path: Path) -> list[str]:
 
 
 def test_what_could_be_a_package_of_its_own_needs_public_names_alone() -> None:
+    """Rooms that could be packages of their own import only public names of the library."""
     files = [file for file in FILES if str(file.relative_to(PACKAGE)).startswith(ON_PUBLIC_NAMES)]
     assert len(files) > 15
     assert [line for file in files for line in private(file.read_text(), file.relative_to(PACKAGE))] == []
@@ -267,6 +268,7 @@ def test_fields_accept_at_run_time_what_type_checkers_accept() -> None:
 
 
 def test_public_names_are_what_a_user_is_shown() -> None:
+    """`dir(fedbilevel)` has the public names and no others."""
     import fedbilevel
 
     shown = {name for name in dir(fedbilevel) if not name.startswith("__")}
@@ -305,6 +307,7 @@ def test_hooks_of_algorithms_are_methods_not_looked_for() -> None:
 
 
 def test_what_the_loop_of_a_run_calls_does_not_know_each_other() -> None:
+    """The modules of the objects that the loop of a run calls import neither each other nor the loop."""
     parts = {f"fedbilevel.engines.{name}" for name in ("execution", "measurements", "rescue", "saver")}
     trees = {part: ast.parse((PACKAGE / "engines" / f"{part.rpartition('.')[2]}.py").read_text()) for part in parts}
     found = {
@@ -328,12 +331,14 @@ def test_the_names_for_other_packages_load_no_jax() -> None:
 
 
 def test_one_file_knows_pytorch() -> None:
+    """Of the files of fedbilevel.torch, only bridge.py imports PyTorch."""
     of_torch = [file for file in FILES if PACKAGE / "torch" in file.parents]
     names = {file.name: [name for name, _ in imported(ast.parse(file.read_text()), Path("torch"))] for file in of_torch}
     assert [file for file in names if any(name.split(".")[0] == "torch" for name in names[file])] == ["bridge.py"]
 
 
 def test_a_file_can_be_read_from_top_to_bottom() -> None:
+    """No file of the library has more than 600 lines."""
     lengths = {str(file.relative_to(PACKAGE)): len(file.read_text().splitlines()) for file in FILES}
     assert {name: lines for name, lines in lengths.items() if lines > 600} == {}
 

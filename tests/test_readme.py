@@ -1,4 +1,4 @@
-"""The code of the documentation runs as it is printed, and every link and every name of a page leads somewhere.
+"""The code of the documentation runs as it is printed, and every link leads to a page or a heading that exists.
 
 The code of the README always runs, and that of the pages of docs/ runs in the slow tests.
 """
