@@ -183,7 +183,7 @@ def test_rows_that_do_not_fit_are_named(frame, path, got, fact, near):
     ],
 )
 def test_rows_that_can_tell_nothing_are_named(frame, path, got, fact):
-    """A table of which no statistics can be made is refused, and the error names the column."""
+    """A table of which no statistics can be made is refused, and the error names what is wrong with it."""
     with refuses(path, got, fact):
         Preparer(categorical=["pain"]).fit(frame)
 
