@@ -14,6 +14,7 @@ import pytest
 import fedbilevel as fb
 from fedbilevel import experiments
 from fedbilevel.core.errors import ConfigurationError, NumericalError
+from fedbilevel.engines import posed
 from fedbilevel.experiments import outer_search
 from fedbilevel.experiments.compare import comparison, legend, load_groups
 from fedbilevel.experiments.outer_search import TPE, Halving, Random, SearchRun, box_of
@@ -157,19 +158,19 @@ def test_a_trial_that_diverges_is_charged_and_the_search_goes_on(private, monkey
     monkeypatch.setattr(optuna.Study, "tell", lambda *given, **named: told.append(real(*given, **named)) or told[-1])
     privacy = fb.Privacy(clip=1e4, noise_multiplier=1e-9, delta=1e-5) if private else None
     method = Random(**BOUNDS, trial_exchanges=4, batch_size=None, lr=0.05)
-    result = searched(method, 40, explosive(), privacy=privacy)
+    result = searched(method, 22, explosive(), privacy=privacy)
     far = [bool(np.max(x) > 0.5) for x, _ in drawn]
     assert 0 < sum(far) < len(far)
     spent = np.cumsum([0, *(1 if f else rounds + 1 for f, (_, rounds) in zip(far, drawn, strict=True))])
     assert result.history["exchanges"].tolist() == spent.tolist()
-    assert spent[-1] == 39  # the 40th exchange alone cannot both train and measure
+    assert spent[-1] == 21  # the 22nd exchange alone cannot both train and measure
     assert result.history.rows[-1]["diverged"] == sum(far)
     assert [trial.state.name for trial in told] == ["PRUNED" if f else "COMPLETE" for f in far]
-    assert result.ledger.exchanges_by_phase["train"] + result.ledger.exchanges_by_phase["validation"] == 39
+    assert result.ledger.exchanges_by_phase["train"] + result.ledger.exchanges_by_phase["validation"] == 21
     alone = searched(method, 5, TASK, privacy=privacy).ledger
     assert result.ledger.gradients == alone.gradients // 4 * result.ledger.exchanges_by_phase["train"]
     if private:
-        assert result.ledger.epsilon == privacy.epsilon_after(39)
+        assert result.ledger.epsilon == privacy.epsilon_after(21)
 
 
 def test_a_search_that_is_begun_anew_charges_its_diverged_trials_again():
@@ -251,7 +252,7 @@ def test_a_search_ends_though_no_trial_can_begin(unit):
         TASK, metrics={}, problem=fb.Bilevel(lambda x, y, rows: jnp.inf + 0 * jnp.sum(y), TASK.problem.inner)
     )
     with pytest.raises(NumericalError, match=r"all .* trials of .* diverged"):
-        searched(Random(**BOUNDS, trial_exchanges=4, batch_size=None), 100, nowhere, unit=unit)
+        searched(Random(**BOUNDS, trial_exchanges=4, batch_size=None), 30, nowhere, unit=unit)
 
 
 def test_a_search_whose_trials_all_diverge_names_the_field_to_change():
@@ -261,6 +262,23 @@ def test_a_search_whose_trials_all_diverge_names_the_field_to_change():
     ) as error:
         searched(method, 5)
     assert error.value.ledger.exchanges == 4
+
+
+@pytest.mark.checked
+def test_the_losses_of_a_search_are_checked_once(monkeypatch):
+    """Check that the first of three trials checks the losses, and that runs with other clients check theirs as always.
+
+    A callback makes a run with other clients at the start and after each of the three trials.
+    """
+    seen, other = [], quadratic(clients=2, dim_x=2, dim_y=3, samples=(2, 3))
+    monkeypatch.setattr(posed, "first_look", lambda problem, clients, *given: seen.append(clients))
+
+    def within(result, row):
+        fb.solve(fb.SimFBO(), other.problem, other.clients, other.x0, other.y0, rounds=1)
+
+    searched(Random(**BOUNDS, trial_exchanges=4, batch_size=None), 15, callbacks=[within])
+    assert sum(clients is TASK.clients for clients in seen) == 1
+    assert sum(clients is other.clients for clients in seen) == 4
 
 
 def test_metrics_are_of_the_best_point_and_choose_nothing():

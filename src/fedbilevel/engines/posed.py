@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import jax
@@ -22,6 +24,18 @@ from fedbilevel.engines.evaluation import Evaluation, PerClient, check_per_clien
 from fedbilevel.engines.first_look import first_look
 from fedbilevel.engines.options import RunOptions
 from fedbilevel.engines.process_group import current_group
+
+_seen: ContextVar[Clients | None] = ContextVar("clients whose losses need no further check", default=None)
+
+
+@contextmanager
+def losses_seen(clients: Clients | RemoteClients) -> Iterator[None]:
+    """Leave out the check of the losses in runs with these clients, after a first run with them has made it."""
+    token = _seen.set(clients if isinstance(clients, Clients) else None)
+    try:
+        yield
+    finally:
+        _seen.reset(token)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +85,7 @@ class PosedProblem:
 
     def look(self, method: Algorithm) -> None:
         """Warn of losses that would lead to misleading results, if the samples are here (see `first_look`)."""
-        if isinstance(clients := self.clients, Clients):
+        if isinstance(clients := self.clients, Clients) and clients is not _seen.get():
 
             def warn_here() -> None:
                 first_look(self.problem, clients, self.x, self.y, self.programs)

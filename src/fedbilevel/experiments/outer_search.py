@@ -31,6 +31,7 @@ import warnings
 from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -61,6 +62,7 @@ from fedbilevel.core.problem import Bilevel, Project
 from fedbilevel.core.tree import XY, PyTree, move, nbytes
 from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.history import DIVERGED, Budget, Callback, History, Result, Row, cost
+from fedbilevel.engines.posed import losses_seen
 from fedbilevel.engines.solve import solve
 from fedbilevel.engines.tracking import TrackedRun, Tracking
 from fedbilevel.experiments.experiment import PROBE, Experiment, cohort_of, experiment_with
@@ -326,7 +328,8 @@ class SearchRun:
         while not self.stopped and (rounds := self.affordable()):
             trial, spent = study.ask(), self.cost(self.ledger)
             drawn = jnp.asarray([trial.suggest_float(name, low, high) for name in names], start.dtype)
-            self.train(study, trial, unravel(drawn), rounds)
+            with losses_seen(task.clients) if trial.number else nullcontext():
+                self.train(study, trial, unravel(drawn), rounds)
             self.free = self.free + 1 if self.cost(self.ledger) == spent else 0
             if self.free == FREE:
                 self.stopped = f"{FREE} trials in a row diverged before they had used any of the budget"
