@@ -174,9 +174,9 @@ def test_a_trial_that_diverges_is_charged_and_the_search_goes_on(private, monkey
 
 
 def test_a_search_that_is_begun_anew_charges_its_diverged_trials_again():
-    """After a search was interrupted, a new one is charged for all its trials, also for those that diverge.
+    """A search that begins anew after an interruption has the costs of one that nobody interrupted.
 
-    The new search is run twice and has the same costs both times.
+    Both are charged for their trials that diverge.
     """
     method = Random(**BOUNDS, trial_exchanges=4, batch_size=None, lr=0.05)
 
@@ -184,9 +184,10 @@ def test_a_search_that_is_begun_anew_charges_its_diverged_trials_again():
         if row.get("diverged"):
             raise KeyboardInterrupt
 
+    whole = searched(method, 30, explosive())
     with pytest.raises(KeyboardInterrupt):
         searched(method, 30, explosive(), callbacks=[stop])
-    whole, again = (searched(method, 30, explosive()) for _ in range(2))
+    again = searched(method, 30, explosive())
     assert whole.history["diverged"][-1] > 0
     assert again.ledger == whole.ledger
     np.testing.assert_array_equal(again.history["exchanges"], whole.history["exchanges"])

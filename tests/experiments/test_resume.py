@@ -46,7 +46,7 @@ def test_killed_runs_resume_to_the_same_bits(times, unbroken, tmp_path, run, sta
         delay = 0.1 if times == 1 else 0.6 * random.random()
         on_the_way += kill_and_resume(tmp_path / str(attempt), delay, run, start)
         assert outcome(tmp_path / str(attempt)) == unbroken
-    assert on_the_way >= times // 2
+    assert on_the_way >= times / 2
 
 
 @pytest.mark.slow

@@ -282,7 +282,7 @@ def test_a_pipe_and_a_dumb_terminal_are_shown_it_once(tmp_path, run, monkeypatch
     assert b"6 of 20 rounds" in on_terminal("dumb", place, monkeypatch)
 
 
-def test_a_terminal_is_shown_it_until_the_run_has_ended(tmp_path, monkeypatch) -> None:
+def test_on_a_terminal_it_ends_if_the_run_has_ended(tmp_path, monkeypatch) -> None:
     """On a terminal, `watch` ends when the run has ended."""
     place = write_run(tmp_path / "run", quadratic(rounds=20))
     assert b"20 of 20 rounds" in on_terminal("xterm", place, monkeypatch)
