@@ -29,7 +29,9 @@ def told(least, grid=GRID):
 def test_with_a_grid_of_all_times_the_curve_is_that_of_the_pooled_rows():
     time, event = (np.concatenate(each) for each in zip(*SITES.values(), strict=True))
     expected = product_limit(time, event)
-    for row in kaplan_meier(told(1)):
+    rows = kaplan_meier(told(1))
+    assert [row["time"] for row in rows] == GRID
+    for row in rows:
         share, total = expected[row["time"]]
         assert row["survival"] == pytest.approx(share, abs=1e-12)
         assert row["at risk"] == np.sum(time >= row["time"])
@@ -53,7 +55,9 @@ def test_each_step_has_the_rows_that_min_count_demands(least):
         moved.append((later, np.where(after, 0, event)))
     time, event = (np.concatenate(each) for each in zip(*moved, strict=True))
     expected = product_limit(time, event)
-    for row in kaplan_meier(told(least)):
+    rows = kaplan_meier(told(least))
+    assert len(rows) > 1
+    for row in rows:
         assert row["survival"] == pytest.approx(expected[row["time"]][0], abs=1e-12)
 
 
