@@ -1,4 +1,4 @@
-"""A Flower app whose server or clients misbehave as a file says (misbehaviour.py), and the reference for its runs.
+"""A Flower app whose server or clients misbehave at given places (see misbehaviour.py), and the reference for its runs.
 
 The reference is a run without the replies that do not count because of the misbehaviour.
 """
@@ -26,16 +26,16 @@ from fedbilevel.experiments.runner import build
 from fedbilevel.experiments.spec import resolve
 from fedbilevel.flower.launch.processes import CONNECTION, Console, Federation
 
-CLIENTS, ROUNDS, EXCHANGES = 4, 2, 2  # exchanges of a round
-FORGETFUL = 3  # the client that has no folder for its state, and starts clean where Flower forgets it
+CLIENTS, ROUNDS, EXCHANGES = 4, 2, 2  # EXCHANGES is the number of exchanges of a round
+FORGETFUL = 3  # this client has no folder for its state, and begins anew if Flower forgets the state
 TASK = {"clients": CLIENTS, "dim_x": 2, "dim_y": 3, "samples": [6, 6], "seed": 3}
-KEPT = {"two-phase": TwoPhase}  # the algorithm whose clients keep something; the library's keep nothing
+KEPT = {"two-phase": TwoPhase}  # an algorithm whose clients keep a state, unlike those of the library's LFedNest
 ALGORITHM = {
     "lfednest": {"inner": {"rounds": EXCHANGES - 1, "lr": 0.1}, "batch_size": 4},
     "two-phase": {"inner": EXCHANGES - 1},
 }
-LONGEST = 400  # seconds that a run may take; the machine may be busy
-SAME = 1e-12  # sums of a dozen terms of size 1 and fewer, some 40 steps of them, eager and compiled
+LONGEST = 400  # seconds that a run may take, even on a busy machine
+SAME = 1e-12  # for rounding in some 40 sums of about a dozen terms of size 1 or less, compiled or not
 
 INIT = """\
 from fedbilevel.algorithms import ALGORITHMS
@@ -67,7 +67,7 @@ app = server_app(server(partial(federation.serve, read_spec(Path(__file__).with_
 
 
 def write_app(folder, algorithm):
-    """The app for an algorithm of `ALGORITHM`, in a new folder."""
+    """Write the app for an algorithm of `ALGORITHM` into a new folder."""
     with mock.patch.dict(ALGORITHMS, KEPT):
         run = {"rounds": ROUNDS, "eval_every": 1, "checkpoint_every": 1}
         spec = {"task": {"name": "quadratic", **TASK}, "run": run}
@@ -82,7 +82,7 @@ def write_app(folder, algorithm):
 
 
 def command_of(pid):
-    """The command line of a process; "" if it has ended."""
+    """Return the command line of a process, or "" if the process has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:
@@ -90,18 +90,18 @@ def command_of(pid):
 
 
 class Hang(Exception):
-    """Something took longer than its limit."""
+    """A run, or an event that a test waits for, took longer than its limit."""
 
 
 @dataclass
 class Trial:
-    """A federation of real processes and the runs that it plays, one after the other."""
+    """A federation of real processes, and its runs, which follow one another."""
 
     folder: Path
-    ports: int | None  # the first; None: any
+    ports: int | None  # the first port; None: any free ports
     forgetful: int | None = FORGETFUL
     federation: Federation = field(init=False)
-    console: Console = field(init=False)  # for runs; the federation's own stays free
+    console: Console = field(init=False)  # submits the runs, so that the federation's own console stays free
     runs: int = 0
 
     def __post_init__(self):
@@ -130,19 +130,19 @@ class Trial:
         self.federation.__exit__(*error)
 
     def node_config(self, client):
-        """What a client's SuperNode is told: all but one have a folder for what they keep."""
+        """Return the configuration of a client's SuperNode; all clients except `forgetful` have a folder for states."""
         kept = "" if client == self.forgetful else f" state-folder='{self.folder / 'states' / str(client)}'"
         return f"partition-id={client} num-partitions={CLIENTS} min-batch-size=4 min-local-samples=6{kept}"
 
     def renew(self):
-        """Start everything anew, after a test that failed."""
+        """Stop all processes and start new ones, after a test that failed."""
         self.console.close()
         self.federation.stop()
         shutil.rmtree(self.federation.directory / "credentials", ignore_errors=True)
         self.federation.start()
 
     def pids(self):
-        """Processes of this trial that run, by their environment: those too that nobody is the parent of."""
+        """Return the ids of this trial's running processes, found by their environment; orphans are included."""
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -151,16 +151,16 @@ class Trial:
         return found
 
     def left(self):
-        """The commands of processes of this trial that still run."""
+        """Return the commands of this trial's processes that still run."""
         return [command for pid in self.pids() if (command := command_of(pid))]
 
     def out(self):
-        """A folder for a new run."""
+        """Return the path of a folder for a new run."""
         self.runs += 1
         return self.folder / f"run-{self.runs}"
 
     def submit(self, algorithm, faults, out, **config):
-        """Start a run; what goes wrong in it is `faults`: (party, round, exchange, what is done, …)."""
+        """Start a run with faults, each of which is (party, round, exchange, what it does, and perhaps how)."""
         for name in ("done", "go"):
             (self.faults / name).unlink(missing_ok=True)
         keys = ("party", "round", "exchange", "do")
@@ -171,18 +171,21 @@ class Trial:
         return Submitted(self, algorithm, faults, out, words)
 
     def play(self, algorithm, faults, out=None, **config):
-        """A run from its beginning to its end."""
+        """Start a run, wait for its end, and return it."""
         run = self.submit(algorithm, faults, out or self.out(), **config)
         run.finish()
         return run
 
     def go(self):
-        """Let a server that waits go on."""
+        """Let a waiting server continue."""
         (self.faults / "go").touch()
 
 
 class Submitted(threading.Thread):
-    """A run under way. Its log is read in this thread; processes are started by the main one, with which they end."""
+    """A run that has been submitted, as a thread that reads the run's log.
+
+    Processes of the federation are started by the main thread, because they end with the thread that starts them.
+    """
 
     def __init__(self, trial, algorithm, faults, out, words):
         super().__init__(daemon=True)
@@ -197,20 +200,20 @@ class Submitted(threading.Thread):
             words = ("run", str(app), CONNECTION, "--run-config", self.words, "--stream")
             for line in self.trial.console.lines(*words, timeout=2 * LONGEST):
                 self.lines.append(line)
-        except Exception as error:  # noqa: BLE001  for the thread that waits
+        except Exception as error:  # noqa: BLE001  raised again in the thread that waits
             self.error = error
 
     @property
     def text(self):
-        """The run's log so far."""
+        """Return the run's log so far."""
         return "".join(self.lines)
 
     def until(self, *fault):
-        """Wait until a party does what it was told."""
+        """Wait until this fault has happened."""
         self.wait(lambda: " ".join(map(str, fault)) in self.done(), f"{fault} does not happen", 120)
 
     def wait(self, reached, complaint, seconds):
-        """Wait for something to happen in this run."""
+        """Wait until `reached()` is true; fail if the run ends before, or if this takes longer than `seconds`."""
         end = time.monotonic() + seconds
         while not reached():
             assert self.is_alive(), f"{complaint}, and the run has ended: {self.error}\n{self.text}"
@@ -219,12 +222,12 @@ class Submitted(threading.Thread):
             time.sleep(0.05)
 
     def done(self):
-        """What was done wrong so far."""
+        """Return a line for each fault that has happened so far."""
         file = self.trial.faults / "done"
         return file.read_text().splitlines() if file.exists() else []
 
     def finish(self):
-        """Wait for the end, which must be a good one; all faults have happened by then."""
+        """Wait for the end of the run; fail if the run failed, or if one of its faults did not happen."""
         self.join(LONGEST)
         if self.is_alive():
             raise Hang(f"the run has not ended after {LONGEST} s\n{self.text}")
@@ -243,34 +246,37 @@ class Submitted(threading.Thread):
             raise Hang("the log of a run whose reader was killed goes on")
 
     def exchanges(self):
-        """(round, exchange) → (phase, clients that answered, in any attempt), of the last time that each was played."""
+        """Return a dictionary: (round, exchange) → (phase, clients that replied in any attempt).
+
+        If a round was repeated, only its last repetition is in the dictionary.
+        """
         found = {}
         for line in exchanges_of(self.out / "exchanges.jsonl"):
             place = line["round"], line["exchange"]
-            if line["exchange"] == 0 and line["attempt"] == 0:  # a round begins, maybe again
+            if line["exchange"] == 0 and line["attempt"] == 0:  # a round begins, perhaps for the second time
                 found = {key: value for key, value in found.items() if key < place}
             phase, before = found.get(place, (line["phase"], set()))
             found[place] = phase, before | set(line["answered"])
         return found
 
     def absent(self):
-        """(client, round, exchange) of all answers that did not count."""
+        """Return (client, round, exchange) for all replies that did not count."""
         found = self.exchanges().items()
         return {(client, *place) for place, (_, answered) in found for client in set(range(CLIENTS)) - answered}
 
     def refusals(self):
-        """The codes of why answers did not count."""
+        """Return the codes of all refusals of replies."""
         lines = exchanges_of(self.out / "exchanges.jsonl")
         return [why["code"] for line in lines for why in line.get("refused", {}).values()]
 
     def result(self):
-        """The result in the run's folder."""
+        """Return the result in the run's folder."""
         with mock.patch.dict(ALGORITHMS, KEPT):
             task = build(read_spec(self.out / "spec.toml")).task
         return Result.load(self.out / "result.npz", task.x0, task.y0)
 
     def difference(self, **told):
-        """How far x and y are from those of the run in which just those took part who did: see `replayed`."""
+        """Return the largest difference of x and y from a run of `Reference` with the same replies (see `replayed`)."""
         with mock.patch.dict(ALGORITHMS, KEPT):
             spec = read_spec(self.out / "spec.toml")
             parts = build(spec)
@@ -283,15 +289,18 @@ class Submitted(threading.Thread):
 
 
 def exchanges_of(log):
-    """The lines of a run's log of exchanges."""
+    """Return the lines of a run's log of exchanges, read as JSON."""
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
 def replayed(parts, rounds, log, forgets=()):
-    """The carry after a run on this machine in which just those answered who did according to `log`.
+    """Return the carry after a run of `Reference` in which only those clients reply that replied according to `log`.
 
     Args:
-        forgets: (client, round): the client starts that round without what it kept.
+        parts: the algorithm and the task of the run.
+        rounds: the number of rounds.
+        log: (round, exchange) → (phase, clients that replied), as `Submitted.exchanges` returns it.
+        forgets: pairs (client, round); the client begins this round without the state that it has kept.
     """
     algorithm, task = parts.algorithm, parts.task
     first = carry = first_carry(algorithm, task.problem, task.clients, task.x0, task.y0)
@@ -323,5 +332,5 @@ def replayed(parts, rounds, log, forgets=()):
 
 
 def rest_of(client, round, since=0):
-    """A client's places from one exchange of a round to the round's end."""
+    """Return (client, round, exchange) for the exchanges of a round from number `since` to the last one."""
     return {(client, round, exchange) for exchange in range(since, EXCHANGES)}

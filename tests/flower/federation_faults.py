@@ -1,8 +1,8 @@
 """Faults in a federation of real processes, a function for each fault.
 
-A function plays a run and returns how far its result is from the run in which the clients with the fault were absent
-in the exchanges concerned. A client that fails in exchange e of round t is left out until this round ends, and is asked
-again in the next round.
+A function starts a run with its fault. It returns how far the result is from that of a run in which the faulty clients
+are absent from the exchanges that the fault concerns. A client that fails in exchange e of round t is left out until
+this round ends, and is asked again in the next round.
 """
 
 import signal
@@ -12,13 +12,13 @@ from federation_app import EXCHANGES, FORGETFUL, ROUNDS, SAME, rest_of
 
 from fedbilevel.flower.launch.children import signal_group, stop
 
-PLACE = (2, 0, 0)  # client 2, round 0, the first of its two exchanges
+PLACE = (2, 0, 0)  # client 2 in round 0, in the first of the round's two exchanges
 ABSENT = rest_of(*PLACE)
-LATE = ("server", 1, 1)  # clients have been asked, and their state has changed, in this round
+LATE = ("server", 1, 1)  # the server in round 1, after the first exchange has changed the clients' states
 
 
 def nothing(trial, algorithm="lfednest"):
-    """Everybody answers."""
+    """Nothing fails: all clients reply in all exchanges."""
     run = trial.play(algorithm, [])
     assert run.absent() == set()
     assert len(run.exchanges()) == ROUNDS * EXCHANGES
@@ -26,7 +26,7 @@ def nothing(trial, algorithm="lfednest"):
 
 
 def answered_wrongly(trial, do, code, algorithm="lfednest"):
-    """Client 2 does something wrong in an exchange and is well again."""
+    """Client 2 fails in one exchange, as `do` says, and works again in the next round."""
     run = trial.play(algorithm, [(*PLACE, do)], **{"norm-bound": 1e6})
     assert run.absent() == ABSENT
     assert code in run.refusals()
@@ -34,7 +34,7 @@ def answered_wrongly(trial, do, code, algorithm="lfednest"):
 
 
 def sleeps(trial):
-    """Client 2 takes longer than the deadline; the next round finds it at work still, and waits for it."""
+    """Client 2 takes longer than the deadline, is still busy when the next round begins, and replies in that round."""
     deadline = 30.0
     run = trial.play("lfednest", [(*PLACE, "sleep", {"seconds": deadline + 2})], deadline=deadline)
     assert run.absent() == ABSENT
@@ -46,7 +46,7 @@ BETWEEN = ("server", 1, 0, "wait")  # the server waits between two rounds
 
 
 def client_killed(trial):
-    """kill -9 for all processes of a client in an exchange; they come back while the server waits between rounds."""
+    """All processes of client 2 get SIGKILL in an exchange, and are started again between two rounds."""
     run = trial.submit("two-phase", [(*PLACE, "kill all"), BETWEEN], trial.out(), deadline=30.0)
     run.until(*PLACE, "kill all")
     trial.federation.nodes.pop(PLACE[0]).wait(30)
@@ -56,7 +56,10 @@ def client_killed(trial):
 
 
 def node_restarted(trial):
-    """A SuperNode is stopped between two rounds, as an operator does it, and another one is started."""
+    """A SuperNode is stopped between two rounds, as an operator stops it, and another one is started.
+
+    It is the SuperNode of the client without a folder, so that this client begins the next round without its state.
+    """
     run = trial.submit("two-phase", [BETWEEN], trial.out())
     run.until(*BETWEEN)
     child = trial.federation.nodes.pop(FORGETFUL)
@@ -68,9 +71,10 @@ def node_restarted(trial):
 
 
 def superlink_killed(trial):
-    """kill -9 for the SuperLink and all it started, in mid round; it comes back with its database.
+    """The SuperLink and its child processes get SIGKILL in the middle of a round, and it is started again.
 
-    Flower calls the run failed, and knows the nodes, which connect again. The run, submitted again, goes on.
+    Its database is kept, so that it still knows the nodes, which connect again. Flower marks the run as failed. The run
+    continues when it is submitted again.
     """
 
     def restart():
@@ -81,8 +85,11 @@ def superlink_killed(trial):
 
 
 def restarted(trial, run, client):
-    """Start a client's processes again between two rounds, and go on to the end. A SuperLink that knows its nodes by
-    keys refuses one while it believes that it never left: for up to a minute."""
+    """Start a client's processes again between two rounds, and let the run continue to its end.
+
+    A SuperLink that identifies nodes by their keys refuses the new node while it believes that the old one is still
+    connected. This lasts for up to a minute.
+    """
     run.until(*BETWEEN)
     trial.federation.start_node(client)
     trial.federation.wait_online(1, 150, within=0.0)
@@ -91,10 +98,11 @@ def restarted(trial, run, client):
 
 
 def resubmitted(trial, do, then=lambda: None):
-    """A run whose server ends in the middle of round 1, submitted again.
+    """Submit a run a second time after its server has ended in the middle of round 1.
 
-    Clients have answered by then, and the server has not heard. The round is played again, and no message counts twice:
-    the result is that of the unbroken run, but for a client without a folder.
+    By then clients have changed their states in this round, and the checkpoint has the state before it. The second
+    server repeats the round, and no message counts twice: the result is that of an uninterrupted run, except that the
+    client without a folder has lost its state.
     """
     out = trial.out()
     run = trial.submit("two-phase", [(*LATE, do)], out)
@@ -108,7 +116,7 @@ def resubmitted(trial, do, then=lambda: None):
 
 
 def powerful(run):
-    """The run's difference; that the forgetful client loses what it kept is to be seen in the result."""
+    """Return the run's difference, after a check that the forgetful client's loss of its state changes the result."""
     assert run.difference() > 1e3 * SAME
     return run.difference(forgets=[(FORGETFUL, 1)])
 
@@ -118,7 +126,7 @@ FAULTS = {
     "none, client state": partial(nothing, algorithm="two-phase"),
     "raises": partial(answered_wrongly, do="raise", code="flower"),
     "NaN": partial(answered_wrongly, do="nan", code="bound"),
-    # it is spoiled on its way: the client has changed its state by then, and is not told to take that back
+    # The reply is spoiled on its way, after the client has changed its state. The change must have no effect.
     "NaN, client state": partial(answered_wrongly, do="nan", code="bound", algorithm="two-phase"),
     "wrong shape": partial(answered_wrongly, do="shape", code="malformed"),
     "wrong number of bytes": partial(answered_wrongly, do="bytes", code="malformed"),
@@ -130,6 +138,6 @@ FAULTS = {
     "SuperLink restarted": superlink_killed,
     "server killed": partial(resubmitted, do="kill"),
 }
-"""By name; each takes a trial and returns the largest difference of x and y from what they should be."""
+"""The faults by name. Each takes a trial, and returns the largest difference of x and y from what they should be."""
 
 __all__ = ["FAULTS", "SAME"]

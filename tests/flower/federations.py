@@ -23,13 +23,13 @@ from fedbilevel.flower.wire import RequestMessage, ResponseMessage, decode, enco
 from fedbilevel.tasks.quadratic import quadratic
 
 NAME = "0123456789abcdef"
-TASK = quadratic(clients=6, dim_x=2, dim_y=3, samples=(6, 6))  # of equal size: clients share compiled phases
-FREE = Limits(min_batch_size=1, min_local_samples=1)  # small clients, small batches
-SAME = 1e-12  # sums of a dozen terms of size 1 and fewer, some 10 steps of them, eager and compiled
+TASK = quadratic(clients=6, dim_x=2, dim_y=3, samples=(6, 6))  # clients of equal size share compiled phases
+FREE = Limits(min_batch_size=1, min_local_samples=1)  # allows few samples and small batches
+SAME = 1e-12  # for rounding in some 10 sums of about a dozen terms of size 1 or less, compiled or not
 
 
 class Steps(authoring.Algorithm):
-    """Two exchanges a round: a step on y, then one on x; no client keeps anything."""
+    """Make a step on y and then a step on x in each round, with one exchange for each; clients keep no state."""
 
     batch_size: int | None = static(default=4)
     lr: float = 0.1
@@ -55,7 +55,7 @@ class Steps(authoring.Algorithm):
 
 
 def site(algorithm, k, task=TASK, problem=None, limits=FREE, **more):
-    """Client k of a task."""
+    """Return the site of client k of a task."""
     clients = task.clients
     problem = problem or task.problem
     one = clients.inner is clients.outer or isinstance(problem, fb.Minimax)
@@ -65,24 +65,24 @@ def site(algorithm, k, task=TASK, problem=None, limits=FREE, **more):
 
 
 def memory():
-    """What Flower keeps for a client, still empty."""
+    """Return the store in Flower's memory of a client, still empty."""
     return ContextStore(RecordDict())
 
 
 def app(algorithm, task=TASK, problem=None, **more):
-    """The ClientApp of all clients; kept by the caller, it keeps their samples and programs from run to run."""
+    """Return the ClientApp of all clients. It keeps their samples and programs, which several runs may share."""
     return client_app(lambda run, node: site(algorithm, node["partition-id"], task, problem, **more))
 
 
 def solve(algorithm, grid, *, task=TASK, terms=None, log=None, name=NAME, rounds=3, cohort=4, key=1, **more):
-    """The run over a grid."""
+    """Run an algorithm over a grid, and return the result."""
     engine, known = Flower(grid=grid, name=name, log=log, terms=terms or Terms()), fb.RemoteClients.of(task.clients)
     more |= {"rounds": rounds, "cohort": cohort, "key": key}
     return fb.solve(algorithm, task.problem, known, task.x0, task.y0, engine=engine, **more)
 
 
 def without(monkeypatch, algorithm, absent, *, task=TASK, rounds=3, cohort=4, key=1):
-    """What the reference engine makes of the run when each (client, round, exchange) in `absent` does not happen."""
+    """Return the result of `Reference` for a run without the replies (client, round, exchange) in `absent`."""
 
     class Absent(reference.ReferenceFed):
         exchanges = 0
@@ -103,13 +103,16 @@ def without(monkeypatch, algorithm, absent, *, task=TASK, rounds=3, cohort=4, ke
 
 
 def cohorts(rounds=3, cohort=4, population=6, key=1):
-    """Who is drawn in each round."""
+    """Return the clients that are drawn in each round."""
     keys = [reference.round_keys(jax.random.key(key), round) for round in range(rounds)]
     return [draw_cohort(one.cohort, population, cohort).tolist() for one in keys]
 
 
 def misbehaving(good, faults):
-    """A ClientApp whose answers are what `faults[client, round, exchange]`(answer, message) makes of them."""
+    """Return a ClientApp that replies as `good` does, except where `faults[client, round, exchange]` is given.
+
+    This fault is a function of the good reply and of the message. It returns another reply, or a message of Flower.
+    """
 
     def respond(message, context):
         reply = good(message, context)
@@ -125,7 +128,10 @@ def misbehaving(good, faults):
 
 
 def same(a, b, tolerance=SAME):
-    """Both results have the same state and rows, but for times, and bytes down: not everyone may have been asked."""
+    """Assert that two results have the same state and the same rows of the history.
+
+    Times are not compared, nor are bytes down, since one of the two runs may have asked fewer clients.
+    """
     assert jax.tree.structure(a.state) == jax.tree.structure(b.state)
     for one, other in zip(jax.tree.leaves(a.state), jax.tree.leaves(b.state), strict=True):
         np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
@@ -137,5 +143,5 @@ def same(a, b, tolerance=SAME):
 
 
 def moved(result, task=TASK):
-    """Agreement on a state that stood still would prove nothing."""
+    """Assert that x and y have moved, since agreement on a state that stood still would prove nothing."""
     assert all(float(jnp.linalg.norm(a - b)) > 1e-3 for a, b in ((result.x, task.x0), (result.y, task.y0)))

@@ -1,8 +1,8 @@
-"""Parties of a federation that misbehave once, as they are told, and otherwise do what they should.
+"""The server and the clients of a federation in which given faults happen, each of them once.
 
 This file is a part of the app under test (see federation_app.py). The folder that FEDBILEVEL_FAULTS names has the file
 `faults.json`, a list of {"party": "server" or a client's number, "round", "exchange", "do", …}. Before a fault has
-consequences, a line about it is written to `done`.
+consequences, a line about it is written to the file `done` in this folder.
 """
 
 import json
@@ -22,7 +22,10 @@ LONGEST = 200.0  # seconds that a server waits for permission to go on
 
 
 def due(party, request):
-    """What this party is to do wrong when it meets this request."""
+    """Return the fault that this party has at this request, and write a line about it to `done`.
+
+    A fault that is in `done` already is not returned again.
+    """
     folder = Path(os.environ["FEDBILEVEL_FAULTS"])
     place = {"party": party, "round": request.round, "exchange": request.exchange}
     for fault in json.loads((folder / "faults.json").read_text()) if request.phase else []:
@@ -37,7 +40,7 @@ def due(party, request):
 
 
 def client(good):
-    """The ClientApp `good`, misbehaving."""
+    """Return a ClientApp that replies as `good` does, except where a fault is due."""
     app = ClientApp()
 
     @app.query(ACTION)
@@ -48,7 +51,7 @@ def client(good):
             raise RuntimeError("as told")
         if do == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if do == "kill all":  # SuperNode and supervisor too: they are one process group
+        if do == "kill all":  # also the SuperNode and its supervisor, which are in the same process group
             os.killpg(0, signal.SIGKILL)
         if do == "sleep":
             time.sleep(fault["seconds"])
@@ -61,7 +64,7 @@ def client(good):
 
 
 def filled(value):
-    """An answer all of whose numbers (float64) are `value`."""
+    """Return a fault that replaces all numbers of a reply, in float64, by `value`."""
     return lambda response: replace(response, payload=np.full(len(response.payload) // 8, value).tobytes())
 
 
@@ -74,7 +77,7 @@ SPOILED = {
 
 
 def let_wait(fault):
-    """Wait for the file `go`, if that is what is to be done."""
+    """Wait for the file `go`, if the fault is "wait"."""
     until = time.monotonic() + LONGEST
     go = Path(os.environ["FEDBILEVEL_FAULTS"]) / "go"
     while fault["do"] == "wait" and not go.exists() and time.monotonic() < until:
@@ -82,14 +85,21 @@ def let_wait(fault):
 
 
 def server(main):
-    """The server's main, misbehaving: it waits for the file `go`, sends what no server should, or dies after asking."""
+    """Return the server's main function `main` with faults.
+
+    The server waits for the file `go`, sends a request that no server should send, or is killed after its requests.
+    """
 
     def run(grid, config):
         push, nodes = grid.push_messages, grid.get_node_ids
         last = RequestMessage(run="", contract="")
 
         def looked():
-            """Who is there is asked before each round. Messages made before a long wait would be too old after it."""
+            """Return the nodes, after a wait if one is due.
+
+            The server asks for the nodes before each round, and makes its messages later. Messages that were made
+            before a long wait would be too old after it.
+            """
             let_wait(due("server", replace(last, round=last.round + 1, exchange=0)))
             return nodes()
 
@@ -105,7 +115,7 @@ def server(main):
                     message.content = encode(replace(request, **fault["instead"]))
             sent = push(messages)
             if fault["do"] == "kill":
-                time.sleep(3.0)  # clients have answered
+                time.sleep(3.0)  # until clients have replied
                 os.kill(os.getpid(), signal.SIGKILL)
             return sent
 

@@ -17,7 +17,7 @@ from site_tables import SITES, tables
 
 
 class Nodes(InProcess):
-    """Nodes whose configurations say more than their number: `own`, by client, and `every` of all."""
+    """Nodes whose configurations have further entries: `own[client]` for one client, and `every` for all clients."""
 
     def __init__(self, app, own, every=None, **more):
         self.own, self.every = own, every or {}
@@ -31,7 +31,7 @@ class Nodes(InProcess):
 
 @pytest.fixture
 def files(tmp_path):
-    """Each site's own file, as its node configuration names it."""
+    """Write a CSV file for each site, and return the entries of the node configurations that name these files."""
     for name, table in tables().items():
         table.to_csv(tmp_path / f"{name}.csv", index=False)
     return [{"table": str(tmp_path / f"{name}.csv"), "site": name} for name in SITES]
@@ -46,11 +46,11 @@ def phases(place):
 
 
 class Killed(BaseException):
-    """What ends a server at once."""
+    """Ends a server at once, since no handler of errors catches it."""
 
 
 def killed_after(count, nodes):
-    """Nodes whose server ends after so many messages, with nothing more written."""
+    """Return these nodes, whose server now ends at once before it would send more than `count` messages in all."""
     push, left = nodes.push_messages, [count]
 
     def some(messages):
@@ -65,7 +65,7 @@ def killed_after(count, nodes):
 
 
 def killed_at(phase, count, nodes):
-    """Nodes whose server ends before its message with this number for a phase."""
+    """Return these nodes, whose server now ends at once before it would send its message number `count` for a phase."""
     push, left = nodes.push_messages, [count]
 
     def some(messages):
