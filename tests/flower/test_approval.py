@@ -46,7 +46,11 @@ def events(folder):
 
 @pytest.mark.parametrize("subject", ["", TEXT])
 def test_what_is_not_approved_gets_no_reply(subject, tmp_path, capsys):
-    """Nor a greeting, nor metrics; the refusal has the hash and the command, and no path of the site's."""
+    """A site refuses a greeting, a phase and a request for metrics until a person has approved the run.
+
+    The refusal has the run's hash and the command that approves it, and no path of the site. An approval can be
+    withdrawn. The audit has a line for each request and each change of the approval.
+    """
     client = runtime(tmp_path, subject=subject)
     name = digest(subject or client.general.text)
     for ask in (
@@ -59,7 +63,7 @@ def test_what_is_not_approved_gets_no_reply(subject, tmp_path, capsys):
         remedy = f"to approve it: fedbilevel flower approve FOLDER {name} --by NAME"
         assert response.refused == f"{name} is not approved at this site; {remedy}"
         assert str(tmp_path) not in response.refused
-    assert json.loads((tmp_path / "client-0-requests.json").read_text())["total"] == 3  # it cannot be asked for ever
+    assert json.loads((tmp_path / "client-0-requests.json").read_text())["total"] == 3  # max-requests bounds these, too
     assert (tmp_path / f"asked-{name}.txt").read_text() == (subject or client.general.text)
     assert approve(tmp_path, name, "--by", "Dr. Ada") == 0
     assert f"asked-{name}.txt" in capsys.readouterr().out
@@ -74,6 +78,7 @@ def test_what_is_not_approved_gets_no_reply(subject, tmp_path, capsys):
 
 
 def test_all_is_the_default_and_asks_nobody(tmp_path):
+    """A site replies without an approval if its field `approve` is left out, which means "all"."""
     assert ClientRuntime(federations.site(STEPS, 0)).respond(request(runtime(tmp_path)), memory()).refused == ""
 
 
@@ -85,7 +90,7 @@ def test_without_a_folder_nothing_is_approved(tmp_path):
 
 
 def test_floors_are_not_told_before_approval(tmp_path):
-    """What a site says of its number of samples is an answer, too."""
+    """Before an approval a site does not say that it has fewer samples than its floor, since this tells of its data."""
     limits = Limits(min_local_samples=7)
     assert greeted(runtime(tmp_path, subject=TEXT, limits=limits), "").code == "approval"
 
@@ -124,6 +129,7 @@ def test_damaged_approvals_approve_nothing(tmp_path):
 
 
 def test_a_server_does_not_fill_the_folder_with_what_it_asks(tmp_path):
+    """Of 30 texts that are not approved, the folder keeps 20, as `approval.TEXTS` allows."""
     for number in range(30):
         with pytest.raises(Refusal):
             Approvals(tmp_path).require(Proposal(f"{TEXT} {number}", "", False), "ask")
@@ -141,7 +147,10 @@ def nodes_of(app, folders):
 
 
 def test_a_spec_is_approved_with_the_settings_of_the_run(tmp_path, capsys, monkeypatch):
-    """A person approves what the app says; another number of rounds, which a server may set, has another hash."""
+    """A person approves a spec with all its settings.
+
+    A server may set another number of rounds. The spec then has another hash, which is not approved.
+    """
     monkeypatch.chdir(tmp_path)
     folders = [tmp_path / "0", tmp_path / "1"]
     (tmp_path / "spec.toml").write_text(APP.to_toml())
@@ -161,7 +170,7 @@ def test_a_spec_is_approved_with_the_settings_of_the_run(tmp_path, capsys, monke
     assert events(folders[0])[-1] == "sent"
     more, nodes = {"settings": "run.rounds=3"}, nodes_of(app_of_spec(spec), folders)
     for context in nodes.contexts.values():
-        context.run_config.update(more)  # as Flower does
+        context.run_config.update(more)  # Flower gives the settings of a run to clients in this way
     with pytest.raises(ExchangeError, match=r"[0-9a-f]{32} is not approved at this site"):
         serve(spec, nodes, {"out": "more", **more, **terms})
     (asked,) = folders[0].glob("asked-*.txt")
@@ -177,6 +186,7 @@ def test_approval_needs_a_folder():
 
 
 def test_a_study_is_approved_once_for_both_of_its_contracts(files, tmp_path):
+    """One approval of a study holds for its two contracts, before and after the sites' agreement."""
     given = study("ridge")
     every = {"state-folder": str(tmp_path / "state"), "approve": "ask"}
     with pytest.raises(ExchangeError, match=f"{digest(given.text)} is not approved at this site"):

@@ -88,7 +88,10 @@ def test_an_entry_of_a_field_that_the_run_does_not_have_does_not_fit(tmp_path):
 
 
 def test_fields_of_a_spec_have_paths(tmp_path):
-    """A key with dots is a path, in quotes or not; the app of `flower check` is not known and is not compared."""
+    """A rule names a field of a spec by its path: a key with dots, in quotes or not.
+
+    `flower check` does not know the hash of the app, and the rule's entry `app` is then not compared.
+    """
     text = 'privacy = true\napp = ["a1"]\nallow."task.name" = ["quadratic"]\n[allow.algorithm]\nname = ["simfbo"]\n'
     text += "[most]\nrun.rounds = 2\n"
     assert mismatch(tmp_path, text, SPEC) == ""
@@ -99,6 +102,7 @@ def test_fields_of_a_spec_have_paths(tmp_path):
 
 
 def test_the_rule_of_the_page_is_one(tmp_path):
+    """The rule in docs/how-to/federation-site.md can be read, and approves its study until its last day."""
     page = (Path(__file__).parents[2] / "docs/how-to/federation-site.md").read_text()
     (text,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     rule, _ = ApprovalRule.read(written(tmp_path, text))
@@ -187,7 +191,10 @@ def test_without_the_hash_of_the_app_the_check_says_what_it_depends_on(tmp_path)
 
 
 def test_without_its_file_a_rule_approves_nothing_and_persons_still_do(tmp_path, caplog):
-    """A site starts nevertheless, and its log says so at the start and with the refusals."""
+    """A site whose rule has no file starts, and takes part only in runs that a person has approved.
+
+    Its log says at the start, and with the refusals, that there is no such file.
+    """
     caplog.set_level("INFO")
     name, rule = digest(STUDY.text), tmp_path / "rule.toml"
     client = runtime(tmp_path, rule, subject=STUDY.text)
@@ -213,7 +220,11 @@ def lines(folder):
 
 
 def test_the_audit_says_by_which_rule_a_run_was_approved(tmp_path):
-    """The file is read for each request: a change holds at once, and what does not fit can still be approved."""
+    """The audit has the file and the hash of the rule that approved a run, or the person who approved it.
+
+    The file is read for each request, so that a change takes effect at once. A person can also approve a run that does
+    not fit the rule.
+    """
     rule, name = written(tmp_path, FITS), digest(STUDY.text)
     client = runtime(tmp_path, rule, subject=STUDY.text)
     assert client.respond(request(client), memory()).refused == ""
@@ -222,14 +233,14 @@ def test_the_audit_says_by_which_rule_a_run_was_approved(tmp_path):
     written(tmp_path, FITS.replace('"ridge"', '"cox"'))
     refused = client.respond(request(client), memory())
     assert refused.code == "approval"
-    assert "ridge" not in refused.refused  # why it does not fit is no business of the server's
+    assert "ridge" not in refused.refused  # the server is not told why the run does not fit
     assert "it does not fit rule" in client.approval()
     assert "estimator = 'ridge' is not in allow" in client.approval()
     assert (tmp_path / f"asked-{name}.txt").read_text() == STUDY.text
     Approvals(tmp_path).change(name, "Ada", approve=True)
     assert client.respond(request(client), memory()).refused == ""
     rule.unlink()
-    assert client.respond(request(client), memory()).refused == ""  # for Ada has approved it
+    assert client.respond(request(client), memory()).refused == ""  # because Ada has approved the run
     Approvals(tmp_path).change(name, "Ada", approve=False)
     assert client.respond(request(client), memory()).refused
     first, second, _, third, *_ = lines(tmp_path)
@@ -240,7 +251,11 @@ def test_the_audit_says_by_which_rule_a_run_was_approved(tmp_path):
 
 @pytest.mark.parametrize("approve", ["rule", "ask"])
 def test_own_numbers_in_a_message_need_the_approved_text(approve, tmp_path):
-    """Otherwise a server could replace the fields that the rule bounds, or that a person has read."""
+    """A site refuses a client's own number in a message if the approved text does not state this number.
+
+    Otherwise a server could replace the fields that the rule bounds, or that a person has read. The number
+    0.30000001192092896 is the stated bound 0.3, rounded to float32, and is accepted.
+    """
     for number, (table, own, refused) in enumerate(
         (
             ("", "{}", ""),
@@ -268,6 +283,7 @@ def test_own_numbers_in_a_message_need_the_approved_text(approve, tmp_path):
 
 
 def test_the_numbers_of_the_site_itself_need_no_approval(tmp_path):
+    """A number that the site sets itself replaces the number in a message, which then needs no approval."""
     rule = written(tmp_path, 'allow.task.name = ["one"]')
     more = {"subject": "[task]\nname = 'one'", "own": {"local_steps": 2}, "approve": str(rule), "folder": tmp_path}
     client = ClientRuntime(federations.site(fb.SimFBO(local_steps=1), 0, **more))

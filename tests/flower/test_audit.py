@@ -1,5 +1,8 @@
-"""The audit of a site: what a line has, that it holds no value of the data, and what becomes of it when a process is
-killed, a disk is full, or somebody changes it."""
+"""The audit of a site has lines about what was sent and refused, and no value of the data.
+
+Nothing is sent without a line. The audit can still be read after a process was killed or the disk was full, and a
+change of its file is noticed.
+"""
 
 import errno
 import hashlib
@@ -41,8 +44,11 @@ def lines(folder):
 
 
 def test_a_line_says_what_left(tmp_path):
-    """The gradient of the batch at x = y = 1, computed by hand, is what is sent: its Euclidean norm, and 8 bytes for
-    each of its 3 numbers."""
+    """A line has the request, the norm and the bytes of the update that was sent, and the hash of the line before.
+
+    The update is the gradient of a batch at x = y = 1, which is computed here without the site. The line has its
+    Euclidean norm, and 24 bytes: 8 for each of its 3 numbers.
+    """
     site = runtime(tmp_path)
     greeted(site, site.contract.text)
     assert site.respond(request(site), memory()).refused == ""
@@ -72,7 +78,10 @@ def test_a_line_says_what_left(tmp_path):
 
 
 def test_a_line_has_the_privacy_that_was_spent(tmp_path):
-    """0.242 is the ε of one reply at z = 30 and δ = 1e-5 that docs/explanation/privacy.md prints; two cost more."""
+    """A line has the ε and δ that the client's replies have spent so far.
+
+    For one reply with z = 30 and δ = 1e-5, docs/explanation/privacy.md prints ε = 0.242. Two replies spend more.
+    """
     terms = Privacy(clip=1.0, noise_multiplier=30.0, delta=1e-5)
     site = runtime(tmp_path, privacy=terms)
     for _ in range(2):
@@ -84,11 +93,11 @@ def test_a_line_has_the_privacy_that_was_spent(tmp_path):
 
 
 def test_no_value_of_the_data_is_in_the_audit(tmp_path):
-    """Whatever is a sample, a sum of samples, or an update, in any of the ways that a number is written."""
+    """The lines of a run have no further fields than the known ones, and no sample, rounded to four digits."""
     app = federations.app(STEPS, folder=tmp_path, tells_metrics=True, metrics_per_client={"loss": fb_loss})
     federations.solve(STEPS, InProcess(app, clients=6), metrics_per_client={"loss": fb_loss})
     entries = lines(tmp_path)
-    text = json.dumps([line | {"time": ""} for line in entries])  # its digits may be those of a value by chance
+    text = json.dumps([line | {"time": ""} for line in entries])  # a time may have the digits of a sample
     assert {line["phase"] for line in entries} == {"greeting", "y_gradient", "x_gradient", METRICS}
     known = {"time", "event", "client", "request", "run", "app", "subject", "contract", "round", "exchange", "phase",
              "bytes", "norm", "before"}  # fmt: skip
@@ -106,6 +115,7 @@ HOSTILE = "x" * 10**6 + "\x1b[2J\n"
 
 
 def test_words_of_a_server_are_cut_and_command_no_terminal(tmp_path):
+    """The audit shortens the words of a server, here of a million characters, and replaces their control characters."""
     site = runtime(tmp_path)
     for changes in ({"phase": HOSTILE}, {"run": HOSTILE}, {"contract": HOSTILE}):
         assert site.respond(request(site, **changes), memory()).refused
@@ -116,7 +126,11 @@ def test_words_of_a_server_are_cut_and_command_no_terminal(tmp_path):
 
 
 def test_refusals_that_cost_a_server_nothing_do_not_fill_the_disk(tmp_path):
-    """Those above a limit, of another contract, or of a name that no run has: lines for 1, 2, 4, … of them in a row."""
+    """Of refusals in a row, only the first, second, fourth, eighth, and so on, have a line in the audit.
+
+    This holds for requests above a limit, of another contract, or with a name that no run has. Of the 100 refusals here
+    those with the numbers 1, 2, 4, …, 64 have lines.
+    """
     site = runtime(tmp_path, limits=replace(federations.FREE, max_requests=2))
     for _ in range(2):
         assert not site.respond(request(site), memory()).refused
@@ -132,7 +146,11 @@ def test_refusals_that_cost_a_server_nothing_do_not_fill_the_disk(tmp_path):
 
 
 def test_a_site_that_cannot_be_made_has_a_line(tmp_path):
-    """Its node configuration names the folder; the refusal's text, as it leaves, is all that the line has."""
+    """If a site cannot be made, the audit in the folder that its node configuration names has a line about the refusal.
+
+    The line has the text that is sent to the server. The text of the error, which may have a value of the data, is not
+    in the line.
+    """
 
     def make(run, node):
         raise ValueError("a value of 37.25 in row 3")
@@ -161,7 +179,10 @@ def fb_terms():
 
 
 def test_nothing_leaves_without_a_line(tmp_path, monkeypatch):
-    """The half line that a full disk took is taken back, so that the chain is whole when there is room again."""
+    """If the disk is too full for a line, nothing is sent.
+
+    The part of the line that was written is removed, so that the chain is unbroken when there is room again.
+    """
     site, write = runtime(tmp_path), os.write
     site.respond(request(site), memory())
     before = (tmp_path / "audit.jsonl").read_bytes()
@@ -179,29 +200,37 @@ def test_nothing_leaves_without_a_line(tmp_path, monkeypatch):
     assert response.refused == "this client's audit cannot be written, and nothing is sent without a line in the audit"
     after = (tmp_path / "audit.jsonl").read_bytes()
     assert after.startswith(before)
-    assert lines(tmp_path)[-1]["code"] == "audit"  # there was room for that
+    assert lines(tmp_path)[-1]["code"] == "audit"  # there was room for the line about the refusal
     assert site.respond(request(site), memory()).refused == ""
     assert Audit(tmp_path).verify().count == 3
 
 
 def test_a_folder_that_cannot_be_written_refuses(tmp_path, caplog):
-    """A folder stands in the audit's place, as root may write anywhere."""
+    """A site whose audit cannot be written refuses every request, and names the audit's file in its log.
+
+    Of three requests the first two have a line in the log. In this test a folder is in the place of the audit's file,
+    because root may write to any file.
+    """
     site = runtime(tmp_path)
     (tmp_path / "audit.jsonl").mkdir()
     for _ in range(3):
         assert site.respond(request(site), memory()).code == "audit"
     said = [text for text in caplog.messages if str(tmp_path / "audit.jsonl") in text]
-    assert said == caplog.messages  # with the reason, and no other line
+    assert said == caplog.messages  # the log has no other line
     assert ["times since" in text for text in said] == [False, True]
 
 
 def test_a_refusal_without_a_line_is_in_the_log_once(tmp_path, caplog):
+    """A refusal that cannot be written to the audit is logged, and so is the error of the audit.
+
+    Of refusals with the same reason only the first, second, fourth, and so on, are logged: two of the three here.
+    """
     site = runtime(tmp_path)
     (tmp_path / "audit.jsonl").mkdir()
     for _ in range(3):
         assert site.respond(replace(request(site), contract="other"), memory()).code == "contract"
     said = ["cannot be written" in text for text in caplog.messages]
-    assert said == [False, True, False, True]  # of the first request, and of the second
+    assert said == [False, True, False, True]  # two lines for the first request, and two for the second
 
 
 # A process that is killed
@@ -224,6 +253,7 @@ audit.append("sent", number=2)
 
 
 def test_a_line_that_a_kill_cut_is_kept_and_said(tmp_path):
+    """A line that was cut when its process was killed is kept; the next line has its number of bytes and its hash."""
     ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
     assert ended.returncode == -signal.SIGKILL
     audit, file = Audit(tmp_path), tmp_path / "audit.jsonl"
@@ -240,11 +270,11 @@ def test_a_line_that_a_kill_cut_is_kept_and_said(tmp_path):
     assert last["before"] == hashlib.sha256(raw[2]).hexdigest()
     report = audit.verify()
     assert (report.count, report.cut, report.broken) == (3, [2], "")
-    file.write_bytes(b"\n".join([raw[0], raw[1][:-1], *raw[2:], b""]))  # a cut line is in the chain like any other
+    file.write_bytes(b"\n".join([raw[0], raw[1][:-1], *raw[2:], b""]))  # the cut line is a part of the chain, too
     assert audit.verify().broken.startswith("line 2 ")
 
 
-# Somebody who changes it
+# A change of the file
 
 
 @pytest.fixture
@@ -288,7 +318,7 @@ def test_the_command_says_what_is_there(audit, capsys):
     assert f"last hash {hashes[-1]}" in said
     assert main([*command, "--holds", hashes[2]]) == 0
     raw = audit.path.read_bytes().splitlines(keepends=True)
-    audit.path.write_bytes(b"".join(raw[:2]))  # the end is taken off: the chain alone does not tell
+    audit.path.write_bytes(b"".join(raw[:2]))  # lines are missing at the end, which the chain alone does not show
     assert main(command) == 0
     assert main([*command, "--holds", hashes[2]]) == 2
     assert "the hash of a line of" in capsys.readouterr().err

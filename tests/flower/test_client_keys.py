@@ -1,4 +1,4 @@
-"""Public keys bound to clients: no key can take an absent client's place."""
+"""If the server has the public keys of its clients, no node with another key can take a client's place."""
 
 import federations
 import pytest
@@ -17,7 +17,7 @@ ONLINE = federations.app(federations.Steps())
 
 
 class Registered(InProcess):
-    """A grid that knows which key each node has registered with, in the form in which Flower keeps it."""
+    """A grid whose nodes have registered public keys; it returns the keys in the form in which Flower keeps them."""
 
     def __init__(self, folder, numbers):
         super().__init__(ONLINE, 6)
@@ -43,12 +43,16 @@ def solve(grid, keys, **terms):
 
 
 def test_everyone_with_the_clients_own_key(keys):
+    """If all nodes have the keys of their clients, a run has the same numbers as a run without keys."""
     bound = solve(Registered(keys, range(6)), keys, quorum=1.0)
     federations.same(bound, solve(InProcess(ONLINE, 6), None, quorum=1.0))
 
 
 def test_a_registered_key_does_not_take_another_clients_place(keys, caplog):
-    """Node 3 has registered, with a key that is nobody's, and calls itself client 2; nodes 5 and 6 swap places."""
+    """A node does not take part if its registered key is not the key of the client that it claims to be.
+
+    Node 3 has a key that belongs to no client, and claims to be client 2. Nodes 5 and 6 have each other's keys.
+    """
     with pytest.raises(
         ExchangeError, match=r"3 clients are online, but 4 of 6 are needed .*which has another key"
     ) as told:
@@ -60,10 +64,11 @@ def test_a_registered_key_does_not_take_another_clients_place(keys, caplog):
         for line in refused
         if "another key" in line
     ]
-    assert "client 4: the node claims to be client 5, which has another key" in str(told.value)  # the key shows this
+    assert "client 4: the node claims to be client 5, which has another key" in str(told.value)  # it has 4's key
 
 
 def test_nodes_without_keys_are_nobody(keys):
+    """A node that has registered no key takes no client's place."""
     with pytest.raises(ExchangeError, match="0 clients are online"):
         solve(InProcess(ONLINE, 6), keys)
 
