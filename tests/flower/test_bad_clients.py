@@ -1,9 +1,9 @@
 """One client sends replies that are far too large.
 
-The server refuses some of them, undoes the rounds of others, and can notice the rest by neither rule.
+The server refuses some of them, undoes the rounds of others, and cannot notice the rest by either rule.
 
-The federations follow targets, y ← y + ½·mean(t_i − y). NumPy computes the same, and each run must equal a run with
-only the replies that should count.
+In these federations y follows the clients' targets t_i: y ← y + ½·mean(t_i − y). NumPy computes the same, and each run
+must equal a run with only the replies that should count.
 """
 
 import json
@@ -33,7 +33,12 @@ BAD = 1  # the client
 
 
 class Following(authoring.Algorithm):
-    """y follows the clients' targets; y⁴ overflows long before y does, with clients or, `there`, on the server."""
+    """Let y follow the clients' targets, and compute y⁴, which overflows long before y does.
+
+    Args:
+        there: whether the server computes y⁴; otherwise clients do, and send it as a metric.
+        keeps: whether clients keep a state.
+    """
 
     there: bool = static(default=False)
     keeps: bool = static(default=False)
@@ -46,7 +51,7 @@ class Following(authoring.Algorithm):
 
     @authoring.phase
     def towards(self, client, y, key):
-        """A client that keeps anything counts its answers, and adds 0.01 for each before."""
+        """Reply with the way to the target. With a state, count the replies, and add 0.01 for each earlier one."""
         target = jnp.mean(client.outer_batch(key, None)["t"], 0)
         calls = client.state if self.keeps else 0.0
         size = 0.0 if self.there else jnp.sum(y**4)
@@ -64,13 +69,13 @@ X0, Y0 = np.zeros(1), np.zeros(3)
 
 
 def targets(clients):
-    """Honest ones differ a hundredfold."""
+    """Return the clients' targets, whose sizes differ by a factor of up to 100."""
     rng = np.random.default_rng(0)
     return rng.normal(size=(clients, 3)) * 10 ** rng.uniform(-1, 1, (clients, 1))
 
 
 def bad(attack):
-    """A fault: the answer's numbers times a factor, or that number in their place."""
+    """Return a fault in which `attack` changes the numbers of a reply."""
 
     def fault(response, message):
         numbers = np.frombuffer(response.payload)
@@ -85,7 +90,7 @@ def filled(value):
 
 @cache
 def app_of(clients, algorithm, folder=None, privacy=None):
-    """The clients' app, which keeps their programs from test to test."""
+    """Return the clients' app. It keeps their programs, which several tests share."""
     t = targets(clients)
 
     def site(run, node):
@@ -99,7 +104,7 @@ def app_of(clients, algorithm, folder=None, privacy=None):
 
 def play(clients, faults, terms=None, *, algorithm=None, there=False, keeps=False, folder=None, privacy=None,
          rounds=ROUNDS, log=None, **more):  # fmt: skip
-    """The run in which `faults[client, round]` are done."""
+    """Return the result of a run in which `faults[client, round]` happen."""
     algorithm = algorithm or Following(there=there, keeps=keeps)
     app = app_of(clients, algorithm, folder, privacy)
     app = federations.misbehaving(app, {(c, r, 0): fault for (c, r), fault in faults.items()})
@@ -110,7 +115,7 @@ def play(clients, faults, terms=None, *, algorithm=None, there=False, keeps=Fals
 
 
 def by_hand(clients, absent=(), keeps=False, rounds=ROUNDS):
-    """y of each round, when (client, round) in `absent` do not count."""
+    """Return the last y, computed in NumPy, if the replies of (client, round) in `absent` do not count."""
     t, y, calls = targets(clients), Y0, np.zeros(clients)
     for round in range(rounds):
         here = [c for c in range(clients) if (c, round) not in absent]
@@ -120,7 +125,11 @@ def by_hand(clients, absent=(), keeps=False, rounds=ROUNDS):
 
 
 def said(log):
-    """Whose reply of which round does not count, and why; and (round, clients that it was played again without)."""
+    """Return what a log says of refused replies and of undone rounds.
+
+    The first result is (client, round) → the refusal. The second one has, for each round that was undone, the round and
+    the clients without which it was repeated.
+    """
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     refused = {(int(c), line["round"]): why for line in lines for c, why in line.get("refused", {}).items()}
     return refused, [(line["round"], line["without"]) for line in lines if "undone" in line]
@@ -143,7 +152,10 @@ def test_what_is_out_of_proportion_does_not_count(clients, round, value, tmp_pat
 
 
 def test_what_is_refused_is_said(tmp_path):
-    """Median of three norms; the factor and its name are in the sentence."""
+    """The refusal has the norm of the reply, the usual norm, the bound, and the factors that give the bound.
+
+    The usual norm is the median of the three norms here, and so the larger norm of the two honest replies.
+    """
     log = tmp_path / "log.jsonl"
     play(3, {(BAD, 0): filled(1e30)}, Terms(norm_factor=1000.0, join=1.0), log=log)
     middle = np.sort(np.linalg.norm(np.delete(targets(3), BAD, 0), axis=1))[-1]
@@ -156,7 +168,10 @@ def test_what_is_refused_is_said(tmp_path):
 
 @pytest.mark.parametrize(("factor", "norm_factor"), [(-1, 1e4), (100, 1e4), (1e30, None)])
 def test_lies_within_proportion_and_without_a_factor_any_count(factor, norm_factor):
-    """Signs turned, or a hundredfold: nothing here tells such a lie from the truth."""
+    """A false reply of a usual size counts, and without norm_factor one of any size does.
+
+    A norm does not show that a reply has the wrong sign, or is a hundred times too long.
+    """
     fault = {(BAD, 0): bad(lambda numbers: factor * numbers)}
     result = play(5, fault, Terms(norm_factor=norm_factor), rounds=1)
     t = targets(5)
@@ -165,7 +180,10 @@ def test_lies_within_proportion_and_without_a_factor_any_count(factor, norm_fact
 
 
 def test_of_one_the_first_counts_and_the_next_are_measured_by_the_past(tmp_path):
-    """Round 0 has no past; later 1e30 is refused by it, and asked again in the same round."""
+    """In a cohort of one, the first reply counts, and later replies are compared with the replies of earlier rounds.
+
+    So a first reply that is 5,000 times too long counts. In the last round a reply of 1e30 is refused in all attempts.
+    """
     drawn, late = federations.cohorts(ROUNDS, 1, 6), ROUNDS - 1
     faults = {(drawn[0][0], 0): bad(lambda numbers: 5000 * numbers), (drawn[late][0], late): filled(1e30)}
     log = tmp_path / "log.jsonl"
@@ -175,7 +193,10 @@ def test_of_one_the_first_counts_and_the_next_are_measured_by_the_past(tmp_path)
 
 
 def test_an_absurd_first_reply_of_a_cohort_of_one_does_not_count(tmp_path):
-    """3e18 in each of three numbers would be y for good; nothing is usual yet, so that norm_factor² is the bound."""
+    """The first reply of a cohort of one does not count if its norm is above norm_factor² = 1e8.
+
+    There is no usual norm yet. Three numbers of 3e18 have the norm 3e18·√3 = 5.2e18, and would spoil y for good.
+    """
     log = tmp_path / "log.jsonl"
     with pytest.raises(ExchangeError, match="round 0"):
         play(1, {(0, 0): filled(3e18)}, log=log)
@@ -184,7 +205,7 @@ def test_an_absurd_first_reply_of_a_cohort_of_one_does_not_count(tmp_path):
     assert why["why"] == f"{known}, and norm_bound can set another"
 
 
-# What is usual
+# The usual norm
 
 
 def check(norms, phase, norm, here, message=0.0):
@@ -192,19 +213,20 @@ def check(norms, phase, norm, here, message=0.0):
 
 
 def test_the_larger_of_here_and_the_past_is_usual():
+    """The usual norm is the larger one of two medians: that of this exchange, and that of earlier ones of the phase."""
     norms = NormBounds(Terms(norm_factor=10.0))
     with pytest.raises(Refusal, match="norm of 31; the usual norm is 3, and the bound is 30"):
         check(norms, "a", 31.0, [1.0, 3.0, 31.0])
     norms.note("a", [1.0, 3.0, 5.0])
-    assert norms.usual("a", [0.1, 0.2, 0.3]) == 3.0  # near the end all are short: the past holds
+    assert norms.usual("a", [0.1, 0.2, 0.3]) == 3.0  # near the end of a run all are short
     assert norms.usual("a", [7.0, 8.0, 9.0]) == 8.0  # all have grown
-    assert norms.usual("b", [7.0]) is None  # another phase
+    assert norms.usual("b", [7.0]) is None  # the first exchange of another phase, with one client
     with pytest.raises(Refusal):
         check(norms, "a", 31.0, [31.0])
 
 
 def test_zeros_say_nothing():
-    """Most have nothing to correct, one has; and all have nothing."""
+    """Norms of 0 do not count for the usual norm, whether most updates are 0 or all of them."""
     norms = NormBounds(Terms(norm_factor=10.0))
     check(norms, "a", 5.0, [0.0, 0.0, 0.0, 5.0])
     check(norms, "a", 0.0, [0.0, 0.0, 0.0])
@@ -214,7 +236,10 @@ def test_zeros_say_nothing():
 
 @pytest.mark.parametrize("factor", [10.0, 3.0])
 def test_what_is_no_longer_than_so_many_times_the_point_is_no_harm(factor):
-    """Rounding errors for most, a real step for one: it may be message_factor · ‖message‖ long, whose norm is 0.5."""
+    """An update counts if its norm is at most message_factor · ‖message‖, whatever the usual norm is.
+
+    Here the updates of most clients are rounding errors, one update is a real step, and ‖message‖ = 0.5.
+    """
     norms, most = NormBounds(Terms(norm_factor=10.0, message_factor=factor)), factor / 2
     check(norms, "a", most, [1e-17, 2e-17, most], message=0.5)
     with pytest.raises(Refusal, match=rf"the bound is {most:g} \(norm_factor = 10, message_factor = {factor:g}\)"):
@@ -229,7 +254,10 @@ def test_a_factor_of_the_message_is_a_positive_number(factor):
 
 @pytest.mark.parametrize(("message", "most"), [(0.0, 100.0), (0.5, 100.0), (3.0, 300.0)])
 def test_where_nothing_is_usual_the_message_or_one_is_the_measure(message, most):
-    """norm_factor² = 100 times that; of four answers three are 0, and one norm tells nothing of the others."""
+    """If no usual norm is known, the bound is norm_factor² · max(1, ‖message‖), or norm_bound if it is given.
+
+    Here norm_factor² = 100. No usual norm is known if there is one reply, or if all replies but one are 0.
+    """
     norms = NormBounds(Terms(norm_factor=10.0))
     for here in ([most], [0.0, 0.0, 0.0, most]):
         check(norms, "a", most, here, message)
@@ -238,17 +266,21 @@ def test_where_nothing_is_usual_the_message_or_one_is_the_measure(message, most)
     check(NormBounds(Terms(norm_factor=10.0, norm_bound=1e9)), "a", 1e8, [1e8], message)
 
 
-# Undone
+# Rounds that are undone
 
-ANY = Terms(norm_factor=None, join=1.0)  # what the bound would have kept out comes in
+ANY = Terms(norm_factor=None, join=1.0)  # replies count that norm_factor would refuse
 
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["", "clients keep state"])
 @pytest.mark.parametrize("there", [False, True], ids=["clients see it", "the server sees it"])
 @pytest.mark.parametrize("round", [0, 3])
 def test_a_round_that_spoils_everything_is_undone(round, there, keeps, tmp_path, caplog):
-    """1e100 is finite, its fourth power is not. The round is played again without that client, which also sits out the
-    next; all that clients keep is as if it had never been."""
+    """A round that makes all later results overflow is undone, and repeated without the client that caused this.
+
+    1e100 is finite, and its fourth power is not. If the server computes this power, it notices the overflow in the same
+    round, and the client is absent from this round only. If clients compute it, they notice it in the next round, and
+    the client is absent from that round, too. Clients' states are as if the undone round had never happened.
+    """
     log = tmp_path / "log.jsonl"
     result = play(5, {(BAD, round): filled(1e100)}, ANY, there=there, keeps=keeps, log=log,
                   checkpoint=tmp_path / "c.npz", checkpoint_every=1, eval_every=1)  # fmt: skip
@@ -261,7 +293,10 @@ def test_a_round_that_spoils_everything_is_undone(round, there, keeps, tmp_path,
 
 
 class Later(authoring.Algorithm):
-    """As `Following`, with a second exchange, which alone meets y⁴; clients keep what the first one changes."""
+    """Let y follow the clients' targets as `Following` does, and compute y⁴ in a second exchange.
+
+    Clients keep a state, which the first exchange changes.
+    """
 
     def init(self, x, y):
         return XY(x, y)
@@ -286,7 +321,7 @@ class Later(authoring.Algorithm):
 
 @pytest.mark.parametrize("folder", [True, False], ids=["folder", "context"])
 def test_a_round_is_undone_though_clients_have_begun_the_next(folder, tmp_path):
-    """They keep the states with which both rounds began."""
+    """A round can be undone after clients have begun the next one, since they keep the states before both rounds."""
     log, place = tmp_path / "log.jsonl", tmp_path if folder else None
     result = play(5, {(BAD, 2): filled(1e100)}, ANY, algorithm=Later(), folder=place, log=log)
     np.testing.assert_allclose(result.y, by_hand(5, {(BAD, 2), (BAD, 3)}, keeps=True), rtol=1e-12)
@@ -294,6 +329,10 @@ def test_a_round_is_undone_though_clients_have_begun_the_next(folder, tmp_path):
 
 
 def test_a_round_is_undone_though_privacy_hides_what_clients_met(tmp_path):
+    """A round is also undone if privacy hides which numbers of the clients are not finite.
+
+    The noise of the replies has the deviation 100·1e-6 = 1e-4, so that y is the same up to 1e-2.
+    """
     log, privacy = tmp_path / "log.jsonl", Privacy(clip=100.0, noise_multiplier=1e-6, delta=1e-5)
     result = play(5, {(BAD, 2): filled(1e100)}, ANY, folder=tmp_path, privacy=privacy, rounds=4, log=log)
     np.testing.assert_allclose(result.y, by_hand(5, {(BAD, 2), (BAD, 3)}, rounds=4), atol=1e-2)
@@ -303,7 +342,11 @@ def test_a_round_is_undone_though_privacy_hides_what_clients_met(tmp_path):
 
 
 def test_who_comes_back_to_it_is_undone_again(tmp_path):
-    """It spoils every round that it is asked in; y still ends where the others' targets are."""
+    """A client that spoils every round in which it is asked is left out each time.
+
+    So y goes to the mean of the other targets. It begins at 0, and its distance from the mean halves in each round, so
+    that 2⁻¹⁶ of the mean is left after 16 rounds.
+    """
     log, rounds = tmp_path / "log.jsonl", 16
     result = play(5, {(BAD, round): filled(1e100) for round in range(rounds)}, ANY, rounds=rounds, log=log)
     undone = said(log)[1]
@@ -314,8 +357,10 @@ def test_who_comes_back_to_it_is_undone_again(tmp_path):
 
 
 def test_where_it_cannot_be_undone_the_last_good_state_is_kept(tmp_path):
-    """A cohort of one has nobody to go on without. The run ends, and goes on from before the round when resumed: the
-    numbers are those of a run in which nothing happened."""
+    """If a round cannot be undone, the run ends with an error, and the checkpoint has the state before this round.
+
+    A cohort of one cannot continue without its client. The resumed run has the numbers of a run without the fault.
+    """
     place = {"checkpoint": tmp_path / "c.npz", "checkpoint_every": 1, "eval_every": 1}
     with pytest.raises(ExchangeError, match=r"round 3, .*not finite.*; the last good state is the one before round 2"):
         play(1, {(0, 2): filled(1e100)}, ANY, keeps=True, folder=tmp_path, **place)
@@ -326,11 +371,14 @@ def test_where_it_cannot_be_undone_the_last_good_state_is_kept(tmp_path):
 
 
 def test_what_ends_a_run_after_a_round_was_undone_does_not_save_the_undone_result(tmp_path):
-    """Round 2 is undone and played again; in round 3 too few reply. The run goes on from the start of that one."""
+    """If a run ends with an error after a round was undone, the checkpoint has the repeated round, not the undone one.
+
+    Round 2 is undone and repeated. Too few clients reply in round 3, and the resumed run begins with round 3.
+    """
     place = {"checkpoint": tmp_path / "c.npz", "checkpoint_every": 1, "eval_every": 1}
 
     def lost(response, message):
-        if response.refused:  # the state is no use: round 2 is about to be undone
+        if response.refused:  # because y is not finite, so that round 2 will be undone
             return response
         raise RuntimeError("lost")
 
@@ -346,7 +394,11 @@ class Killed(BaseException):
 
 
 def test_a_killed_server_goes_on_where_clients_keep_a_state(tmp_path):
-    """They go back by one round alone. It is killed when round 3 is over, before that is saved."""
+    """If clients keep a state, a run continues to the bit after its server was killed.
+
+    Clients can return to the states of one round before, so that each round is saved. The server is killed after round
+    3, before this round is saved.
+    """
 
     def kill(result, row):
         if result.round == 4:
@@ -362,14 +414,18 @@ def test_a_killed_server_goes_on_where_clients_keep_a_state(tmp_path):
 
 
 def test_rarer_saves_are_for_clients_that_keep_nothing(tmp_path):
+    """If clients keep a state, a checkpoint must be written after each round."""
     with refuses("checkpoint_every", 2, "1 or None: the clients of Following"):
         play(3, {}, keeps=True, checkpoint=tmp_path / "c.npz", checkpoint_every=2)
-    assert play(3, {}, keeps=True, checkpoint_every=2, rounds=1).round == 1  # saves nothing
+    assert play(3, {}, keeps=True, checkpoint_every=2, rounds=1).round == 1  # without a checkpoint
     assert play(3, {}, checkpoint=tmp_path / "c.npz", checkpoint_every=2, rounds=1).round == 1
 
 
 def test_a_run_that_is_spoiled_from_the_start_ends(tmp_path):
-    """Everyone's first answer spoils the sum: three rounds are undone, then the error says so."""
+    """A run ends with an error if a round is also spoiled after it was undone three times.
+
+    The first replies of all eight clients spoil the sum, and each repetition is without one more client.
+    """
     log = tmp_path / "log.jsonl"
     with pytest.raises(NonFiniteError, match=r"round 0, server update: .* also happens without clients 0, 1, 2"):
         play(8, {(c, 0): filled(1e100) for c in range(8)}, ANY, there=True, log=log)
@@ -377,9 +433,12 @@ def test_a_run_that_is_spoiled_from_the_start_ends(tmp_path):
 
 
 def test_one_lie_makes_no_room_for_a_larger_one():
-    """A message that a lie has made a thousand times as long lets ten times its own norm pass, not the whole factor."""
+    """A false reply that made the message a thousand times as long does not let a reply of norm 4e5 count.
+
+    The bound is the larger one of norm_factor · usual norm = 1e4 · 1 and message_factor · ‖message‖ = 10 · 1e3.
+    """
     norms = NormBounds(Terms())
     norms.check("step", 9e3, [1.0, 1.0, 9e3], lambda: 1.0)
     with pytest.raises(Refusal, match=r"norm of 4e\+05; the usual norm is 1, and the bound is 1e\+04"):
         norms.check("step", 4e5, [1.0, 1.0, 4e5], lambda: 1e3)
-    norms.check("step", 4e5, [1.0, 1.0, 4e5], lambda: 1e5)  # rounding errors of the others at a point that is this far
+    norms.check("step", 4e5, [1.0, 1.0, 4e5], lambda: 1e5)  # here the norms of 1 may be rounding errors

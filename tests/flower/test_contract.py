@@ -46,7 +46,10 @@ def problem_for(cls):
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_call_of_a_round_is_in_it(name):
-    """Two rounds are traced, with a fed that plays every loop twice and looks each message up by its own layout."""
+    """The contract of a method has all calls that its rounds make, and no others.
+
+    Two rounds are traced with a `fed` that repeats each loop twice, and finds each call by the layout of its message.
+    """
     algorithm = fixed(ALGORITHMS[name]())
     problem, y = problem_for(type(algorithm))
     made = contract(algorithm, problem, y)
@@ -72,7 +75,7 @@ def test_every_call_of_a_round_is_in_it(name):
 
     def round(x, y, key):
         state = now.init(x, y)
-        for _ in range(2):  # the second one too, from the state that the first one leaves
+        for _ in range(2):  # the second round begins with the state after the first one
             state = now.round(Noting(), state, key)
         return state
 
@@ -83,7 +86,10 @@ def test_every_call_of_a_round_is_in_it(name):
 
 
 def test_both_sides_draw_up_the_same():
-    """The server has shapes of samples and the state of a run, a client its own samples, of another number."""
+    """Server and client draw up the same contract.
+
+    The server does so from the shapes of samples, and the client from its own samples, of another number.
+    """
     server = contract(fixed(fb.SimFBO(batch_size=4)))
     client = ClientRuntime(federations.site(fixed(fb.SimFBO(batch_size=4)), 2)).contract
     assert server.text == client.text
@@ -109,7 +115,10 @@ def test_a_difference_is_found_and_named(other):
 
 
 def test_another_number_of_features_is_a_difference_of_the_samples():
-    """And not of the calls, whose shapes follow from it; a site can mend it, too."""
+    """If sites have another number of features, the difference that is reported is that of the samples.
+
+    The shapes of the calls follow from it, and are not reported. The site or the operator can correct it.
+    """
     fit = lambda x, y, batch: jnp.mean((batch["u"] @ y) ** 2) + jnp.sum(jnp.exp(x) * y**2)  # noqa: E731
 
     def of(features, dtype=float):
@@ -133,7 +142,10 @@ def test_schedules_that_differ_later_are_found():
 
 
 def test_rules_that_differ_in_a_later_inner_round_are_found():
-    """β_{t,k} is asked with both indices, each at 0, 1, 10, 100 and 1000."""
+    """Step sizes that differ only in later inner rounds are found.
+
+    The contract has β_{t,k} for t and k in 0, 1, 10, 100 and 1000, which gives 25 numbers.
+    """
 
     def of(falls):
         inner = fb.parts.MeanGradient(lr=lambda t, k: 0.1 / (1 + t + falls * k))
@@ -146,7 +158,7 @@ def test_rules_that_differ_in_a_later_inner_round_are_found():
 
 
 def test_a_schedule_may_begin_at_0():
-    """As a warm-up does; a step that is given as 0 is a mistake."""
+    """A schedule of step sizes may begin at 0, as a warm-up does, although a constant step size of 0 is refused."""
     made = contract(fixed(fb.SimFBO(server_lr=optax.linear_schedule(0.0, 0.1, 10))))
     assert "['0', '0.01', '0.1', '0.1', '0.1']" in str(made.schedules())
 
@@ -176,7 +188,7 @@ def test_another_version_differs(monkeypatch):
 
 @pytest.mark.parametrize("term", ["hyperparameters", "calls"])
 def test_what_is_missing_is_a_difference(term):
-    """Also where it is None here."""
+    """A term that one side lacks is a difference, even if the other side has None for it."""
     mine = json.loads(contract(fixed(fb.SimFBO(batch_size=4))).text)
     mine[term]["optional"] = None
     theirs = {**mine, term: {name: value for name, value in mine[term].items() if name != "optional"}}
@@ -191,14 +203,14 @@ def test_what_is_no_contract(text):
 
 
 def test_no_values_are_in_it():
-    """Only shapes of x0 and y0, and no fixed leaf."""
+    """A contract has the shapes of x0, y0 and the clients' states, and none of their values."""
     made = contract(TwoPhase(), x=TASK.x0 + 3.14159, y=TASK.y0 + 2.71828)
     assert made.text == contract(TwoPhase()).text
     assert json.loads(made.text)["state"] == ["['calls'] int32[]", "['control'] float64[3]"]
 
 
 class Odd(authoring.Algorithm):
-    """Sends whatever it is made for."""
+    """Send, reply or keep something odd, which `what` names."""
 
     what: str = static(default="")
 
@@ -213,7 +225,7 @@ class Odd(authoring.Algorithm):
         if self.what == "nothing":
             assert message == (None, ())
             return authoring.Reply({"x": jnp.ones(2), "none": None})
-        if self.what == "number":  # one that JAX calls weak leaves single precision as it is
+        if self.what == "number":  # a weakly typed number of JAX, which leaves single precision as it is
             return authoring.Reply(message[0] * message[1])
         return authoring.Reply(key if self.what == "key in reply" else jnp.ones(2))
 
@@ -233,6 +245,7 @@ class Odd(authoring.Algorithm):
     ("key kept", "the state of clients: value is a PRNG key"),
 ])  # fmt: skip
 def test_keys_are_refused(what, place):
+    """A PRNG key in a message, in an update or in the state of clients is refused."""
     with pytest.raises(fb.errors.ConfigurationError, match=place):
         contract(Odd(what=what))
 
@@ -245,12 +258,18 @@ def run(what, engine=None, dtype=float):
 
 
 def test_empty_messages_and_missing_leaves():
-    """The update is 1 whatever the client: x falls by 1 a round."""
+    """A message without arrays and an update with a missing leaf can be sent.
+
+    The update of each client is 1, so that x falls by 1 in each of two rounds, from 0.
+    """
     np.testing.assert_allclose(run("nothing").x, -2.0, rtol=0, atol=1e-15)
 
 
 def test_weak_numbers_stay_weak():
-    """x in single precision, times a number made of a Python one, stays single, as in the compiled engine."""
+    """A message's weakly typed number stays weakly typed over Flower, as in the compiled engine.
+
+    It is multiplied by x in single precision, and the product is in single precision.
+    """
     result = run("number", dtype=jnp.float32)
     assert result.x.dtype == run("number", fb.Local(), jnp.float32).x.dtype == jnp.float32
 

@@ -1,5 +1,7 @@
-"""Throw-away credentials: what they certify, who can read them, that nothing is overwritten; and what a site hears that
-does not reach its SuperLink."""
+"""The credentials of a trial federation certify its server and clients, are private, and overwrite nothing.
+
+Further tests check what a site is told if it does not reach its SuperLink.
+"""
 
 import contextlib
 import re
@@ -56,19 +58,19 @@ def test_a_clients_halves_belong_together_and_no_two_clients_share_a_key(tmp_pat
     for client, path in enumerate(made.clients):
         public = load_ssh_public_key(made.public(client).read_bytes())
         assert load_ssh_private_key(path.read_bytes(), None).public_key() == public
-        assert public.curve.name == "secp384r1"  # as said, and as Flower makes by itself
+        assert public.curve.name == "secp384r1"  # NIST P-384, which Flower requires
         numbers.append(public.public_numbers())
     assert len(set(numbers)) == 3
 
 
 def handshake(made, trust, name):
-    """A TLS connection over a pair of sockets: server with `made`, client that trusts `trust` and wants `name`."""
+    """Make a TLS connection over a pair of sockets; the client trusts the authority `trust` and expects `name`."""
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context(cafile=str(trust))
     server.load_cert_chain(made.certificate, made.key)
     ours, theirs = socket.socketpair()
 
     def serve():
-        with contextlib.suppress(ssl.SSLError, OSError), theirs:  # the client refuses: it says why
+        with contextlib.suppress(ssl.SSLError, OSError), theirs:  # if the client refuses, it raises the error
             server.wrap_socket(theirs, server_side=True).close()
 
     with ours, ThreadPoolExecutor() as pool:
@@ -111,7 +113,7 @@ def test_wrong_arguments_are_named(tmp_path, wrong):
 
 @pytest.fixture
 def federation(tmp_path):
-    """A SuperLink that knows one of two keys; no SuperNode."""
+    """A federation whose SuperLink runs and knows the first of two keys, without SuperNodes."""
     trial = Federation(tmp_path / "trial", clients=1)
     for name in ("logs", "operator"):
         (trial.directory / name).mkdir(parents=True)
@@ -129,7 +131,7 @@ def federation(tmp_path):
 
 
 def why(address, certificates=None, key=None):
-    """Of files."""
+    """Return why a SuperLink is not reached; certificates and key are read from their files."""
     return why_unreached(address, certificates and certificates.read_bytes(), key and private_key(key))
 
 
@@ -154,6 +156,11 @@ def test_a_server_that_is_no_superlink_is_told_from_one(status, tmp_path):
 
 @pytest.mark.slow
 def test_a_site_hears_why_it_does_not_reach_its_superlink(federation, tmp_path, monkeypatch):
+    """A site is told whether its key, its certificates, the address or its clock is wrong.
+
+    Flower allows clocks that are up to 5 s ahead and 305 s behind. So a clock that is 10 s ahead or 600 s behind is
+    reported, and one that is 200 s behind is not.
+    """
     address, made = federation.address, federation.credentials
     (one, other), stranger = made.clients, credentials.make(tmp_path / "other", clients=0).ca
     assert why(address, made.ca, one) == ""
@@ -177,12 +184,12 @@ def test_a_site_hears_why_it_does_not_reach_its_superlink(federation, tmp_path, 
                     assert re.search(rf"clock is {off} the SuperLink's, which allows 5 s ahead and 305 s behind", said)
                 else:
                     assert ("the key is not registered" in said) == (key is other)
-    assert federation.online() == 0  # asking changes nothing there
+    assert federation.online() == 0  # the requests have changed nothing at the SuperLink
 
 
 @pytest.mark.parametrize(("status", "headers", "text", "said"), [
     (401, {"date": "Thu, 01 Jan 1970 00:00:00 GMT"}, "{}", "ahead of the SuperLink's"),
-    (401, {"date": "yesterday"}, "{}", r"is not a SuperLink \(HTTP 401\)"),  # a proxy's
+    (401, {"date": "yesterday"}, "{}", r"is not a SuperLink \(HTTP 401\)"),  # from a proxy
     (401, {}, "{}", r"is not a SuperLink \(HTTP 401\)"),
     (503, {}, '{"code": 1005, "detail": "not \x1b[2J ready"}', "refuses the site: .* \"not �\\[2J ready\""),
 ])  # fmt: skip

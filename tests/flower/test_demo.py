@@ -1,4 +1,4 @@
-"""`fedbilevel flower demo` as a person starts it, and stops it."""
+"""`fedbilevel flower demo` runs and ends as a person expects who starts it, or stops it."""
 
 import contextlib
 import os
@@ -26,11 +26,11 @@ ENV = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "0"}
 
 
 class LookedAtError(FedbilevelError):
-    """The end of a demo whose clients were looked at."""
+    """Ends a demo after a look at one of its clients."""
 
 
 class Looking:
-    """In place of a demo's processes: looks at the client with the fewest samples, as `flower check` does."""
+    """Takes the place of a demo's processes, and checks the client with the fewest samples as `flower check` does."""
 
     address, credentials = "nowhere", SimpleNamespace(ca=Path("ca.crt"))
 
@@ -66,7 +66,10 @@ def test_a_site_of_tables_is_known_by_its_name():
 
 @pytest.mark.parametrize("task", slow_but("classification", "quadratic", of=TASKS))
 def test_every_client_of_a_demo_of_every_task_would_take_part(task, tmp_path, monkeypatch, capsys):
-    """Their data are nobody's: no floor of the demo's refuses a few samples, or small batches."""
+    """In a demo of any task, even the client with the fewest samples would take part.
+
+    The data belong to no person, so that no floor of the demo refuses few samples or small batches.
+    """
     hospital_files.write(tmp_path, monkeypatch)
     monkeypatch.setattr(processes, "Federation", Looking)
     assert main(["flower", "demo", "--task", task, "--out", str(tmp_path / "a")]) == 2
@@ -74,7 +77,7 @@ def test_every_client_of_a_demo_of_every_task_would_take_part(task, tmp_path, mo
 
 
 def started_in(folder):
-    """Processes whose command or environment names the folder."""
+    """Return the ids of the processes whose command or environment names the folder."""
     mine = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

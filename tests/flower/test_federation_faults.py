@@ -1,4 +1,4 @@
-"""Faults of a federation's processes: the result is that of the run in which the faulty were absent, and no more."""
+"""If a federation's processes fail, the result is that of a run without the replies that the fault takes."""
 
 import pytest
 from federation_app import SAME, Trial
@@ -19,5 +19,5 @@ def test_a_fault_costs_no_more_than_the_answers_it_takes(fault, trial):
     try:
         assert FAULTS[fault](trial) <= SAME
     except BaseException:
-        trial.renew()  # the next test is to find everyone well
+        trial.renew()  # so that all processes work in the next test
         raise

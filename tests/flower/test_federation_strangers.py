@@ -1,4 +1,4 @@
-"""What a federation's processes refuse: each time a line in a log says so, and nothing is run."""
+"""Processes of a federation refuse strangers and wrong requests: a line in a log says so, and nothing is run."""
 
 from contextlib import contextmanager
 
@@ -9,7 +9,7 @@ from fedbilevel.flower.launch import children, credentials
 from fedbilevel.flower.launch.processes import free_ports
 
 pytestmark = pytest.mark.slow
-CAREFUL = 3  # a client that allows few steps
+CAREFUL = 3  # this client allows few local steps
 
 
 @pytest.fixture(scope="module")
@@ -23,18 +23,19 @@ def trial(tmp_path_factory):
 
 @contextmanager
 def written(trial, client):
-    """What a client's log gets in the block: a function that gives it."""
+    """Yield a function that returns what was added to a client's log since the block began."""
     log = trial.federation.log(f"client-{client}")
     before = len(log.read_text())
     yield lambda: log.read_text()[before:]
 
 
 def states(trial):
-    """The files in which clients keep their state, and what is in them."""
+    """Return the files in which clients keep their states: path → content."""
     return {file: file.read_bytes() for file in (trial.folder / "states").rglob("*.npz")}
 
 
 def test_a_supernode_without_a_registered_key(trial, tmp_path):
+    """A SuperNode whose key is not registered is not connected, and a run has the numbers of a run without it."""
     federation = trial.federation
     own = credentials.make(tmp_path / "own", clients=1).clients[0]
     command = [*federation.commands.node(0), "--max-retries", "0"]
@@ -56,7 +57,10 @@ def test_a_supernode_without_a_registered_key(trial, tmp_path):
 
 @pytest.mark.parametrize("wrong", [{"phase": "init_client"}, {"contract": "0" * 32}, {"own": '{"steps": 9}'}], ids=str)
 def test_a_message_that_no_client_answers(wrong, trial):
-    """All clients refuse it; asked rightly they answer, and what they keep is as if it had not come."""
+    """All clients refuse a request for a method that is no phase, of another contract, or with a number of no field.
+
+    They reply to the correct request that follows, and their states are as if the wrong request had not come.
+    """
     with written(trial, 0) as log:
         run = trial.play("two-phase", [("server", 1, 1, "ask", {"instead": wrong})], attempts=2)
         assert "refused: " in log()
@@ -66,7 +70,7 @@ def test_a_message_that_no_client_answers(wrong, trial):
 
 
 def test_an_algorithm_with_other_hyperparameters(trial):
-    """Clients whose app has another algorithm than the server's: nobody takes part, and the run says why."""
+    """If the clients' app has another step size than the server's app, no client takes part, and the run says why."""
     write_app(trial.folder / "other", "two-phase")
     package = trial.folder / "other" / "other"
     theirs = (package / "spec.toml").read_text()
@@ -86,7 +90,7 @@ def test_an_algorithm_with_other_hyperparameters(trial):
 
 
 def test_hyperparameters_out_of_a_clients_limits(trial):
-    """The careful client runs nothing, keeps nothing and is absent; the others go on."""
+    """A client whose limit is below a hyperparameter runs nothing, keeps nothing and is absent; the others continue."""
     before = states(trial)
     settings = {"settings": "algorithm.inner=3 run.rounds=1", "join": 10.0}
     with written(trial, CAREFUL) as log:
@@ -100,7 +104,10 @@ def test_hyperparameters_out_of_a_clients_limits(trial):
 
 
 def test_a_registered_key_in_another_clients_place(trial, tmp_path):
-    """Clients 0 and 1 have each other's keys, as the server has it: neither takes part, the others go on."""
+    """A client whose registered key is that of another client does not take part, and the others continue.
+
+    According to the server's files, clients 0 and 1 have each other's keys.
+    """
     for client in range(CLIENTS):
         key = trial.federation.credentials.public({0: 1, 1: 0}.get(client, client))
         (tmp_path / f"client-{client}.pub").write_bytes(key.read_bytes())
