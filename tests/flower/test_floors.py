@@ -1,4 +1,4 @@
-"""A client's floors and limits: requests beyond them are refused, whichever server makes them."""
+"""A client refuses requests that fall below its floors or exceed its limits, whichever server sends them."""
 
 import fcntl
 import re
@@ -46,7 +46,7 @@ def test_small_batches_are_refused_at_the_greeting(batch_size, refused):
 
 
 class Sly(federations.Steps):
-    """Draws batches whose size has another name than batch_size."""
+    """Draw batches whose size is in another field than `batch_size`."""
 
     few: int = static(default=3)
 
@@ -57,7 +57,7 @@ class Sly(federations.Steps):
 
 
 def test_the_floor_is_where_samples_are_drawn():
-    """Whatever an algorithm calls the size of its batches, nothing is computed on fewer samples."""
+    """A floor is checked where samples are drawn, so that it holds whichever field has the size of the batches."""
     limits = replace(federations.FREE, min_batch_size=4)
     runtime = ClientRuntime(federations.site(Sly(batch_size=None), 0, limits=limits))
     assert asked(runtime).refused == "a draw of 3 samples is below this client's floor of 4"
@@ -77,10 +77,15 @@ def test_walks_sample_by_sample_have_the_floor_too():
 
 
 def test_an_epochs_short_batch_has_the_floor_too():
+    """The last batch of an epoch, which may be short, has the floor, too.
+
+    Two epochs of 11 samples have 4 batches of 4 samples if the short ones are dropped, 4 batches of 7 and 4 samples, or
+    2 batches of 11 samples.
+    """
     rows = fb.Clients([{"a": np.arange(11.0)}]).inner
     samples, key = _samples(rows, 4), jax.random.key(0)
     with pytest.raises(FloorError, match="last batch of an epoch is below this client's floor of 4 samples; drop_last"):
-        samples.in_epochs(key, 1, 4, False)  # 4, 4, 3
+        samples.in_epochs(key, 1, 4, False)  # batches of 4, 4 and 3 samples
     with pytest.raises(FloorError, match="a draw of 3 samples is below"):
         samples.in_epochs(key, 1, 3, False)
     assert [samples.in_epochs(key, 2, n, drop)[0] for n, drop in ((4, True), (7, False), (20, False))] == [4, 4, 2]
@@ -88,7 +93,10 @@ def test_an_epochs_short_batch_has_the_floor_too():
 
 @pytest.mark.parametrize(("epochs", "refused"), [(3, False), (4, True)])
 def test_epochs_have_the_limit_of_local_steps(epochs, refused):
-    """Of 9 samples, 3 a step, in a client that makes 10 steps at most."""
+    """The steps of local epochs are limited by max_local_steps.
+
+    An epoch over 9 samples in batches of 3 has 3 steps, so that a limit of 10 steps allows 3 epochs and not 4.
+    """
     task = federations.quadratic(clients=2, dim_x=2, dim_y=3, samples=(9, 9))
     method = fixed(fb.AggITD(inner=fb.parts.LocalSGD(local_epochs=epochs, rounds=2), batch_size=3))
     runtime = ClientRuntime(federations.site(method, 0, task, limits=replace(federations.FREE, max_local_steps=10)))
@@ -103,13 +111,17 @@ def test_a_site_with_steps_of_its_own_makes_no_epochs():
 
 
 def test_requests_of_a_round_and_of_all_runs(tmp_path):
+    """A client replies to as many requests in a round, and in all runs together, as its limits allow.
+
+    Another process of the client and another run continue the count.
+    """
     limits = replace(federations.FREE, max_requests_per_round=2, max_requests=5)
     site = federations.site(STEPS, 0, limits=limits, folder=tmp_path)
     runtime = ClientRuntime(site)
-    assert asked(runtime, payload=b"1").refused  # what is not computed is not counted
+    assert asked(runtime, payload=b"1").refused  # a request that cannot be read is not counted
     assert [asked(runtime, round=1).refused for _ in range(2)] == ["", ""]
     assert asked(runtime, round=1).code == "limit"
-    assert asked(runtime, round=0).code == "limit"  # nor by going back
+    assert asked(runtime, round=0).code == "limit"  # an earlier round does not begin a new count
     assert asked(runtime, round=2).refused == ""
     runtime = ClientRuntime(site)  # another process
     other = "f" * 16  # and another run
@@ -121,19 +133,25 @@ def test_requests_of_a_round_and_of_all_runs(tmp_path):
 
 
 def test_greetings_are_requests_and_come_before_the_first_round():
-    """A run whose client replies to as many requests in a round as it has to is not cut short by its greeting."""
+    """Greetings are counted as requests of their own round, before round 0.
+
+    So a client whose limit is the number of requests of a round can reply to all requests of round 0.
+    """
     limits, kept = replace(federations.FREE, max_requests_per_round=2, max_requests=7), memory()
     runtime = ClientRuntime(federations.site(STEPS, 0, limits=limits))
     greet = lambda: runtime.respond(RequestMessage(run=federations.NAME, contract=runtime.contract.text), kept)  # noqa: E731
     assert [greet().code for _ in range(3)] == ["", "", "limit"]
     assert [runtime.respond(request(runtime, round=0), kept).code for _ in range(3)] == ["", "", "limit"]
-    assert greet().code == "limit"  # nor by going back
+    assert greet().code == "limit"  # a later greeting counts in the round that has begun
     assert runtime.respond(request(runtime, round=1), kept).code == ""
     assert kept.request_counts() == RequestCounts(5, federations.NAME, runtime.contract.digest, 1, 1)
 
 
 def test_a_further_contract_of_a_run_begins_with_a_round_of_its_own(tmp_path):
-    """The first has come to round 9; requests for round 0 of the second one are not counted to that round."""
+    """If a run has a second contract, its rounds are counted anew.
+
+    Requests for round 0 of the second contract are not counted to round 9, to which the first contract has come.
+    """
     limits = replace(federations.FREE, max_requests_per_round=2)
     first, second = (
         ClientRuntime(federations.site(federations.Steps(batch_size=size), 0, limits=limits, folder=tmp_path))
@@ -146,8 +164,11 @@ def test_a_further_contract_of_a_run_begins_with_a_round_of_its_own(tmp_path):
 
 @pytest.mark.parametrize("kept", ["in a folder", "by Flower"])
 def test_requests_for_which_no_site_can_be_made_are_counted(kept, tmp_path):
-    """Each costs the client as much as making a site may: after max-requests no more is made. A site that is made
-    counts a request itself, once."""
+    """Requests for which no site can be made are counted, and after max-requests no more attempts are made.
+
+    Each attempt may cost the client much. If a site is made, the site counts the request itself, so that it is counted
+    once.
+    """
     tries, broken = [], [True]
     limits, folder = Limits(max_requests=3), tmp_path / "state" if kept == "in a folder" else None
 
@@ -171,10 +192,10 @@ def test_requests_for_which_no_site_can_be_made_are_counted(kept, tmp_path):
     assert [ask(), ask(phase="x", round=1)] == ["settings"] * 2
     assert len(tries) == 2
     broken[0] = False
-    assert ask() == "contract"  # it is counted once: the third
+    assert ask() == "contract"  # the third request, which is counted once
     assert ask() == "limit"
     broken[0] = True
-    grid.contexts[1].node_config |= {"max-seconds": 5.0}  # as if Flower had begun anew
+    grid.contexts[1].node_config |= {"max-seconds": 5.0}  # now the site would be made anew
     assert ask() == "limit"
     assert len(tries) == 3
 
@@ -186,7 +207,7 @@ def test_what_is_outside_of_the_limits_is_not_traced(monkeypatch):
 
 
 def unending(sign, memory):
-    """Makes no site, and says when it has stopped."""
+    """Run for ever instead of making a site, and set `sign` when this is stopped."""
     try:
         held = []
         while True:
@@ -200,7 +221,7 @@ def unending(sign, memory):
     ({"max-memory": 2**24}, 2**23, "takes more memory than this client's limit of 16777216 bytes"),
 ])  # fmt: skip
 def test_what_makes_a_site_is_stopped_at_its_limits(config, memory, why):
-    """Before any message is looked at; the server hears it."""
+    """The function that makes a site is stopped at the client's limits of time and memory, and the server is told."""
     sign, grid = threading.Event(), InProcess(client_app(lambda run, node: unending(sign, memory)), 1)
     grid.contexts[1].node_config |= config
     message = wire.request_message(1, RequestMessage(run=federations.NAME, contract=""), 100.0)
@@ -213,7 +234,10 @@ def test_what_makes_a_site_is_stopped_at_its_limits(config, memory, why):
 
 
 def test_nobody_else_counts_between_reading_a_count_and_writing_it(tmp_path, monkeypatch):
-    """Another process of the site would write over it what it has read before."""
+    """While one process counts a request, no other process of the site can read or write the count.
+
+    Otherwise the other process could overwrite the new count with one that it has read before.
+    """
     save_request_counts, tries = FolderStore.save_request_counts, []
 
     def noted(store, request_counts):

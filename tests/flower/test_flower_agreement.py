@@ -1,4 +1,4 @@
-"""A federation over Flower's messages gives what one machine does: state, ledger and history."""
+"""A federation over Flower's messages has the state, the ledger and the history of a run on one machine."""
 
 import json
 from dataclasses import replace
@@ -23,7 +23,7 @@ from refusals import refuses
 from representatives import slow_but
 
 ROUNDS, COHORT = 3, 3
-SIZES = {"equal": (6, 6), "ragged": (3, 4)}  # of two sizes: few programs
+SIZES = {"equal": (6, 6), "ragged": (3, 4)}  # at most two sizes, so that few programs are compiled
 CASES = {
     "FedNest, steps that adapt": (fb.FedNest(batch_size=4, inner=fb.parts.SVRG(rounds=2)), "equal", None, None),
     "ShroFBO, ragged full batches, random work, a schedule": (
@@ -74,11 +74,11 @@ QUICK = (
     "SimFBO, steps that adapt, trimmed mean",
     "FedAvg, local epochs, ragged",
 )
-"""One of each kind of exchange, of numbers and of samples; the others are further methods and problems."""
+"""These cases have every kind of exchange, of own numbers and of samples; the others are more methods and problems."""
 
 
 def both(case, log):
-    """The case over Flower and on this machine."""
+    """Return the results of a case on this machine and over Flower."""
     algorithm, sizes, work, problem = CASES[case]
     own = work if isinstance(work, dict) else {} if work is None else {"local_steps": work}
     task = quadratic(clients=5, dim_x=2, dim_y=3, samples=SIZES[sizes])
@@ -87,7 +87,7 @@ def both(case, log):
     one = problem is MINIMAX
     inner = None if one else task.clients.inner
     clients = fb.Clients(task.clients.outer, inner, weights=task.clients.weights, own=own)
-    second = lambda client, message: float(bool(decode(RequestMessage, message).phase))  # noqa: E731  as Local's clock has it
+    second = lambda client, message: float(bool(decode(RequestMessage, message).phase))  # noqa: E731  as in Local's clock
     grid = InProcess(federations.app(algorithm, task, problem), len(task.clients), delay=second)
     same = {"rounds": ROUNDS, "cohort": COHORT, "key": 1, "eval_every": 2, "metrics": {"norm": lambda x, y: x @ x}}
     engine = Flower(grid=grid, log=log)
@@ -101,10 +101,13 @@ def both(case, log):
 @pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
 @pytest.mark.parametrize("case", slow_but(*QUICK, of=CASES))
 def test_agrees_with_local(case, tmp_path):
-    """In float64, 1e-12: see tests/engines/test_agreement.py. The log of the exchanges adds up to the ledger."""
+    """A run over Flower has the state, history and ledger of `Local`, and its log of exchanges adds up to the ledger.
+
+    The tolerance of 1e-12 in float64 is derived in tests/engines/test_agreement.py.
+    """
     here, there = both(case, tmp_path / "exchanges.jsonl")
     federations.same(here, there)
-    assert here.ledger == there.ledger  # its time, too
+    assert here.ledger == there.ledger  # including its time
     lines = [json.loads(line) for line in (tmp_path / "exchanges.jsonl").read_text().splitlines()]
     assert sum(line["bytes_down"] for line in lines) == there.ledger.bytes_down
     assert sum(line["bytes_up"] for line in lines) == there.ledger.bytes_up
@@ -115,7 +118,7 @@ def test_agrees_with_local(case, tmp_path):
 
 
 def test_two_calls_of_solve_agree():
-    """Desks are kept: a second run on the same clients does not see the first one's state."""
+    """A second run on the same clients, which keep their runtimes, does not use the states of the first run."""
     algorithm, task = TwoPhase(), federations.TASK
     grid = InProcess(federations.app(algorithm), 6)
     known, start = fb.RemoteClients.of(task.clients), (task.x0, task.y0)
@@ -127,7 +130,7 @@ def test_two_calls_of_solve_agree():
 
 
 def test_replies_of_fresh_cohorts_do_not_count_for_what_clients_keep():
-    """Each request says which reply of its client counted last: one to the round's own cohort."""
+    """Each request names its client's last reply that counted, among those that were not for a fresh cohort."""
     series = fb.parts.Implicit(solver=fb.parts.Neumann(terms=1))
     method = fixed(fb.FedMBO(inner=fb.parts.LocalSGD(local_steps=1), hypergradient=series, batch_size=None))
     own, said = {}, []
@@ -147,7 +150,10 @@ def test_replies_of_fresh_cohorts_do_not_count_for_what_clients_keep():
 
 @pytest.mark.slow
 def test_models_with_fixed_leaves():
-    """Equinox modules: what is no array stays on each side, and the structure of the tree is never sent."""
+    """Models with leaves that are not arrays, here modules of Equinox, have the numbers of `Local`.
+
+    Such leaves stay on each side, and the structure of the tree is never sent.
+    """
     eqx = pytest.importorskip("equinox")
     x0 = eqx.nn.MLP(3, 2, 3, 1, activation=jnp.tanh, key=jax.random.key(0), dtype=float)
     y0 = eqx.nn.Linear(2, 1, use_bias=False, key=jax.random.key(1), dtype=float)

@@ -1,4 +1,4 @@
-"""Asynchronous methods over Flower: the numbers of a simulation with the same clock, also after faults."""
+"""Asynchronous methods over Flower have the numbers of a simulation with the same clock, also after faults."""
 
 import json
 from functools import cache
@@ -29,14 +29,17 @@ class State(NamedTuple):
     round: jax.Array
     x: jax.Array
     y: jax.Array
-    last_x: jax.Array  # Σ p_i of everyone's last answer
+    last_x: jax.Array  # Σ p_i · (the last reply of client i, as a gradient)
     last_y: jax.Array
-    kept: dict  # Σ p_i of what the clients keep, when they were last asked
+    kept: dict  # Σ p_i · (what client i keeps), when clients were last asked for it
 
 
 class Differences(authoring.Algorithm):
-    """Clients keep their last answer of either kind and send the difference to it: the server has the mean of the last
-    ones. y's in a loop, then x's; from round `probe` on everyone then says what it keeps."""
+    """Let clients keep their last gradients in x and in y, and send the differences from them.
+
+    The server adds up the differences to the means of the last gradients. A round has exchanges for y in a loop, and
+    then one for x. From round `probe` on, all clients then also send what they keep.
+    """
 
     n: int = static(default=2)
     inner: int = static(default=2)
@@ -84,7 +87,7 @@ class Differences(authoring.Algorithm):
 
 
 def following(clock, exchanges, units):
-    """Delays that are the clock's; a round has so many exchanges, and each phase so many gradients and products."""
+    """Return a clock's delays for rounds of `exchanges` exchanges; `units` has the gradients and products by phase."""
     pace = clock.pace(6)
 
     @cache
@@ -100,7 +103,7 @@ def following(clock, exchanges, units):
 
 
 def both(algorithm, clock, exchanges, units, **options):
-    """The run on this machine and over Flower's messages."""
+    """Return the results of a run on this machine and over Flower."""
     same = {"rounds": ROUNDS, "key": 1, "eval_every": 1, "metrics": {"norm": lambda x, y: x @ x}, **options}
     here = fb.solve(algorithm, TASK.problem, TASK.clients, TASK.x0, TASK.y0, engine=fb.Local(clock=clock), **same)
     grid = InProcess(federations.app(algorithm), 6, delay=following(clock, exchanges, units))
@@ -126,7 +129,10 @@ SLOW = {"AFBO", "work, no ties"}
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES])
 def test_agrees_with_local(case):
-    """State, rows (staleness among them), ledger and time; 1e-12: see tests/engines/test_agreement.py."""
+    """An asynchronous run has the state, history with staleness, ledger and time of `Local` with the same clock.
+
+    The tolerance of 1e-12 is derived in tests/engines/test_agreement.py.
+    """
     here, there = both(*CASES[case])
     federations.same(here, there)
     np.testing.assert_allclose(there.history["time"], here.history["time"], rtol=0, atol=1e-9)
@@ -140,8 +146,11 @@ def flower_error(response, message):
 
 
 def compared(lines, trace):
-    """Compare what clients keep with the server's sums wherever everyone was home and all that had come in then
-    counted: in the next round's exchange of the kind, if it took no time. [(kind, round)]"""
+    """Compare what clients keep with the server's sums where they must be equal, and return these (kind, round).
+
+    They must be equal if all clients were idle at the end of a round, and all replies that had arrived by then have
+    counted. This is so after the next round's exchange of the kind, x or y, if it took no time.
+    """
     complete = {line["round"] for line in lines if line["phase"] == "what_is_kept" and len(line["answered"]) == 6}
     found = []
     for line in lines:
@@ -155,11 +164,11 @@ def compared(lines, trace):
 
 
 def test_a_lost_answer_leaves_no_trace_in_what_its_client_keeps(tmp_path):
-    """Σ p_i of what clients keep is the server's sum as soon as all that came in early has counted.
+    """The weighted sum of what clients keep is the server's sum, although some replies were lost or late.
 
-    Everyone is home at the end of a round; the next exchange of a kind that takes no time counts just what came in.
-    Clients 1 and 4 have computed answers that are lost, client 2's comes too late: with a trace of any of them the sums
-    would differ for ever.
+    All clients are idle at the end of a round. The next exchange of a kind that takes no time counts the replies that
+    have arrived. Clients 1 and 4 have computed replies that are lost, and one of client 2 comes too late. If a client
+    kept a trace of such a reply, the sums would differ for ever.
     """
     algorithm, log = Differences(n=1, inner=1, probe=0), tmp_path / "log.jsonl"
     faults = {(1, 2, 0): flower_error, (4, 3, 1): flower_error, (4, 4, 0): flower_error}
@@ -181,13 +190,16 @@ def test_a_lost_answer_leaves_no_trace_in_what_its_client_keeps(tmp_path):
 
 
 class Killed(BaseException):
-    """What no handler of errors may hold up."""
+    """Ends a run at once, since no handler of errors catches it."""
 
 
 def test_a_run_that_was_killed_goes_on(tmp_path):
-    """First in the middle of a round, then between two. What had come in early is in the checkpoint; what was under
-    way counts no more, also where it had counted in the round that is played again, and its client has answered another
-    request since: Σ p_i of what clients keep is the server's sum."""
+    """A run continues after it was killed in the middle of a round, and again after it was stopped between two rounds.
+
+    Replies that had arrived early are in the checkpoint. Replies that were under way no longer count, even if they had
+    counted in the round that is repeated and their clients have replied to another request since. So the weighted sum
+    of what clients keep is the server's sum.
+    """
     algorithm, log, asked = Differences(inner=1, probe=9), tmp_path / "log.jsonl", []
 
     def delay(client, message):
@@ -208,5 +220,5 @@ def test_a_run_that_was_killed_goes_on(tmp_path):
     for rounds in (11, 14):
         federations.solve(algorithm, grid, rounds=rounds, resume=True, **options)
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [line["round"] for line in lines if line["exchange"] == 0].count(asked[4]) == 2  # it was played again
+    assert [line["round"] for line in lines if line["exchange"] == 0].count(asked[4]) == 2  # it was repeated
     assert {round for _, round in compared(lines, trace)} == {10, 11, 12, 13}

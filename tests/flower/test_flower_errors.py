@@ -1,4 +1,4 @@
-"""Errors of Flower's own calls, and messages that cannot be read: they end no run, and cost one message each."""
+"""Errors of Flower's own calls and messages that cannot be read end no run, and cost at most one client's replies."""
 
 from dataclasses import replace
 
@@ -27,9 +27,12 @@ def whole():
 
 
 class Failing(InProcess):
-    """Its calls raise when told so; what a failed pull would have brought is gone, as with Flower's own."""
+    """A grid whose calls fail where a test says so.
 
-    alone = 0  # pulls for one message
+    If a message cannot be unpacked, the pull fails and all its messages are lost, as with Flower's own grid.
+    """
+
+    alone = 0  # the number of pulls for a single message
 
     def __init__(self, junk=(), **broken):
         super().__init__(CLIENTS, 6)
@@ -68,7 +71,7 @@ class Failing(InProcess):
 @pytest.mark.parametrize("broken", [{"push": 1}, {"pull": 9}, {"connection": 20}, {"nodes": 2}, {"push": 2, "pull": 3}],
                          ids=lambda broken: "+".join(broken))  # fmt: skip
 def test_errors_of_flower_that_pass_change_nothing(broken, whole):
-    """A request that was not taken is asked again, an answer that was not fetched is fetched later."""
+    """Errors that pass change no number: a request that was not taken is sent again, and a reply is fetched later."""
     grid = Failing()
     note = lambda result, row: grid.broken.update(broken) if result.round == 1 else None  # noqa: E731
     result = federations.solve(STEPS, grid, terms=TERMS, callbacks=[note])
@@ -78,7 +81,11 @@ def test_errors_of_flower_that_pass_change_nothing(broken, whole):
 
 
 def test_an_answer_that_cannot_be_unpacked_is_left_out(monkeypatch):
-    """It takes along the answers of the same pull, once; from then on each is pulled alone, and only it is lost."""
+    """A reply that cannot be unpacked does not count.
+
+    The first one also loses the replies of the same pull, which are requested again. After it each reply is pulled by
+    itself, so that no other reply is lost.
+    """
     first, second = COHORTS[1][:2], COHORTS[2][0]
     faults = {(first[0], 1, 0), (second, 2, 0)}
     result = federations.solve(STEPS, Failing(faults), terms=replace(TERMS, attempts=5))
@@ -98,7 +105,10 @@ def test_answers_to_nothing_that_was_asked_are_ignored(whole):
 
 
 def test_a_greeting_that_cannot_be_read_refuses_one_node_only(monkeypatch, caplog):
-    """Whatever reading it raises: a contract that lacks what is None here once did, in comparing."""
+    """If reading a greeting fails, with whatever error, only the node that sent it is refused.
+
+    Here the comparison of the contracts raises a ZeroDivisionError.
+    """
     broken = 5
 
     def respond(message, context):
