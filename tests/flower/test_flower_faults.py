@@ -50,7 +50,7 @@ def numbers(*values, dtype=float):
     return np.array(values, dtype).tobytes()
 
 
-FAULTS = {  # of an answer to the first exchange, whose update is float64[3]: the code of its refusal
+FAULTS = {  # faults of a reply in the first exchange, whose update is float64[3], and the codes of their refusals
     "raises": (refuse, "flower"),
     "its app crashes": (flowers(8), "flower"),
     "its reply expires": (flowers(4), "late"),
@@ -75,7 +75,7 @@ FAULTS = {  # of an answer to the first exchange, whose update is float64[3]: th
     "another exchange": (changed(exchange=1), "malformed"),
     "another run": (changed(run="ffffffffffffffff"), "malformed"),
     "negative gradients": (changed(gradients=-1), "malformed"),
-    "absurd products": (changed(hvps=2**62), "malformed"),  # ⌊(2³¹ − 1)/6⌋
+    "absurd products": (changed(hvps=2**62), "malformed"),  # at most ⌊(2³¹ − 1)/6⌋ are allowed
     "an account of NaN": (changed(epsilon=math.nan), "malformed"),
     "an account of δ = 1": (changed(delta=1.0), "malformed"),
     "refuses": (changed(refused="I do not\nwant to"), "other"),
@@ -84,7 +84,7 @@ FAULTS = {  # of an answer to the first exchange, whose update is float64[3]: th
 
 @pytest.fixture(scope="module")
 def absent():
-    """The run in which one client misses all of round 1, and a second one its second exchange, and who they are."""
+    """Return the result of a run in which one client misses all of round 1, and another one its second exchange."""
     first, second = COHORTS[1][:2]
     with pytest.MonkeyPatch.context() as patch:
         return federations.without(patch, STEPS, {(first, 1, 0), (first, 1, 1), (second, 1, 1)})
@@ -97,7 +97,7 @@ def whole():
 
 
 def run(tmp_path, client_app, **options):
-    """The result of a run with faults, and what its log says of refusals: (round, exchange, client) -> code."""
+    """Return the result of a run, the refusals in its log, (round, exchange, client) -> code, and the log's lines."""
     log = tmp_path / "exchanges.jsonl"
     grid = InProcess(client_app, 6, delay=options.pop("delay", None))
     result = federations.solve(STEPS, grid, log=log, **{"terms": TERMS, **options})
@@ -115,7 +115,10 @@ def test_a_run_without_faults(tmp_path, whole):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_bad_answer_is_left_out(fault, tmp_path, absent):
-    """The client that fails in the first exchange of round 1 is not asked in the second one, and is in round 2."""
+    """A bad reply does not count, and the result is that of a run without it.
+
+    A client that fails in the first exchange of round 1 is not asked in the second one, and is asked again in round 2.
+    """
     (first, second), (wrong, expected) = COHORTS[1][:2], FAULTS[fault]
     faults = {(first, 1, 0): wrong, (second, 1, 1): refuse}
     result, said, lines = run(tmp_path, federations.misbehaving(CLIENTS, faults))
@@ -127,7 +130,10 @@ def test_a_bad_answer_is_left_out(fault, tmp_path, absent):
 
 
 def test_metrics_are_means_over_those_who_sent_them(tmp_path):
-    """A client that sends none, as under privacy, takes none from the others."""
+    """A metric is the weighted mean over the clients that sent it; a client that sends none has no part in the mean.
+
+    Under privacy clients send no metrics.
+    """
     silent, sent = COHORTS[1][0], {}
 
     def note(response, message):
@@ -151,7 +157,10 @@ def test_metrics_are_means_over_those_who_sent_them(tmp_path):
 
 @pytest.mark.parametrize("seconds", [math.inf, 150.0], ids=["never", "too late"])
 def test_no_answer_in_time_is_left_out(seconds, tmp_path, absent):
-    """An answer after 150 s, on the federation's clock, comes when the next round's is awaited, and changes nothing."""
+    """A reply that does not arrive before the deadline of 100 s does not count.
+
+    A reply after 150 s, on the federation's clock, arrives while the next round waits for replies, and changes nothing.
+    """
     first, second = COHORTS[1][:2]
 
     def delay(client, message):
@@ -169,7 +178,11 @@ def test_no_answer_in_time_is_left_out(seconds, tmp_path, absent):
 
 @pytest.mark.parametrize(("slow", "code"), [(3, "stalled"), (2, "late")])
 def test_where_most_are_late_it_may_be_no_clients_fault(slow, code, tmp_path):
-    """As where one client's huge message holds up the SuperLink: of four, of whom one cannot reply at all."""
+    """If more than half of the online clients are late, the error says that the SuperLink may be the cause.
+
+    One client's huge message, for example, holds up the SuperLink. Three of the four clients are late here, or two. One
+    more client replies with an error.
+    """
     *late, broken = COHORTS[0][-slow - 1 :]
     delay = lambda client, message: math.inf if client in late and decode(RequestMessage, message).phase else 0.0  # noqa: E731
     faults = {(broken, 0, 0): refuse}
@@ -187,7 +200,10 @@ def test_where_most_are_late_it_may_be_no_clients_fault(slow, code, tmp_path):
 
 
 def test_failing_again_and_again_means_resting_longer(tmp_path, monkeypatch):
-    """Everyone is in every cohort; one who fails whenever it is asked is asked in rounds 0, 1 and 3."""
+    """A client that fails each time is asked less and less often: of five rounds, in rounds 0, 1 and 3.
+
+    All clients are in each cohort.
+    """
     asked = []
 
     def fail(response, message):
@@ -203,6 +219,7 @@ def test_failing_again_and_again_means_resting_longer(tmp_path, monkeypatch):
 
 
 def test_rests():
+    """The rounds from one failure to the next attempt double from 1 to 32, until a reply counts."""
     backoff, failed = Backoff(), []
     for round in range(200):
         if not backoff.resting(0, round):
@@ -216,7 +233,10 @@ def test_rests():
 
 
 def test_too_few_are_asked_again(tmp_path, whole):
-    """Three of four fail at first: the quorum is two. In the second attempt those are asked who have not answered."""
+    """If there are fewer replies than the quorum, the clients that have not replied are asked again.
+
+    Here the quorum is two, and three of four clients fail in the first attempt.
+    """
     failing, failed = COHORTS[1][:3], []
 
     def once(response, message):
@@ -229,12 +249,15 @@ def test_too_few_are_asked_again(tmp_path, whole):
     result, _, lines = run(tmp_path, federations.misbehaving(CLIENTS, faults))
     (again,) = [line for line in lines if line["attempt"]]
     assert [again[name] for name in ("round", "exchange", "asked", "answered")] == [1, 1, 3, sorted(failing)]
-    federations.same(result, whole)  # they have rested in nothing: answering ends it
+    federations.same(result, whole)  # no client rests, because each replied in the end
     assert result.ledger.bytes_down == sum(line["bytes_down"] for line in lines) > whole.ledger.bytes_down
 
 
 def test_below_the_quorum_the_run_stops_and_can_be_resumed(tmp_path, whole):
-    """The checkpoint has the rounds before; what comes of it then is the unbroken run."""
+    """If there is no quorum after the last attempt, the run stops with an error, and can be resumed.
+
+    The checkpoint has the rounds before, and the resumed run has the numbers of an uninterrupted run.
+    """
     failing = sorted(COHORTS[1][:3])
     faults = {(client, 1, 1): refuse for client in failing}
     path = tmp_path / "checkpoint.npz"
@@ -248,6 +271,7 @@ def test_below_the_quorum_the_run_stops_and_can_be_resumed(tmp_path, whole):
 
 
 def test_quorum():
+    """A quorum q of a cohort of n clients is ⌈q·n⌉ replies, and wrong fields of `Terms` are refused."""
     assert [Terms(quorum=0.5).needed(cohort) for cohort in (1, 2, 3, 4)] == [1, 1, 2, 2]
     assert [Terms(quorum=0.7).needed(10), Terms(quorum=1.0).needed(7), Terms(quorum=1e-3).needed(5)] == [7, 7, 1]
     for field, value in (("quorum", 0), ("quorum", 1.1), ("deadline", math.inf), ("poll", 0), ("norm_bound", -1.0)):
@@ -258,7 +282,7 @@ def test_quorum():
 
 
 class Changing(InProcess):
-    """Does something to the federation before the first message of some (round, exchange) goes out."""
+    """A grid that calls `events[round, exchange]` before the first message of this exchange is sent."""
 
     def __init__(self):
         super().__init__(CLIENTS, 6)
@@ -274,7 +298,10 @@ class Changing(InProcess):
 
 
 def test_a_client_that_goes_and_comes_back_as_another_node(tmp_path, monkeypatch):
-    """Gone when round 1 begins to send, noticed when its time is over; back, as node 7, for round 2."""
+    """A client whose node leaves is absent, and takes part again when it comes back as another node.
+
+    It leaves before the messages of round 1 are sent, and comes back in this round as node 7, in time for round 2.
+    """
     client = next(iter(set(COHORTS[1]) & set(COHORTS[2])))
     grid = Changing()
     grid.events = {(1, 0): lambda grid: grid.leave(client), (1, 1): lambda grid: grid.join(client)}
@@ -285,11 +312,11 @@ def test_a_client_that_goes_and_comes_back_as_another_node(tmp_path, monkeypatch
 
 
 def test_two_nodes_for_one_client(tmp_path, whole, caplog):
-    """The first holds the place; when it goes the other one takes it, within the round."""
+    """Of two nodes that claim to be one client, the first takes part, and if it leaves, the second one at once."""
     client = next(iter(set(COHORTS[0]) & set(COHORTS[1])))
     grid = Changing()
     grid.join(client)
-    grid.events = {(0, 1): lambda grid: grid.leave(client)}  # its answer of that exchange is lost
+    grid.events = {(0, 1): lambda grid: grid.leave(client)}  # its reply in this exchange is lost
     result = federations.solve(STEPS, grid, terms=replace(TERMS, quorum=1.0))  # so it has to be asked again
     federations.same(result, whole)
     assert f"node 7 does not take part: the node claims to be client {client}, but node {client + 1}" in caplog.text
@@ -297,7 +324,7 @@ def test_two_nodes_for_one_client(tmp_path, whole, caplog):
 
 @pytest.mark.parametrize("response", ["", None, "left out"])
 def test_a_message_that_flower_does_not_take(response, tmp_path, absent):
-    """Grids say so in different ways."""
+    """A client is absent if Flower does not take the message to it, which grids report in three different ways."""
     first, second = COHORTS[1][:2]
 
     class Refusing(InProcess):
@@ -315,7 +342,10 @@ def test_a_message_that_flower_does_not_take(response, tmp_path, absent):
 
 
 def test_messages_that_are_too_large():
-    """Flower's grid returns nothing at all then; that is said, not a wrong length of something."""
+    """If messages are too large, the error says so.
+
+    Flower's grid then returns an empty list, and no error about the length of this list is raised.
+    """
 
     class Small(InProcess):
         def push_messages(self, messages):
@@ -326,16 +356,16 @@ def test_messages_that_are_too_large():
 
 
 def test_a_population_that_is_not_complete(tmp_path, monkeypatch):
-    """Four of six are enough to begin; one more comes in round 1, the last one never."""
+    """A run begins with four of six clients; the fifth joins in round 1, and the sixth never does."""
     early, late = 5, 4
     grid = Changing()
     grid.leave(early)
     grid.leave(late)
-    grid.events = {(1, 0): lambda grid: grid.join(early)}  # round 1 has begun: it is there for round 2
+    grid.events = {(1, 0): lambda grid: grid.join(early)}  # too late for round 1, which has begun
     missing = {(late, r, e) for r in range(3) for e in range(2)} | {(early, r, e) for r in range(2) for e in range(2)}
     result = federations.solve(STEPS, grid, terms=TERMS, cohort=6)
     federations.same(result, federations.without(monkeypatch, STEPS, missing, cohort=6))
-    assert grid.clock.time() > TERMS.join  # it has waited for them
+    assert grid.clock.time() > TERMS.join  # the server has waited for both
 
 
 def test_names_and_logs_are_checked_before_anything_is_sent(tmp_path):
@@ -347,7 +377,7 @@ def test_names_and_logs_are_checked_before_anything_is_sent(tmp_path):
         federations.solve(STEPS, grid, log=tmp_path)
     log = tmp_path / "new" / "exchanges.jsonl"
 
-    def replace(result, row):  # from now on it cannot be written any more
+    def replace(result, row):  # after round 1 the log cannot be written
         if result.round == 1:
             log.unlink()
             log.mkdir()
@@ -365,7 +395,7 @@ def test_a_population_that_is_too_small():
 
 
 def test_strangers_do_not_take_part(caplog):
-    """Clients of another algorithm disagree at the greeting, which says in what."""
+    """Clients with another algorithm than the server's do not take part, and the error and the log say what differs."""
     grid = InProcess(federations.app(federations.Steps(lr=0.2)), 6)
     with pytest.raises(
         fb.errors.ExchangeError, match=re.escape("hyperparameters.lr is 0.1 at the server and 0.2 at the site")
@@ -375,8 +405,12 @@ def test_strangers_do_not_take_part(caplog):
 
 
 def test_a_reply_to_a_greeting_waits_while_a_round_lasts(monkeypatch):
-    """Client 5 replies to its greeting after 15 s, when the others play round 0, which lasts 18 s with a deadline of
-    10 s. The SuperLink keeps a reply for as long as its message is valid: for GREETING deadlines of a greeting."""
+    """A client that replies to its greeting while a round lasts takes part from the next round on.
+
+    Client 5 replies after 15 s. By then round 0 has begun, whose two exchanges of 9 s last 18 s. The SuperLink keeps a
+    reply for as long as its request is valid, which is GREETING = 20 deadlines of 10 s for a greeting. If it were one
+    deadline, client 5 would never take part.
+    """
     valid = {}
 
     class Forgetting(InProcess):
@@ -410,7 +444,11 @@ def test_a_reply_to_a_greeting_waits_while_a_round_lasts(monkeypatch):
 
 
 def test_one_who_does_not_take_part_is_greeted_again(tmp_path, monkeypatch):
-    """A client whose data were not there when it was greeted first takes part from the round after the deadline on."""
+    """A client that could not start when it was first greeted is greeted again after a deadline, and then takes part.
+
+    Its data were missing at first. A reply takes 60 s, so that the deadline of 100 s is over in round 1, and the client
+    takes part in round 2.
+    """
     tries = []
 
     def late_data(message, context):

@@ -1,4 +1,7 @@
-"""The first n answers to arrive: their order, what they were computed on, what becomes of those that come later."""
+"""`fed.sum_first` over Flower counts the first n replies in the order of their arrival, and later replies later on.
+
+Each run must equal a simulation of its events in NumPy.
+"""
 
 import heapq
 import json
@@ -29,7 +32,7 @@ LR, ROUNDS = 0.3, 8
 
 
 class Async(authoring.Algorithm):
-    """y follows the clients' targets as they come; where `both`, x does too, and waits for all of them."""
+    """Let y follow the targets of the first n clients that reply; if `both`, x also follows those of all clients."""
 
     n: int = static(default=2)
     both: bool = static(default=False)
@@ -56,13 +59,13 @@ class Async(authoring.Algorithm):
 
 
 class Silent(Async):
-    """Does not say what it is."""
+    """Call `fed.sum_first` without a declaration in `asks`."""
 
     asks = authoring.Asks()
 
 
 class Overdue(Async):
-    """Nobody's answer is older than so many exchanges."""
+    """Wait for replies that would become older than `max_staleness` exchanges."""
 
     max_staleness: int = static(default=1)
 
@@ -72,12 +75,12 @@ class Overdue(Async):
 
 
 def simulated(n, delays, both=False, stop=None):
-    """(x, y, staleness, how many answers) of each round, by hand: events in the order of their times.
+    """Return (x, y, staleness, number of replies) of each round, simulated by events in the order of their times.
 
-    Where the run stops before a round and is resumed, all requests are new, and clients first end what they are at.
+    If the run stops before round `stop` and is resumed, all requests are new, and clients first finish their work.
     """
     x, y, time, trace = np.zeros(2), np.zeros(3), 0.0, []
-    working, kept = [], []  # heap of (when, client, fetched, round); what came in while x was waited for
+    working, kept = [], []  # heap of (time of reply, client, y in its request, round); replies during the wait for x
     for round in range(ROUNDS):
         begin = dict.fromkeys(range(6), time)
         if round == stop:
@@ -91,7 +94,7 @@ def simulated(n, delays, both=False, stop=None):
             time = used[-1][0]
         y = y + LR * sum(P[client] * (TARGETS[client] - fetched) for _, client, fetched, _ in used)
         stale = sum(P[entry[1]] * (round - entry[3]) for entry in used) / sum(P[entry[1]] for entry in used)
-        if both:  # each is asked when it comes home; what it brings is kept
+        if both:  # each client is asked when it is idle, and its reply for y is kept
             home = {entry[1]: entry[0] for entry in working}
             time = max(home.get(client, time) + delays[client] for client in range(6))
             kept, working = sorted(working), []
@@ -101,7 +104,7 @@ def simulated(n, delays, both=False, stop=None):
 
 
 def run(algorithm, delays=None, stop=None, lost=lambda client, request: False, **options):
-    """(result, (x, y) after each round); with `stop` of a run that was stopped after so many rounds, and resumed."""
+    """Return the result and (x, y) after each round; with `stop`, the run stops after `stop` rounds and is resumed."""
 
     def delay(client, message):
         request: RequestMessage = decode(RequestMessage, message)
@@ -116,11 +119,11 @@ def run(algorithm, delays=None, stop=None, lost=lambda client, request: False, *
     if stop is not None:
         federations.solve(algorithm, grid, **more | {"rounds": stop})
         more["resume"] = True
-    return federations.solve(algorithm, grid, **more), trace[1:]  # after round 0 there is nothing to see
+    return federations.solve(algorithm, grid, **more), trace[1:]  # without the start
 
 
 def followed(expected, *given, **options):
-    """A run's result and what was expected of it, which is what came."""
+    """Assert that a run has the expected x, y and staleness in each round; return its result and what was expected."""
     result, trace = run(*given, **options)
     near = partial(np.testing.assert_allclose, rtol=0, atol=1e-12)
     near([x for x, _ in trace], [entry[0] for entry in expected])
@@ -132,9 +135,12 @@ def followed(expected, *given, **options):
 @pytest.mark.parametrize("both", [False, True], ids=["alone", "with a mean after it"])
 @pytest.mark.parametrize("n", slow_but(2, of=[2, 5]))
 def test_the_order_of_events(n, both):
-    """Weights are below 1, so 8 rounds amplify no rounding: 1e-12."""
+    """A run equals the simulation of its events, in which the first n replies of a round count.
+
+    Replies have weights below 1, so that 8 rounds do not amplify rounding errors, and the tolerance is 1e-12.
+    """
     result, expected = followed(simulated(n, DELAYS, both), Async(n=n, both=both), DELAYS)
-    assert n == 5 or both or max(result.history["staleness"][1:]) > 1  # there was something to see
+    assert n == 5 or both or max(result.history["staleness"][1:]) > 1  # some replies came late
     assert result.ledger.gradients == sum(entry[3] for entry in expected)
 
 
@@ -143,11 +149,11 @@ def test_a_run_that_was_stopped_goes_on_without_what_was_under_way(both, tmp_pat
     expected = simulated(2, DELAYS, both, stop=4)
     followed(expected, Async(n=2, both=both), DELAYS, stop=4, checkpoint=tmp_path / "run.npz")
     changed = np.max(np.abs(expected[-1][1] - simulated(2, DELAYS, both)[-1][1]))
-    assert changed == 0 if both else changed > 1e-6  # after a mean nothing is under way
+    assert changed == 0 if both else changed > 1e-6  # after a mean no reply is under way
 
 
 def test_time_does_not_drift():
-    """Eight exchanges of 0.6 ticks are 4.8, not 8."""
+    """The time of a run is the sum of its exchanges, and then rounded: eight of 0.6 ticks are 4.8 ticks, not 8."""
     result, _ = run(Async(n=6), np.full(6, 6e-5))
     assert result.ledger.ticks == 5
 
@@ -168,7 +174,10 @@ def test_a_method_says_that_it_asks_for_first_replies():
 
 
 def test_fewer_than_needed_can_come():
-    """Client 4 does not answer: within 3 attempts n = 6 is not reached, and n = 5 is."""
+    """A run ends with an error if fewer than n replies count after the last attempt.
+
+    Client 4 never replies, so that n = 6 is not reached in 3 attempts, and n = 5 is.
+    """
     delays = np.where(np.arange(6) == 4, np.inf, DELAYS)
     terms = Terms(deadline=20.0, join=1.0)
     said = "round 0, phase towards: 5 of 6 needed replies count after 3 attempts (client 4: no reply within"
@@ -181,7 +190,10 @@ def test_fewer_than_needed_can_come():
 
 
 def test_one_who_failed_is_asked_again_where_it_is_needed():
-    """It fails once: the second attempt has its answer, the others' are not asked for twice."""
+    """A client that failed is asked again if its reply is needed, and no other client is asked twice.
+
+    So seven messages of three numbers are sent to six clients, of 24 bytes each.
+    """
     algorithm, failed = Async(n=6), []
 
     def once(response, message):
@@ -198,7 +210,7 @@ def test_one_who_failed_is_asked_again_where_it_is_needed():
 
 
 class Mixed(Async):
-    """After the first n answers of one kind, those of all clients of another kind."""
+    """Wait for the first n replies of one phase, and then for the replies of all clients of another phase."""
 
     def round(self, fed, state, key):
         y = state.y + LR * fed.sum_first(self.n, self.towards, state.y, key)
@@ -207,10 +219,11 @@ class Mixed(Async):
 
 @pytest.mark.parametrize("n", slow_but(1, of=[1, 5]))
 def test_answers_of_another_kind_keep_nobody_busy(n):
-    """Those at work on the first kind are waited for where the second needs them; what they bring counts in the next.
+    """A phase that needs all clients waits for those that are busy with another phase, whose replies are then kept.
 
-    Then n − (what was kept) more are waited for, if that is positive: all others of the six are kept in their turn.
-    Sums over all clients are means over the population: x → t̄, by a factor 1 − LR a round.
+    They count in the next round, which waits for n − (number of kept replies) more, if this is positive. The replies of
+    all other clients are then kept in turn. A sum over all clients is the population's mean, so that the distance of x
+    from the mean target shrinks by the factor 1 − LR in each round.
     """
     result, trace = run(Mixed(n=n), DELAYS)
     mean = (P @ TARGETS)[:2]
@@ -225,7 +238,10 @@ def test_answers_of_another_kind_keep_nobody_busy(n):
 
 
 def test_nobody_is_waited_for_beyond_the_deadline(tmp_path):
-    """Client 4's first request is never answered. Bounded staleness waits for it until 20 s are over, and says so."""
+    """With bounded staleness, a round waits for an overdue reply until the deadline, and the log then says so.
+
+    Client 4 never replies to its first request, and round 2 waits for this reply until 20 s are over.
+    """
     log = tmp_path / "log.jsonl"
     lost = lambda client, request: client == 4 and request.round == 0  # noqa: E731
     terms = Terms(deadline=20.0, poll=100.0)

@@ -25,7 +25,7 @@ ALGORITHM = own.Steps(batch_size=None)
 
 
 def grid(tells, metrics=METRICS):
-    """Clients of which those in `tells` tell `metrics`."""
+    """Return a grid of six clients, of which those in `tells` permit `metrics`."""
 
     def site(run, node):
         k = node["partition-id"]
@@ -61,7 +61,7 @@ def test_a_site_does_not_tell_unless_it_is_let(everyone):
     assert [row["fit.clients"] for row in result.history.rows] == [0, 0]
     assert not any(name.startswith("fit.") for name in set(result.history.columns) - {"fit.clients"})
     np.testing.assert_array_equal(result.x, everyone.x)
-    assert result.ledger.bytes_up == everyone.ledger.bytes_up  # evaluation is no cost of the algorithm's
+    assert result.ledger.bytes_up == everyone.ledger.bytes_up  # evaluation is not a cost of the algorithm
 
 
 def test_the_columns_are_of_those_who_tell(everyone):
@@ -85,6 +85,7 @@ def test_what_is_no_answer_to_the_request_does_not_count(metrics, why):
 
 
 def test_a_site_counts_such_requests_and_checks_what_it_is_sent(tmp_path):
+    """A site counts requests for metrics, and refuses points that are not finite or have other shapes than x and y."""
     told = {"metrics_per_client": ONE, "tells_metrics": True, "folder": tmp_path}
     runtime = ClientRuntime(own.site(ALGORITHM, 0, limits=Limits(max_requests=1, min_local_samples=1), **told))
     here = jax.tree.map(np.asarray, (own.TASK.x0, own.TASK.y0))
