@@ -48,8 +48,11 @@ def site(_, node, problem=PROBLEM):
 
 
 def test_no_message_has_an_entry_of_an_own_leaf(tmp_path):
-    """The numbers are those of the reference; payloads have room for x and shared entries alone; and the eight bytes of
-    an own entry, after any round, are nowhere in what is sent, resumed run included."""
+    """No message has an entry of an own leaf, even in a resumed run, and x and the shared leaves are the reference's.
+
+    Payloads have the size of x and of the shared entries of y and v. The eight bytes of an own entry, after any round,
+    are nowhere in what is sent.
+    """
     sent: list[bytes] = []
 
     app = client_app(site)
@@ -76,7 +79,7 @@ def test_no_message_has_an_entry_of_an_own_leaf(tmp_path):
     entries = {float(entry) for own in seen[1:] for entry in np.ravel(own)} - {0.3}
     assert len(entries) >= 6
     for entry in entries:
-        near = [np.nextafter(entry, side) for side in (-np.inf, np.inf)]  # compiled and eager sums differ in a bit
+        near = [np.nextafter(entry, side) for side in (-np.inf, np.inf)]  # compiled sums may differ in the last bit
         for one in (entry, *near):
             assert not any(np.float64(one).tobytes() in message for message in sent)
     assert result.y["own"] is None
@@ -90,7 +93,10 @@ def test_no_message_has_an_entry_of_an_own_leaf(tmp_path):
 
 @pytest.mark.checked
 def test_a_site_refuses_a_pull_to_a_model_that_ignores_it():
-    """The server does not have the samples for it."""
+    """A site refuses an inner loss that pulls own leaves toward shared ones, if the pull has no gradient in these.
+
+    The server cannot check this, since it has no samples.
+    """
     with pytest.raises(fb.errors.ConfigurationError, match="not the gradient of one function"):
         ClientRuntime(site(None, {"partition-id": 0}, DITTO))
     ClientRuntime(site(None, {"partition-id": 0}))

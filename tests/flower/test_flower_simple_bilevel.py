@@ -1,4 +1,4 @@
-"""FISM over Flower's messages: what one machine does, with clients who have never seen H, at the cost that it says."""
+"""FISM over Flower has the numbers of one machine and the bytes that it states, also if clients do not know H."""
 
 import federations
 import jax.numpy as jnp
@@ -11,8 +11,8 @@ from fedbilevel.flower.server.engine import Flower
 from fedbilevel.tasks.location import location
 from refusals import refuses
 
-ROUNDS, COHORT, DIM, NUMBER = 3, 2, 3, 8  # NUMBER: bytes of one in float64
-TASK = location(dim=DIM, targets=7, clients=3)  # of 2, 2 and 3 balls: weights by size, walks of unequal length
+ROUNDS, COHORT, DIM, NUMBER = 3, 2, 3, 8  # NUMBER: the bytes of a number in float64
+TASK = location(dim=DIM, targets=7, clients=3)  # clients with 2, 2 and 3 balls: unequal weights and walks
 KNOWN = TASK.problem
 UNKNOWN = fb.SimpleBilevel(None, lambda x, batch: KNOWN.inner(x, None, batch), KNOWN.project)
 
@@ -31,7 +31,11 @@ def over_flower(algorithm, problem, cohort=COHORT, known=KNOWN):
     [(fb.FISM(order="random"), COHORT, 0), pytest.param(fb.FISM(tolerance=1e-9), 3, 1, marks=pytest.mark.slow)],
 )
 def test_agrees_with_local_where_clients_do_not_know_h(algorithm, cohort, more_up):
-    """Down go x, λ𝓗, γ and λ; up come the way that the walk went, 1/n, and with a tolerance the client's part of F."""
+    """FISM has the state, history and costs of `Local`, also if clients do not know H.
+
+    A client gets x, λ𝓗, γ and λ, which are 2·DIM + 2 numbers. It sends the way of its walk and 1/n, and with a
+    tolerance also its part of F, which are DIM + 1 or DIM + 2 numbers.
+    """
     local = fb.solve(algorithm, KNOWN, TASK.clients, TASK.x0, cohort=cohort, **OPTIONS)
     there = over_flower(algorithm, UNKNOWN, cohort)
     federations.same(local, there)
@@ -44,7 +48,10 @@ def test_agrees_with_local_where_clients_do_not_know_h(algorithm, cohort, more_u
 
 
 def test_fresh_subgradients_need_clients_who_know_h():
-    """They would take H for 0. Clients who know it are not sent 𝓗."""
+    """New subgradients of H in each step need clients that know H; other clients would take H for 0.
+
+    Clients that know H do not get λ𝓗: their message has x, γ and λ, which are DIM + 2 numbers.
+    """
     algorithm = fb.FISM(refresh=True)
     with refuses("SimpleBilevel.outer", None, "clients"):
         ClientRuntime(federations.site(algorithm, 0, TASK, UNKNOWN))
@@ -83,6 +90,6 @@ def test_the_server_looks_at_losses_before_it_asks(case):
 
 
 def test_sites_may_differ_in_what_they_know():
-    """The contract is of shapes: whether a site has an H is nobody's business."""
+    """Sites with and without H have the same contract, since it has only shapes."""
     sites = [federations.site(fb.FISM(), 0, TASK, problem) for problem in (KNOWN, UNKNOWN)]
     assert len({ClientRuntime(site).contract.text for site in sites}) == 1

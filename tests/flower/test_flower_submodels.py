@@ -1,4 +1,4 @@
-"""Clients who hold submodels, over Flower: the numbers of `Local`, small messages, answers of the wrong size."""
+"""Clients with submodels over Flower have the numbers of `Local` and small messages; wrong sizes are refused."""
 
 import gc
 import json
@@ -48,14 +48,14 @@ start = partial(two_layers.start, INPUTS)
 
 @cache
 def population():
-    """Five clients of unequal weight with six samples of each loss."""
+    """Return five clients of unequal weight, with six samples for each loss."""
     rng = np.random.default_rng(0)
     rows = [{"input": rng.normal(size=(6, INPUTS)), "target": rng.normal(size=(6, OUTPUTS))} for _ in range(10)]
     return fb.Clients(rows[:5], rows[5:], weights=np.arange(1, 6), capacity=CAPACITY)
 
 
 def numbers_of(units):
-    """Of so many units: what a message of SimFBO has of x, y and v, and a reply too."""
+    """Return how many numbers of x, y and v a message of SimFBO has for so many units; a reply has as many."""
     return units * (INPUTS + 1 + 2 * OUTPUTS)
 
 
@@ -75,7 +75,7 @@ def solved(algorithm, clients, *, problem=PROBLEM, rounds=ROUNDS, **more):
 
 
 def over(response, log=None, **terms):
-    second = lambda client, message: float(bool(decode(RequestMessage, message).phase))  # noqa: E731  as Local's clock has it
+    second = lambda client, message: float(bool(decode(RequestMessage, message).phase))  # noqa: E731  as in Local's clock
     return Flower(grid=InProcess(response, len(CAPACITY), delay=second), log=log, terms=Terms(**terms))
 
 
@@ -85,7 +85,10 @@ def over(response, log=None, **terms):
     ids=["importance", "random units", "weights"],
 )
 def test_agrees_with_local(algorithm, cohort, tmp_path):
-    """In float64, 1e-12: see tests/engines/test_agreement.py. Coverage and bytes are columns of the history."""
+    """A run with submodels over Flower has the state, ledger and history of `Local`, with its coverage and bytes.
+
+    The tolerance of 1e-12 in float64 is derived in tests/engines/test_agreement.py.
+    """
     log = tmp_path / "exchanges.jsonl"
     here = solved(algorithm, population(), cohort=cohort)
     there = solved(algorithm, fb.RemoteClients.of(population()), cohort=cohort, engine=over(app(algorithm), log))
@@ -104,7 +107,10 @@ def test_agrees_with_local(algorithm, cohort, tmp_path):
 
 
 def test_an_answer_of_the_size_of_the_whole_does_not_count(tmp_path):
-    """Client 1 is as if absent, but what was sent to it was sent."""
+    """A reply of the size of the whole model does not count.
+
+    Its client counts as absent, but the ledger has the bytes that were sent to it.
+    """
 
     def enlarged(response, message):
         (call,) = ClientRuntime(site(IMPORTANCE, 1, None)).contract.calls.values()
@@ -123,7 +129,10 @@ def test_an_answer_of_the_size_of_the_whole_does_not_count(tmp_path):
 
 
 def test_a_client_of_another_capacity_is_not_admitted():
-    """Client 1 believes that it holds a quarter of the units, or all; the server, half of them."""
+    """A client does not take part if its capacity is another one than the server knows.
+
+    Client 1 has a quarter of the units, or all, and the server expects half of them.
+    """
     for capacity, said in {
         0.25: "units.hidden is 4 at the server and 2",
         None: "units is .* and missing at the site",
@@ -135,7 +144,7 @@ def test_a_client_of_another_capacity_is_not_admitted():
 
 
 def test_a_client_serves_messages_of_its_own_size_alone(tmp_path):
-    """Not the whole model's; and what privacy clips and noises is the small update."""
+    """A client refuses messages of the whole model's size, and privacy clips and noises its small update."""
     privacy = Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
     runtime = ClientRuntime(site(IMPORTANCE, 2, 0.25, privacy=privacy, folder=tmp_path))
     (call,), (whole,) = runtime.contract.calls.values(), runtime.general.calls.values()
@@ -166,7 +175,10 @@ def test_what_cannot_be_cut_is_refused_by_both_sides(algorithm, problem, path, w
 
 @pytest.mark.slow
 def test_capacities_of_a_spec_reach_both_sides(tmp_path):
-    """A single-level problem, in float32: numbers of size 1 and fewer, some hundred terms, one round."""
+    """The capacities of a spec reach server and clients, whose numbers are those of a simulation of the spec.
+
+    The problem has one level. In float32, sums of some hundred terms of size 1 or less agree to 1e-4 after one round.
+    """
     settings = ["clients=3", "cohort=3", "hidden=[4]", "capacity=[1, 0.5, 0.25]", "rounds=1"]
     spec = configure(task="classification", algorithm="fedavg", settings=settings)
     assert federation.site(spec, {}, {"partition-id": 2}).capacity == 0.25
@@ -188,6 +200,8 @@ def test_capacities_are_shares():
 
 
 def test_what_cuts_messages_goes_with_the_anatomy():
+    """The compiled function that cuts messages is freed together with the layout of units to which it belongs."""
+
     def phase():
         pass
 

@@ -1,4 +1,4 @@
-"""The Grid without a network: Flower's own messages and apps, a virtual clock, clients that come and go."""
+"""`InProcess` is a grid without a network: it has Flower's messages and apps, a virtual clock, and changing nodes."""
 
 import math
 
@@ -18,7 +18,7 @@ def echo():
     def respond(message, context):
         count = context.state.setdefault("count", ConfigRecord({"n": 0}))
         count["n"] += 1
-        message.content["a"]["seen"] = count["n"]  # what came is the client's own copy
+        message.content["a"]["seen"] = count["n"]  # the message is the client's own copy
         message.content["a"]["client"] = context.node_config["partition-id"]
         if message.content["a"]["text"] == "fail":
             raise ValueError("no")
@@ -32,7 +32,7 @@ def message(node, text="hello"):
 
 
 def received(grid, sent):
-    """(client, how many it has seen) of what can be pulled now."""
+    """Return (client, the number of messages that it has seen) for each reply that can be pulled now."""
     return [(m.content["a"]["client"], m.content["a"]["seen"]) for m in grid.pull_messages(sent)]
 
 
@@ -52,12 +52,15 @@ def test_it_is_a_grid_and_clients_keep_their_state():
 
 
 def test_answers_come_in_the_order_of_the_clock():
-    """A client works on one message at a time: its second one takes as long again."""
+    """Replies come in the order of the virtual clock, and a client works on one message at a time.
+
+    So the second reply of client 1, which takes 1 s for each, comes after 2 s.
+    """
     grid = InProcess(echo(), 3, delay=lambda client, message: [3.0, 1.0, 2.0][client])
     sent = grid.push_messages([message(1), message(2), message(2), message(3)])
     seen = []
     while len(seen) < 4:
-        grid.clock.sleep(100.0)  # no further than to the next answer
+        grid.clock.sleep(100.0)  # until the next reply at most
         seen += [(grid.clock.time(), *one) for one in received(grid, sent)]
     assert seen == [(1.0, 1, 1), (2.0, 1, 2), (2.0, 2, 1), (3.0, 0, 1)]
 
@@ -73,6 +76,7 @@ def test_an_answer_that_nobody_pulls_does_not_stop_the_clock():
 
 
 def test_lost_messages():
+    """A message with an infinite delay is lost, and `send_and_receive` returns the other replies at its timeout."""
     grid = InProcess(echo(), 2, delay=lambda client, message: math.inf if client else 1.0)
     answers = grid.send_and_receive([message(1), message(2)], timeout=7.0)
     assert len(answers) == 1
@@ -84,7 +88,7 @@ def test_clients_come_and_go():
     sent = grid.push_messages([message(1), message(2)])
     grid.leave(1)
     grid.clock.sleep(1.0)
-    assert received(grid, sent) == [(0, 1)]  # what the other one worked on is lost
+    assert received(grid, sent) == [(0, 1)]  # the message to client 1, which has left, is lost
     assert grid.get_node_ids() == [1]
     assert received(grid, grid.push_messages([message(2)])) == []
     grid.join(1)
@@ -92,4 +96,4 @@ def test_clients_come_and_go():
     assert grid.get_node_ids() == [1, 3, 4]
     assert [grid.client(node) for node in (1, 3, 4)] == [0, 1, 1]
     (response,) = grid.send_and_receive([message(3)])
-    assert response.content["a"]["seen"] == 1  # nothing is left of before
+    assert response.content["a"]["seen"] == 1  # its state before it left is gone

@@ -1,4 +1,4 @@
-"""Studies over Flower that are interrupted and submitted again: what is saved, and what continues."""
+"""Studies over Flower can be interrupted and submitted again: tests check what is saved, and what continues."""
 
 from dataclasses import replace
 
@@ -20,7 +20,10 @@ pytestmark = pytest.mark.usefixtures("posed_once")
 
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_a_model_is_saved_after_its_report(files, tmp_path, monkeypatch):
-    """A folder with a model is not taken again, so that whatever comes after the model would be lost."""
+    """The model is saved after the report, so that a study whose report could not be saved can be submitted again.
+
+    A folder with a model is refused. Whatever was to be saved after the model would then be lost.
+    """
     given, place = study("ridge", rounds=3), tmp_path / "run"
 
     def full(report, folder):
@@ -124,7 +127,10 @@ def test_only_a_search_of_the_same_tables_is_said_to_continue(tmp_path):
 
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_with_many_features_the_last_model_goes_on_where_it_was(files, tmp_path, monkeypatch, capsys):
-    """The search is not repeated, and all bits of the model are those of a study that was not interrupted."""
+    """With many features, the training of the last model continues where it was interrupted.
+
+    The search is not repeated, and all bits of the model are those of a study that was not interrupted.
+    """
     monkeypatch.setattr("fedbilevel.estimators.linear.WIDE", 5)
     given, place, whole = study("logistic", rounds=6, penalty="feature"), tmp_path / "run", tmp_path / "whole"
     serve(given, Nodes(client_app(given), files), {"out": str(whole), "poll": 0.1})

@@ -1,4 +1,4 @@
-"""All that a federation in this process was given, made and compiled is freed when its caller drops it."""
+"""If a federation in this process ends and its caller drops it, its arguments, objects and programs are freed."""
 
 import gc
 import weakref
@@ -17,7 +17,7 @@ from fedbilevel.flower.server.engine import Flower, FlowerRun
 
 
 def played(monkeypatch):
-    """Weak references to what one federation of two clients was given and what it made, by name."""
+    """Run a federation of two clients; return weak references to its arguments and to what it made, by name."""
     rng = np.random.default_rng(0)
     scale, samples = jnp.asarray(rng.normal(size=3)), rng.normal(size=(2, 5, 3))
     made = {}
@@ -50,7 +50,10 @@ def played(monkeypatch):
 
 
 def test_no_federation_is_kept(monkeypatch):
-    """Nor any array but those that the first one leaves in JAX's caches: the second leaves as many."""
+    """After a federation none of its objects is kept, and a second federation adds no array to those that remain.
+
+    The arrays that remain after the first one are in JAX's caches.
+    """
     played(monkeypatch)
     gc.collect()
     arrays = len(jax.live_arrays())

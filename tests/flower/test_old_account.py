@@ -1,4 +1,4 @@
-"""A site whose privacy account was restored from an older copy cannot spend again what it has already told a server."""
+"""A site whose privacy account was restored from an older copy does not reply to a server that knows of a larger ε."""
 
 import json
 
@@ -19,7 +19,10 @@ TERMS = fb.Privacy(clip=1.0, noise_multiplier=30.0, delta=1e-5)
 
 @pytest.mark.parametrize(("known", "refused"), [(0, False), (2, False), (3, True), (1000, True)])
 def test_an_older_account_gets_no_reply(known, refused, tmp_path):
-    """The server knows the ε of `known` replies, the account of two."""
+    """A site does not reply if the server knows of more replies than the site's account has.
+
+    The server knows the ε of `known` replies. The account has two, which is ε = 0.3521.
+    """
     site = ClientRuntime(federations.site(STEPS, 0, folder=tmp_path, privacy=TERMS))
     (tmp_path / "account.json").write_text(PrivacyAccount({30.0: 2}).to_json())
     response = site.respond(request(site, epsilon=TERMS.epsilon_after(known), delta=1e-5), memory())
@@ -52,6 +55,6 @@ def test_a_server_that_was_started_again_knows_what_clients_have_spent(tmp_path)
     with pytest.warns(fb.errors.AbsenceWarning, match="the account is an older copy"):
         federations.solve(STEPS, InProcess(app, clients=6), **more)
     lines = [json.loads(line) for line in log.read_text().splitlines()[before:]]
-    assert lines[0]["refused"]["0"]["code"] == "account"  # and it is left out for the rest of the round
+    assert lines[0]["refused"]["0"]["code"] == "account"  # it is left out until the round ends
     assert (folders[0] / "account.json").read_text() == "{}"
     assert [line["answered"] for line in lines] == [[1, 2, 3, 4, 5]] * len(lines)

@@ -20,7 +20,10 @@ SCRIPTS = Path(sys.executable).parent
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not here")
 def test_systemd_takes_the_units(tmp_path):
-    """With the programs of this environment in place of those of /opt/fedbilevel."""
+    """systemd accepts the units, and reports a misspelt entry.
+
+    The programs of this environment take the place of those in /opt/fedbilevel.
+    """
     assert len(UNITS) == 5
     for unit in UNITS:
         (tmp_path / unit.name).write_text(unit.read_text().replace("/opt/fedbilevel/bin", str(SCRIPTS)))
@@ -48,7 +51,7 @@ def options_of_flower():
 
 
 def test_options_of_flower_are_those_that_it_has():
-    """Of units, container and compose; `--app` is ours."""
+    """The options in the units and in the file for compose are options of Flower, except `--app`, which is ours."""
     known = options_of_flower() | {"--app"}
     assert {"--isolation", "--database", "--host"} <= known
     compose = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]

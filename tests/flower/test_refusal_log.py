@@ -1,4 +1,4 @@
-"""Which refusals a site's log has a line for."""
+"""A site's log has lines for the first, second, fourth, and so on, of refusals with the same reason."""
 
 from fedbilevel.flower.client.refusals import RefusalLog
 

@@ -1,4 +1,4 @@
-"""One spec as a simulation of ours, in Flower's simulation, and over SuperLink and SuperNodes: the same state."""
+"""A spec has the same final state in our simulation, in Flower's simulation, and over SuperLink and SuperNodes."""
 
 import json
 import os
@@ -22,11 +22,11 @@ SETTINGS = {
     "fednest": ["hypergradient.solver=cg", "hypergradient.solver.max_steps=3", "inner.rounds=1"],
     "fedmbo": ["inner.rounds=1", "hypergradient.solver=neumann", "hypergradient.solver.terms=2"],
 }
-TOLERANCES = {False: 1e-6, True: 1e-12}  # relative and absolute, of a state of size 1 after three rounds
+TOLERANCES = {False: 1e-6, True: 1e-12}  # float32 and float64: relative and absolute, for a state of size 1
 
 
 def spec_of(name):
-    """Heterogeneous weighted clients of unequal size, two of three in a cohort."""
+    """Return a spec with three heterogeneous, weighted clients of unequal size, of which two are in a cohort."""
     task = [f"task.clients={CLIENTS}", "task.samples=[9, 14]", "run.cohort=2", "run.rounds=3", "run.eval_every=3"]
     return configure(task="quadratic", algorithm=name, settings=[*task, "batch_size=8", *SETTINGS[name]])
 
@@ -46,7 +46,7 @@ def apps(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(x64, tmp_path_factory):
-    """The states that `Local` reaches."""
+    """Return the final states of runs of `Local`, by method."""
     place = tmp_path_factory.mktemp("local")
     with jax.enable_x64(x64):
         for name in SETTINGS:
@@ -97,7 +97,7 @@ def simulation(x64, apps, tmp_path_factory):
 
 
 def state(folder):
-    """All leaves of the server's state at the end."""
+    """Return all leaves of the server's state at the end of a run."""
     with np.load(folder / "checkpoint.npz", allow_pickle=False) as stored:
         return {name: stored[name] for name in stored.files if name.startswith(".state")}
 
