@@ -1,5 +1,7 @@
-"""Every method with clients who clip and noise their replies: which numbers are noised, and who is refused; and that a
-simulation does the same."""
+"""Every method runs with clients that clip and noise their replies, or is refused by name.
+
+Tests check which numbers are noised, and that a simulation under privacy has the numbers of a federation.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -36,7 +38,7 @@ STEP, TERMS = fb.parts.LocalSGD(local_steps=1), fb.parts.Neumann(terms=2)
 GLOBAL, GLOBAL_CG = fb.parts.Implicit(solver=TERMS), fb.parts.Implicit(solver=fb.parts.CG())
 LOCAL, LOCAL_CG = fb.parts.LocalImplicit(solver=TERMS), fb.parts.LocalImplicit(solver=fb.parts.CG())
 MEAN_GRADIENT = fb.parts.MeanGradient(local_steps=1)
-CASES = {  # one for each method at least; those of others are their cases of agreement
+CASES = {  # at least one for each method; a method that is not here has its cases of agreement, which are added below
     "AFBO": (
         fb.Asynchronous(fixed(fb.AFBO(batch_size=None, inner=MEAN_GRADIENT, hypergradient=LOCAL_CG)), wait_for=2),
         None,
@@ -73,7 +75,7 @@ CASES |= {
     if type(unwrapped(case.algorithm)) not in TESTED
 }
 ROUNDS = 3
-LARGEST = 9.42  # of a standard normal number, as `gaussian` makes them
+LARGEST = 9.42  # the largest standard normal number that `gaussian` can make
 
 
 def test_every_method_is_here():
@@ -83,7 +85,7 @@ def test_every_method_is_here():
 
 @pytest.fixture
 def noise_of_the_run(monkeypatch):
-    """Let sites draw their noise as a simulation does: by the phase's key, and the number of the client's reply."""
+    """Let sites draw their noise as a simulation does: from the phase's key and the number of the client's reply."""
     counts, streams = Counter(), []
     client = SitePhases.client
 
@@ -118,7 +120,10 @@ SIMULATED = {
 @pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
 @pytest.mark.parametrize("case", slow_but("ShroFBO, public counts", "SimFBO, the first two, top-k", of=SIMULATED))
 def test_a_simulation_under_privacy_is_a_federation_under_privacy(case, tmp_path, noise_of_the_run):
-    """With one noise, to the rounding of sums of a few numbers of size 1: state, costs and the ε of each row."""
+    """If both draw the same noise, a simulation and a federation have the same x, y, costs and ε of each row.
+
+    The tolerance of 1e-12 is for rounding in sums of a few numbers of size 1.
+    """
     (algorithm, cohort), terms = SIMULATED[case], Privacy(clip=0.5, noise_multiplier=0.3, delta=1e-5)
     task = quadratic(clients=CLIENTS, dim_x=2, dim_y=3, samples=(4, 4))
 
@@ -135,13 +140,13 @@ def test_a_simulation_under_privacy_is_a_federation_under_privacy(case, tmp_path
     for name in ("round", "exchanges", "bytes_up", "bytes_down"):
         assert here.history[name].tolist() == there.history[name].tolist()
     assert {"outer_loss", "inner_loss"}.isdisjoint(here.history.columns)
-    fresh = case == "FedNest, fresh cohorts"  # the simulation says an upper bound
+    fresh = case == "FedNest, fresh cohorts"  # then the simulation's ε is an upper bound
     mine, theirs = here.history["epsilon"][1:], there.history["epsilon"][1:]
     assert np.all(mine >= theirs) if fresh else mine.tolist() == theirs.tolist()
 
 
 def kept_in(folder, number):
-    """A client's folder with a secret that is always the same."""
+    """Make a client's folder with a fixed secret and an empty account, and return it."""
     folder.mkdir(parents=True)
     (folder / "secret").write_bytes(bytes([number] * 32))
     (folder / "secret").chmod(0o600)
@@ -150,7 +155,7 @@ def kept_in(folder, number):
 
 
 def played(case, folder=None, privacy=None):
-    """The run of a case; the second client is the slowest, where that matters."""
+    """Return the result of a case, in which client 1 is the slowest; this matters for asynchronous methods."""
     algorithm, problem = CASES[case]
     task = quadratic(clients=CLIENTS, dim_x=2, dim_y=3, samples=(4, 4))
     if not isinstance(algorithm, fb.BiFISTA | fb.IRG | fb.SDBO):  # which refuse local steps
@@ -175,10 +180,13 @@ def played(case, folder=None, privacy=None):
 @pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
 @pytest.mark.parametrize("case", slow_but("ShroFBO, the first two", of=CASES))
 def test_noise_is_in_what_tells_of_data_alone(case, tmp_path):
-    """With a clip that nothing reaches and noise of deviation σ = 1e-9, all numbers are off by some σ: each of a
-    reply's at most 30 numbers by 9.42σ, in at most 15 exchanges a run, passed on to a state by maps whose Lipschitz
-    constants, over all rounds, are below 10: together less than 9.42·√30·15·10·σ < 1e4·σ. With σ = 1 the numbers that
-    do not tell of data are still exactly what they are without noise, or say nothing."""
+    """Numbers that depend on data get noise, and all other numbers of a state and a history are exact or withheld.
+
+    The first noise has the deviation σ = 1e-9, with a clip that no reply reaches. Each of the at most 30 numbers of a
+    reply is off by at most 9.42σ, in at most 15 exchanges of a run. They reach the state through maps with Lipschitz
+    constants below 10 over all rounds. So the state is off by less than 9.42·√30·15·10·σ < 1e4·σ. With σ = 1 the
+    numbers that do not depend on data are still exactly those of a run without noise.
+    """
     plain = played(case)
     close = played(case, tmp_path / "close", Privacy(clip=1e6, noise_multiplier=1e-15, delta=1e-5))
     for exact, noised in zip(jax.tree.leaves(plain.state), jax.tree.leaves(close.state), strict=True):
@@ -198,8 +206,11 @@ COUNTS = {"weight", "age", "exchanges", "work", "rounds", "without", "everyone",
 
 
 def bookkeeping(case, state):
-    """The numbers of a state that clients have a part in and that do not tell of data, and those that are withheld
-    (0 where a federation's own products are noised: what the server meets it meets)."""
+    """Return the numbers of a state that do not depend on data: path → number.
+
+    With a local hypergradient these include the numbers that clients withhold, which are 0, and `negative_curvature`.
+    With other hypergradients the server itself meets negative curvature, in noised products.
+    """
     own = isinstance(getattr(unwrapped(CASES[case][0]), "hypergradient", None), fb.parts.LocalImplicit)
     named = COUNTS | {"withheld", "negative_curvature"} if own else COUNTS
     leaves = jax.tree_util.tree_leaves_with_path(state)
@@ -216,7 +227,7 @@ def test_a_method_that_noise_would_spoil_is_refused_by_name(case):
 
 
 def test_both_sides_are_told_why_a_method_is_refused(tmp_path):
-    """The client at once; the server, who knows algorithm and fields, as the reason why nobody is there."""
+    """If noise would spoil a method, the client gets an error at once, and the server as the reason of all clients."""
     privacy = Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
     algorithm = fixed(fb.FedNest(hypergradient=GLOBAL_CG))
     with pytest.raises(NoiseError, match="FedNest"):
@@ -229,7 +240,7 @@ def test_both_sides_are_told_why_a_method_is_refused(tmp_path):
 
 
 def asked(runtime, round, message, **more):
-    """The answer of a client, and its update, to a message of the only phase there is."""
+    """Return the update with which a client replies to a message of the only phase."""
     (call,) = runtime.contract.calls.values()
     asked = request(runtime, call.phase, round=round, exchange=0, payload=to_bytes(message), **more)
     response = runtime.respond(asked, None)
@@ -238,8 +249,12 @@ def asked(runtime, round, message, **more):
 
 
 def test_counts_do_not_eat_the_clip(tmp_path):
-    """ShroFBO's τ = 50 beside an h of norm C: h leaves as it is, to 9.42·zC, and τ and the 1 exactly. In one vector
-    with them it would be C/√(C² + 50² + 1) of itself."""
+    """Public counts have no part in the norm that is clipped.
+
+    A reply of ShroFBO has an h, whose norm is the clip C here, and the counts τ = 50 and 1. The h is sent unchanged, up
+    to noise of at most 9.42·zC, and the counts are sent exactly. If they were clipped as one vector, h would be
+    multiplied by C/√(C² + 50² + 1).
+    """
     algorithm = fixed(fb.ShroFBO(batch_size=None, local_steps=50, client_lr=1e-6))
     start = algorithm.init(federations.TASK.x0, federations.TASK.y0).iterate
     (h, tau, one) = asked(ClientRuntime(federations.site(algorithm, 0, folder=tmp_path / "plain")), 0, start)
@@ -247,15 +262,19 @@ def test_counts_do_not_eat_the_clip(tmp_path):
     privacy = Privacy(clip=size * (1 + 1e-9), noise_multiplier=1e-9, delta=1e-5)
     runtime = ClientRuntime(federations.site(algorithm, 0, privacy=privacy, folder=kept_in(tmp_path / "0", 0)))
     (sent, *counts) = asked(runtime, 0, start)
-    assert size < 25  # half of τ: it would show
+    assert size < 25  # half of τ, so that a common clip would change h by much
     assert [count.public for count in counts] == [tau.public, one.public] == [50, 1]
     for mine, theirs in zip(sent, h, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=LARGEST * 1e-9 * privacy.clip)
 
 
 def test_noise_does_not_add_up_over_differences(tmp_path):
-    """After 100 answers, sent as differences, their sum is the last one with one noise: each entry off by 9.42σ at
-    most. Noise on the differences would be 10σ in the root mean square, and more than that in some of 8 entries."""
+    """If replies are sent as differences, their noise does not add up.
+
+    After 100 replies the sum of the differences is the last update with the noise of one reply, so that each entry is
+    off by at most 9.42σ. If each difference had noise of its own, entries would be off by 10σ in the root mean square,
+    and some of the 8 entries by more.
+    """
     algorithm, sigma = fb.Asynchronous(fixed(fb.SimFBO(batch_size=None, local_steps=1)), wait_for=1), 0.5
     privacy = Privacy(clip=5e5, noise_multiplier=1e-6, delta=1e-5)
     runtime = ClientRuntime(federations.site(algorithm, 0, privacy=privacy, folder=kept_in(tmp_path / "0", 3)))
@@ -270,7 +289,7 @@ def test_noise_does_not_add_up_over_differences(tmp_path):
     assert (float(joins), float(exchanges)) == (1.0, 100.0)
     exact = algorithm.algorithm.local_updates(reference_client(runtime), iterate, jax.random.key(0)).update
     off = max(float(jnp.max(jnp.abs(a - b))) for a, b in zip(total, exact, strict=True))
-    assert sigma / 2 < off <= LARGEST * sigma  # 8 numbers all below ½: chance 0.0005
+    assert sigma / 2 < off <= LARGEST * sigma  # that all 8 numbers are below σ/2 has the chance 0.0005
 
 
 def reference_client(runtime):
@@ -278,7 +297,7 @@ def reference_client(runtime):
 
 
 class Peek(authoring.Layer):
-    """A layer outside of privacy that would send what it sees."""
+    """A layer outside of privacy that keeps what it sees, and tries to send a metric."""
 
     kind, place = "peek", "coded"
     seen: ClassVar[list] = []
@@ -304,7 +323,7 @@ LATE_AND_SHORT = {
     ],
 )
 def test_layers_outside_of_privacy_see_what_is_noised_in_both_precisions(name, x64, tmp_path):
-    """And no samples; what they add is not sent."""
+    """Layers outside of privacy see the noised reply and no samples, in both precisions; their metrics are not sent."""
     algorithm = fb.layered(fixed(fb.SimFBO(batch_size=2)), LATE_AND_SHORT[name])
     terms = Privacy(clip=0.5, noise_multiplier=0.3, delta=1e-5)
     with jax.enable_x64(x64):
