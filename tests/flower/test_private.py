@@ -41,7 +41,7 @@ ROOM = Path(fedbilevel.flower.__file__).parent
 
 
 def imports(file):
-    """(module, name) of all that a file imports of Flower."""
+    """Return (module, name) for all imports from Flower in a file."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -98,7 +98,7 @@ SIGNATURES = {
     "flwr.supercore.object_store:ObjectStore.put": "self object_id object_content",
     "flwr.supercore.object_store:ObjectStore.clear": "self",
 }
-"""What private.py calls, puts itself in the place of, or is called as: the parameters that it knows of."""
+"""Functions that private.py calls, replaces or is called as, with the parameters that it uses."""
 
 
 @pytest.mark.parametrize("place", SIGNATURES)
@@ -128,7 +128,7 @@ def test_fields_that_are_read_or_written_are_there():
     assert (TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id) == (1, 1, 0)
 
 
-# What is made of them: a SuperNode's loop, with Flower's own steps and state, and a SuperLink made of functions
+# A SuperNode's loop that uses these names, with Flower's own steps and state, and functions in place of a SuperLink
 
 OLD, NEW = 11, 22  # runs
 NOTHING = hashlib.sha256(b"").hexdigest()
@@ -136,11 +136,11 @@ FAB = private.Fab(NOTHING, b"", {})
 
 
 class Over(BaseException):
-    """The test has seen enough."""
+    """Ends the loop when there are no more messages."""
 
 
 class Link:
-    """A SuperLink: messages of runs, some of which are over; of some it never has the objects."""
+    """Takes the place of a SuperLink. Runs may be over, and the objects of messages may be missing."""
 
     def __init__(self):
         versions.be_server()
@@ -156,7 +156,7 @@ class Link:
         self.queue, self.objects, self.over, self.complete, self.sent = [], {}, set(), True, []
 
     def asks(self, *runs):
-        """Queue a message of each run; returns their ids."""
+        """Queue a message of each run, and return the ids of all messages in the queue."""
         for run in runs:
             message = Message(RecordDict(), 5, "query.fedbilevel", ttl=0.05)
             message.metadata.__dict__["_run_id"] = run
@@ -196,7 +196,7 @@ class Link:
 
 @pytest.fixture
 def link(monkeypatch):
-    """Its replies after `play` are those that the loop sends until it has no more messages."""
+    """Let the loop connect to a `Link`, and restore the handlers of signals afterwards."""
     link = Link()
     monkeypatch.setattr(private, "register_signal_handlers", lambda **_: None)
     monkeypatch.setattr(loop, "_init_connection", link.connection)
@@ -207,7 +207,15 @@ def link(monkeypatch):
 
 
 def play(link, do=lambda goes_on: None):
-    """Runs of the messages that came to the worker, which does that and replies, and the replies that were sent."""
+    """Run the loop until it has no more messages.
+
+    Args:
+        link: the SuperLink.
+        do: what the worker does with each message before it replies.
+
+    Returns:
+        The runs of the messages that reached the worker, and the replies that were sent.
+    """
     runs = []
 
     class Answering:
@@ -262,14 +270,14 @@ def test_a_message_whose_objects_never_come_is_given_up_when_it_is_worthless(lin
     link.asks(NEW)
     link.complete = False
     assert play(link) == ([], [])
-    assert defaults["max_time"] == 0.05  # its time to live
+    assert defaults["max_time"] == 0.05  # the message's time to live
     versions.quick_pulls(1e9)
     assert defaults["max_time"] == versions.LONGEST_PULL
     assert len(link.store) == 0
 
 
 def packed(content, kept):
-    """A message to a worker, whose client's memory is `kept`."""
+    """Return a request to a worker, with a message and `kept` as the client's memory."""
     message = Message(content, 5, "query.fedbilevel", ttl=50.0)
     objects = {name: part.deflate() for name, part in get_all_nested_objects(message).items()}
     return private.request_of(message.object_id, objects, Context(NEW, 5, {}, kept, {}), Run.create_empty(NEW), FAB)
@@ -313,7 +321,10 @@ def test_a_real_worker_stays_and_one_that_dies_is_started_again(tmp_path, monkey
 
 
 def test_the_pipe_unpickles_nothing():
-    """An app is the server's code: what it sends must not be code for the process that holds the client's key."""
+    """Nothing that a worker sends over its pipe is unpickled.
+
+    A worker runs an app, which is the server's code, and must not run code in the process that has the client's key.
+    """
 
     class Code:
         def __reduce__(self):
@@ -326,7 +337,10 @@ def test_the_pipe_unpickles_nothing():
 
 
 def test_a_worker_ends_with_its_supernode_whatever_it_computes(tmp_path, monkeypatch):
-    """One that went on could write its client's state after the next one's worker did."""
+    """A worker ends with its SuperNode, even in the middle of a computation.
+
+    Otherwise it could overwrite the client's state that the next SuperNode's worker has written.
+    """
     begun = tmp_path / "begun"
     lines = f"import os, time\ndef app(message, context):\n    open({str(begun)!r}, 'w').write(str(os.getpid()))\n"
     (tmp_path / "an_app_that_lasts.py").write_text(lines + "    time.sleep(600)")
@@ -358,9 +372,12 @@ def test_an_app_that_is_not_there_is_told_at_the_start(capfd, monkeypatch):
     ],
 )
 def test_a_loop_that_has_ended_ends_the_process(error, status, monkeypatch, caplog):
-    """Flower logs an error of the loop and returns; the thread that serves its API would keep the process. What was
-    called wrongly is not to be started again."""
-    monkeypatch.setattr(COMMAND, "start_client_internal", COMMAND.start_client_internal)  # to be put back
+    """When the loop of a SuperNode ends, its process ends: with status 2 if it was called wrongly, otherwise with 1.
+
+    Flower logs an error of the loop and returns, and a thread that serves its API would keep the process alive. The
+    supervisor does not start a process again that has ended with status 2.
+    """
+    monkeypatch.setattr(COMMAND, "start_client_internal", COMMAND.start_client_internal)  # so that it is put back
     monkeypatch.setattr(sys, "argv", [])
     seen = []
 
@@ -381,7 +398,7 @@ def test_a_loop_that_has_ended_ends_the_process(error, status, monkeypatch, capl
 
 
 def refused():
-    """As Flower's connection ends where the SuperLink has refused it."""
+    """End as Flower's connection does if the SuperLink has refused it."""
     try:
         raise httpx.HTTPStatusError("412", request=None, response=httpx.Response(412))
     except httpx.HTTPStatusError:
@@ -395,11 +412,11 @@ def unanswered():
 @pytest.mark.parametrize(("tried", "reached", "said"), [
     (unanswered, False, "the SuperLink is not reached yet: 127.0.0.1:1 does not answer"),
     (refused, True, "regards another SuperNode with this key as online. .* accepted after at most 60 s"),
-    (refused, False, ""),  # for a reason that was said
-    (sys.exit, True, ""),  # stopped
+    (refused, False, ""),  # for a reason that is already in the log
+    (sys.exit, True, ""),  # stopped by the operator
 ])  # fmt: skip
 def test_a_site_that_is_not_connected_says_why(tried, reached, said, monkeypatch, caplog):
-    """Flower says that a connection attempt has failed, and no more."""
+    """A site that is not connected logs the reason, while Flower logs only that an attempt has failed."""
     monkeypatch.setattr(private.signal, "signal", lambda *_: None)
     monkeypatch.setattr(private, "register_signal_handlers", lambda **_: None)
     if reached or not said:

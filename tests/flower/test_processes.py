@@ -1,4 +1,4 @@
-"""Processes of a federation: none is left behind, whatever happens.
+"""No process of a federation is left behind, whatever happens.
 
 The slow tests run federations of real processes over Flower, and some of these have faults.
 """
@@ -72,7 +72,7 @@ def test_children_go_when_their_parent_is_killed():
 
 
 def unit(tmp_path, body):
-    """A process that supervises another one, which notes its start and then runs `body`."""
+    """Start a process that supervises another one, which adds an "x" to the file `starts` and then runs `body`."""
     program = f"""
 import sys
 from functools import partial
@@ -131,13 +131,13 @@ class BrokenSecond(Listening):
 
 
 class Broken(Trivial):
-    """Its second client says why it cannot start."""
+    """A federation whose second client prints why it cannot start, and ends."""
 
     commands_of = BrokenSecond
 
 
 def members(federation):
-    """All processes of a federation that lives."""
+    """Return all processes of a running federation: id → start time."""
     processes = [child for child in (federation.superlink, *federation.nodes.values()) if child]
     return {pid: start for child in processes for pid, start in children.family(child.pid).items()}
 
@@ -182,11 +182,11 @@ def test_what_does_not_start_is_reported_with_its_log_and_the_rest_is_stopped(tm
     with pytest.raises(StartError, match=r"client-1 ended\n--- .*client-1\.log\nno disk"), federation:
         pass
     assert federation.nodes == {}
-    assert free_ports(1, federation.port) == [federation.port]  # nobody listens there any more
+    assert free_ports(1, federation.port) == [federation.port]  # the port is free again
 
 
 class Saying(Console):
-    """What `flwr` would print, one time after the other."""
+    """Takes the place of `flwr`, and returns one given answer after the other."""
 
     def __init__(self, *said):
         self.said = list(said)
@@ -197,7 +197,7 @@ class Saying(Console):
 
 
 def runs(**states):
-    """Of a SuperLink with another clock."""
+    """Return what `flwr list` prints of runs with these states, at a SuperLink whose clock is many years off."""
     each = [{"run-id": one, "status": state, "pending-at": "2001-01-01 00:00:00Z"} for one, state in states.items()]
     return {"success": True, "runs": each}
 
@@ -218,7 +218,10 @@ def test_a_run_that_nothing_takes_is_told_from_one_that_has_just_come_and_from_t
 
 
 def test_a_superlink_that_does_not_answer_is_said_in_a_line(tmp_path, monkeypatch, capsys):
-    """Flower's command ends with status 0 there."""
+    """If a SuperLink does not answer, `flower status` says so in one line and ends with status 5.
+
+    Flower's command ends with status 0 then.
+    """
     (port,) = free_ports(1)
     (tmp_path / "config.toml").write_text(f'[superlink.there]\naddress = "127.0.0.1:{port}"\ninsecure = true\n')
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
@@ -288,7 +291,7 @@ def main(grid, context):
 
 @pytest.fixture(scope="module")
 def ping(tmp_path_factory):
-    """A Flower app of a few lines."""
+    """Write a Flower app of a few lines into a folder."""
     directory = tmp_path_factory.mktemp("app")
     (directory / "ping").mkdir()
     (directory / "pyproject.toml").write_text(PROJECT)
@@ -299,13 +302,13 @@ def ping(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory):
-    """Two clients, TLS and keys."""
+    """A federation of two clients that runs, with TLS and keys."""
     with Federation(tmp_path_factory.mktemp("federation"), 2, first_port=22700) as running:
         yield running
 
 
 def answers(lines):
-    """What the clients answered, without the log around it."""
+    """Return the clients' replies that the lines of a log have."""
     return [json.loads(line.partition("ANSWER ")[2]) for line in lines if "ANSWER" in line]
 
 
@@ -325,15 +328,18 @@ def test_no_reply_and_a_worker_that_dies_are_told_at_once_and_the_next_message_i
         got = answers(federation.run(ping, f"rounds=1 kind='{kind}'"))
         assert got[:2] == [{"error": code}] * 2
         assert sorted(response["partition"] for response in got[2:]) == [0, 1]
-        assert time.monotonic() - began < 60  # Flower alone: 60 s after the last sign of life, or not at all
+        assert time.monotonic() - began < 60  # Flower alone reports this after 60 s, or never
 
 
 @pytest.mark.slow
 def test_who_is_killed_comes_back_under_its_key_and_answers(federation, ping):
-    """A client, and the SuperNode alone, which is started again by its supervisor."""
+    """A client that was killed comes back under its key and replies, as does a SuperNode that was killed alone.
+
+    The test starts the client's processes again. The SuperNode is started again by its supervisor.
+    """
     children.stop([federation.nodes.pop(1)], grace=0)
     federation.start_node(1)
-    federation.wait_online(1, 150, within=0.0)  # keys: refused while it is believed never to have left
+    federation.wait_online(1, 150, within=0.0)  # refused while the old node seems to be connected
     members = children.family(federation.nodes[0].pid)
     (serving,) = [pid for pid in members if b"\0serve\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(serving, signal.SIGKILL)
@@ -362,7 +368,10 @@ def test_clients_come_back_to_a_superlink_that_was_killed_and_kept_its_database(
 def test_a_superlink_whose_superexec_has_ended_begins_no_run_until_another_is_started_by_the_words_of_the_error(
     federation, ping, monkeypatch, capsys
 ):
-    """The last test of this federation, which is left without a SuperExec."""
+    """Without its SuperExec a SuperLink begins no run, and `flower status` prints the command that starts one.
+
+    This is the last test of this federation, because it leaves the federation without a SuperExec.
+    """
     members = children.family(federation.superlink.pid)
     (superexec,) = [p for p in members if b"superexec" in Path(f"/proc/{p}/cmdline").read_bytes()]
     os.kill(superexec, signal.SIGKILL)

@@ -19,11 +19,11 @@ from fedbilevel.flower.server.terms import Terms
 
 STEPS = federations.Steps()
 TERMS = Terms(join=1.0, deadline=5.0)
-POOR, WRONG = 2, 4  # a client with fewer samples than its floor, one whose configuration is misspelt
+POOR, WRONG = 2, 4  # a client with fewer samples than its floor, and one whose configuration has a misspelt name
 
 
 def app(only=()):
-    """Client POOR is below its floor; WRONG cannot start."""
+    """Return an app in which client POOR, or with `only` each client, is below its floor, and WRONG cannot start."""
 
     def make(run, node):
         k = node["partition-id"]
@@ -51,12 +51,12 @@ def test_one_value_from_the_site_to_the_log_the_file_and_the_cli(tmp_path, caplo
             told = {"code": code.word, "why": text, "who": code.who, "how": code.how}
             assert line["refused"][str(client)] == told
     site = [r.getMessage() for r in caplog.records if r.name == "fedbilevel.client"]
-    assert any(why[POOR][0] in said and floor.how in said for said in site)  # its owner reads what to do
-    assert any("unknown name 'clipp' in the node configuration" in said for said in site)  # and which name it was
+    assert any(why[POOR][0] in said and floor.how in said for said in site)  # its log says what to do
+    assert any("unknown name 'clipp' in the node configuration" in said for said in site)  # and which name is wrong
     server = [r.getMessage() for r in caplog.records if r.name == "fedbilevel.server"]
     for client, (text, code) in why.items():
         line = f"client {client} does not count: {text} ({code.who} can fix this: {code.how})"
-        assert sum(line in said for said in server) == 1  # though it is so in every exchange
+        assert sum(line in said for said in server) == 1  # once for all exchanges
     assert not any("online" in said for said in server)
     status = Status.of(Folder(tmp_path))
     said, ended = status.lines, status.ended
@@ -69,7 +69,11 @@ def test_one_value_from_the_site_to_the_log_the_file_and_the_cli(tmp_path, caplo
 
 
 def test_a_status_is_that_of_the_last_word_and_survives_a_line_that_was_cut(tmp_path):
-    """Client 1 has replied since it was refused; client 3 has not, and nobody reads its advice from the file."""
+    """A run's status is that of the last lines of its log, and lines that cannot be read are counted.
+
+    Client 1 has replied since it was refused, and client 3 has not. The advice for client 3 is the library's own, and
+    not the text in the file. Two lines are wrong, and the last one was cut.
+    """
     with pytest.raises(fb.errors.ConfigurationError, match=r"exchanges\.jsonl is missing"):
         Status.of(Folder(tmp_path))
     late, odd = Refusal(Code.LATE, "no reply").told(), {"code": "new", "why": "x\ny", "how": "send keys"}
@@ -97,7 +101,10 @@ def test_where_nobody_takes_part_the_error_has_the_reasons_by_client():
 
 
 def test_words_of_a_message_decide_nothing_and_give_no_advice():
-    """A code that this version does not know is one of no consequence."""
+    """The words of a refusal that was sent have no effect and give no advice; only its code does.
+
+    A code that this version does not know is read as `Code.OTHER`, which has no consequence.
+    """
     told = {"code": "numberz", "why": "not finite in\nx", "who": "the operator", "how": "send us your keys"}
     read = Refusal.read(told, 3)
     assert (read.code, read.why, read.client, read.code.of_state) == (Code.OTHER, "not finite in x", 3, False)
@@ -115,7 +122,11 @@ def test_clients_that_say_the_same_are_named_together():
 
 
 def test_texts_that_are_too_long_for_a_superlink_do_not_leave_the_site(tmp_path, monkeypatch):
-    """A metric's name of a few hundred megabytes, or a layout, travels in one piece: see security.md."""
+    """A reply whose texts are too long is refused at the site.
+
+    Texts such as a metric's name or a layout travel in one piece, and some hundred megabytes would hold up a SuperLink
+    (see `wire.require_short`).
+    """
     respond, log = ClientRuntime.respond, tmp_path / "exchanges.jsonl"
 
     def long(runtime, request, memory):
