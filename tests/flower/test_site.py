@@ -1,4 +1,4 @@
-"""What a client answers, what it refuses, and that nothing is run then; what it gives away."""
+"""A client replies to good requests, refuses all others without running anything, and reveals nothing more."""
 
 import gc
 import json
@@ -49,7 +49,7 @@ def runtime():
 
 @pytest.fixture
 def ran(monkeypatch):
-    """The phases that clients ran."""
+    """Return a list that gets the name of each phase that a client runs."""
     phases, program = [], site_phases.program
 
     def noted(problem):
@@ -60,7 +60,7 @@ def ran(monkeypatch):
 
 
 def request(runtime, of="y_gradient", **changes):
-    """A good request about a phase at x = y = 1, changed."""
+    """Return a good request for a phase at x = y = 1, with these changes."""
     call = next(call for call in runtime.contract.calls.values() if call.phase == of)
     parts = [np.ones(leaf.shape, leaf.dtype).tobytes() for leaf in jax.tree.leaves(call.message)]
     good = RequestMessage(
@@ -71,7 +71,7 @@ def request(runtime, of="y_gradient", **changes):
 
 
 def asked(runtime, of="y_gradient", **changes):
-    """The response to such a request, of a client of which Flower remembers nothing."""
+    """Return a client's response to such a request, with nothing in Flower's memory of the client."""
     return runtime.respond(request(runtime, of, **changes), memory())
 
 
@@ -81,7 +81,7 @@ def greeted(runtime, contract):
 
 @pytest.mark.checked
 def test_a_site_looks_at_its_losses_before_it_takes_part():
-    """As a simulation does; the server has no samples to look at."""
+    """A site checks its losses before it takes part, as a simulation does, since the server has no samples for it."""
     task = federations.TASK
     summed = fb.Bilevel(lambda x, y, batch: len(batch["t"]) * task.problem.outer(x, y, batch), task.problem.inner)
     with pytest.warns(fb.errors.NumericalWarning, match="the outer loss is not a mean"):
@@ -89,7 +89,7 @@ def test_a_site_looks_at_its_losses_before_it_takes_part():
 
 
 def test_an_answer(runtime, ran):
-    """The phase itself, called by hand with the key that every engine gives it."""
+    """A reply has the update and the metrics of the phase, computed here with the key that every engine uses."""
     response = asked(runtime)
     assert response.refused == ""
     clients, key = federations.TASK.clients, jax.random.fold_in(jax.random.key(5), 0)
@@ -104,6 +104,7 @@ def test_an_answer(runtime, ran):
 
 
 def test_a_greeting(runtime, ran):
+    """The response to a greeting has the client's contract, or says how it differs from the server's."""
     response = greeted(runtime, runtime.contract.text)
     assert (response.contract, response.client, response.refused) == (runtime.contract.text, 0, "")
     other = ClientRuntime(federations.site(federations.Steps(batch_size=5), 0)).contract.text
@@ -144,7 +145,7 @@ def test_what_is_refused_is_not_run(case, runtime, ran, caplog):
 
 @pytest.mark.parametrize("changes", [{"key": b"123"}, {"key": b""}, {"key_kind": "dice"}])
 def test_a_key_that_is_none_is_refused(changes, runtime, ran):
-    """With the name of the error only: its text might hold anything."""
+    """A key that cannot be read is refused with the name of the error only, since the text may have anything in it."""
     assert "Error; the client's log says more" in asked(runtime, **changes).refused
     assert ran == []
 
@@ -157,11 +158,12 @@ def test_a_key_that_is_none_is_refused(changes, runtime, ran):
     ({"max_bytes": 39}, "40 bytes are above this client's limit of 39"),
 ])  # fmt: skip
 def test_limits(limits, expected, ran):
+    """A client refuses a request beyond a limit, and runs nothing; x and y of the message have 5 · 8 = 40 bytes."""
     algorithm = Rounds() if "max_local_steps" in limits else STEPS
     runtime = ClientRuntime(federations.site(algorithm, 0, limits=replace(federations.FREE, **limits)))
     assert asked(runtime).refused == expected
     assert ran == []
-    if "max_bytes" not in limits:  # told at the greeting, too
+    if "max_bytes" not in limits:  # the greeting is refused, too
         assert greeted(runtime, runtime.contract.text).refused == expected
 
 
@@ -173,7 +175,11 @@ def test_limits(limits, expected, ran):
     ({"min_batch_size": 17}, "batch_size = 16 is below this client's floor of 17"),
 ])  # fmt: skip
 def test_counts_of_parts_and_of_wrapped_methods_are_limited(limits, why, wrapped):
-    """However deep they lie, the largest of several, and by their kind: samples are not steps."""
+    """Limits apply to the counts of parts and of wrapped methods, however deep these are.
+
+    If a field has several counts, the largest one is compared. Counts of samples and counts of steps have limits of
+    their own.
+    """
     inner, solver = fb.parts.MeanGradient(rounds=10, local_steps=3), fb.parts.Neumann(terms=[2, 9])
     method = fb.AFBO(inner=inner, hypergradient=fb.parts.LocalImplicit(solver=solver), batch_size=16)
     method = fb.Asynchronous(method, wait_for=2) if wrapped else method
@@ -183,13 +189,13 @@ def test_counts_of_parts_and_of_wrapped_methods_are_limited(limits, why, wrapped
 
 
 class Rounds(federations.Steps):
-    """The same with a count that is work for clients."""
+    """`Steps` with a field that is a count of clients' work."""
 
     inner_rounds: int = static(default=3)
 
 
 def test_numbers_that_the_server_says_and_those_of_the_site(ran):
-    """The server's count is bounded by the site's limit; what the site states of itself goes before it."""
+    """A site's limit bounds the server's number of local steps, and a number that the site states takes precedence."""
     method, limits = fb.FedNestSGD(batch_size=4), replace(federations.FREE, max_local_steps=20)
 
     def answer(steps, **own):
@@ -212,8 +218,11 @@ def test_numbers_that_the_server_says_and_those_of_the_site(ran):
 
 @pytest.mark.parametrize("most", [None, 2**40])
 def test_a_task_that_takes_too_long(most):
-    """It is given up; until it ends nothing else is run. With a bound of memory its thread is stopped at its next line
-    of Python, which a single call into C, as here that of a lock, does not come to."""
+    """A task that takes too long is given up, and no other task is run until it ends.
+
+    With a limit of memory its thread is stopped at the next line of Python. A single call into C, here that of a lock,
+    does not come to such a line.
+    """
     lock, time_limit = threading.Lock(), TimeLimit(0.05, "the task", most)
     lock.acquire()
     with pytest.raises(Refusal, match=r"the task takes longer than this client's limit of 0\.05 s"):
@@ -230,7 +239,10 @@ def test_a_task_that_takes_too_long(most):
 
 
 def test_one_thread_runs_all_phases_until_one_overruns():
-    """It ends with the object that started it, and keeps nothing of a phase that has ended."""
+    """One thread runs all phases, until a phase takes too long; then another thread takes its place.
+
+    A thread ends with the `TimeLimit` that started it, and keeps no object of a phase that has ended.
+    """
     time_limit, go = TimeLimit(0.05), threading.Event()
     first = time_limit.run(threading.current_thread)
     assert time_limit.run(threading.current_thread) is first
@@ -253,7 +265,7 @@ def test_one_thread_runs_all_phases_until_one_overruns():
 
 
 def wait_until(condition, seconds=5.0):
-    """Until it holds; a test's error after some seconds."""
+    """Wait until `condition()` is true; fail after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -261,7 +273,7 @@ def wait_until(condition, seconds=5.0):
 
 
 def test_a_phase_that_was_given_up_leaves_no_trace(tmp_path, monkeypatch):
-    """Neither in the client's state nor in its account, also when it ends later."""
+    """A phase that was given up changes neither the client's state nor its account, even if it ends later."""
     go = threading.Event()
     monkeypatch.setattr(site_phases.SitePhases, "run", lambda *_: go.wait(30) and authoring.Reply(jnp.ones(3), state={
         "calls": jnp.ones((), jnp.int32), "control": jnp.ones(3)}))  # fmt: skip
@@ -272,14 +284,14 @@ def test_a_phase_that_was_given_up_leaves_no_trace(tmp_path, monkeypatch):
     runtime.phases.time_limit.thread.join(30)
     assert (tmp_path / "account.json").read_text() == "{}"
     assert list(tmp_path.glob("*.npz")) == []
-    assert (tmp_path / "client-0-requests.json").exists()  # it was asked all the same
+    assert (tmp_path / "client-0-requests.json").exists()  # the request is counted
     runtime.phases.time_limit.seconds = 30  # the next one has time enough, however busy the machine is
     assert asked(runtime, "inner_gradient").refused == ""
     assert [path.name for path in tmp_path.glob("*.npz")] == [f"client-0-run-{federations.NAME}.npz"]
 
 
 class Dividing(authoring.Algorithm):
-    """Its phase divides by what it is sent."""
+    """Divide by the message, in the only phase."""
 
     def init(self, x, y):
         return XY(x, y)
@@ -293,7 +305,10 @@ class Dividing(authoring.Algorithm):
 
 
 def test_a_reply_that_is_not_finite_is_not_sent(tmp_path, caplog):
-    """It says where; under privacy not even that, since it depends on the data."""
+    """A reply that is not finite is not sent, and the refusal says in which leaf it is not finite.
+
+    Under privacy the refusal does not say this, since it depends on the data.
+    """
     runtime = ClientRuntime(federations.site(Dividing(), 0))
     zero = np.zeros(1).tobytes()
     response = asked(runtime, "phase", payload=zero)
@@ -305,7 +320,11 @@ def test_a_reply_that_is_not_finite_is_not_sent(tmp_path, caplog):
 
 
 def test_privacy(tmp_path):
-    """Replies are noised, metrics and counts stay here, every reply is charged, also by a new process."""
+    """Under privacy replies are clipped and noised, metrics and counts are not sent, and each reply is charged.
+
+    A new process continues the account. The noise has the deviation 0.5 · 2 = 1, so that each of three numbers is off
+    by less than 9.5. When the budget is spent, the client refuses to reply.
+    """
     privacy = Privacy(clip=0.5, noise_multiplier=2.0, delta=1e-5, budget=12.0)
     make = lambda: ClientRuntime(federations.site(STEPS, 0, privacy=privacy, folder=tmp_path))  # noqa: E731
     plain, runtime = ClientRuntime(federations.site(STEPS, 0)), make()
@@ -315,7 +334,7 @@ def test_privacy(tmp_path):
     sent = [np.frombuffer(response.payload) for response in (asked(plain), *answers)]
     assert len({vector.tobytes() for vector in sent}) == 4
     clipped = sent[0] * min(1, 0.5 / np.linalg.norm(sent[0]))
-    assert all(0 < np.linalg.norm(vector - clipped) < 9.5 * 3**0.5 for vector in sent[1:])  # noise of deviation 1
+    assert all(0 < np.linalg.norm(vector - clipped) < 9.5 * 3**0.5 for vector in sent[1:])  # noise
     most = next(n for n in range(1, 100) if privacy.epsilon_after(n + 1) > 12.0)
     for _ in range(3, most):
         assert asked(runtime).refused == ""
@@ -324,7 +343,10 @@ def test_privacy(tmp_path):
 
 
 def test_a_spent_budget_stops_the_run(tmp_path):
-    """One reply a client; the second exchange is below its quorum, and says why."""
+    """When the budgets of the clients are spent, the run ends, and the error says why.
+
+    A budget is enough for one reply, so that the second exchange has none.
+    """
     one = PRIVATE.epsilon_after(1)
     privacy = replace(PRIVATE, budget=one * 1.001)
     app = federations.client_app(lambda run, node: federations.site(
@@ -357,13 +379,16 @@ def test_an_account_belongs_to_one_client_and_never_begins_anew(tmp_path):
         make(1)
     assert not account.exists()
     account.write_text(kept)
-    (tmp_path / "secret").unlink()  # another one is made: noise may be new, what was spent stays spent
+    (tmp_path / "secret").unlink()  # another secret is made, and the account stays as it is
     make(1)
     assert account.read_text() == kept
 
 
 def test_logs_tell_nothing_of_data_or_updates(caplog):
-    """All samples are made of 0.7331…, the updates of values that the client is asked for here."""
+    """Logs have no sample and no number of an update or a metric.
+
+    All samples are 0.7331… here. The numbers of the updates and of the metric are those of two replies.
+    """
     caplog.set_level(logging.DEBUG, "fedbilevel")
     caplog.set_level(logging.INFO)
     mark = 0.733173317331
@@ -405,7 +430,10 @@ def test_a_log_begins_with_what_the_client_has_and_says_in_a_line_what_leaves_it
 
 
 def test_refusals_for_one_reason_have_few_lines(caplog):
-    """The first, second, fourth, … of each reason, until a reply; of a hundred reasons, their kind is counted."""
+    """Of refusals with one reason, the first, second, fourth, and so on since the last reply are logged.
+
+    After a hundred different reasons, refusals are counted by their kind.
+    """
     runtime = ClientRuntime(federations.site(STEPS, 0))
     caplog.set_level(logging.WARNING, "fedbilevel.client")
 
@@ -427,7 +455,10 @@ def test_refusals_for_one_reason_have_few_lines(caplog):
 
 
 def test_samples_that_have_changed_are_said_and_refused_where_the_owner_said_so(caplog, tmp_path):
-    """A warning once, or as often as the client is asked; what is known stays until its owner deletes it."""
+    """If a client's samples have changed, its log has one warning; with `same_data` each request is refused.
+
+    With `same_data` the hash of the earlier samples stays until the owner deletes its file.
+    """
     one = federations.site(STEPS, 0, folder=tmp_path)
     other = replace(one, inner=jax.tree.map(lambda leaf: leaf + 1, one.inner))
     for site, warned in ((one, 0), (one, 0), (other, 1), (other, 0), (one, 1)):
@@ -445,7 +476,7 @@ def test_samples_that_have_changed_are_said_and_refused_where_the_owner_said_so(
 
 @pytest.mark.parametrize("same_data", [False, True])
 def test_a_check_before_the_site_serves_stores_no_hash_of_its_samples(same_data, tmp_path, caplog):
-    """An administrator may check, correct the table, and then start the site."""
+    """A check of a site stores no hash of its samples, so that a table can be corrected before the site starts."""
     one = federations.site(STEPS, 0, folder=tmp_path, same_data=same_data)
     ClientRuntime(one, serving=False)
     assert not (tmp_path / "client-0-samples.json").exists()
@@ -456,7 +487,10 @@ def test_a_check_before_the_site_serves_stores_no_hash_of_its_samples(same_data,
 
 
 def test_a_client_that_cannot_start_says_so(caplog):
-    """Not the text of an error that is not ours: it could hold a path, or more."""
+    """A client that cannot start says so; it sends the class of an error that is not ours, and not its text.
+
+    The text may have a path, or more.
+    """
 
     def make(run, node):
         raise FileNotFoundError("/home/ward-7/patients.csv")
@@ -468,7 +502,7 @@ def test_a_client_that_cannot_start_says_so(caplog):
 
 
 def test_a_phase_is_compiled_once(runtime):
-    """Another round, weight or message is no new program."""
+    """A phase is compiled once, and not again for another round or weight."""
     asked(runtime)
     before = site_phases.program(runtime.problem)._cache_size()
     assert before >= 1
@@ -478,7 +512,7 @@ def test_a_phase_is_compiled_once(runtime):
 
 
 def test_what_a_client_has_compiled_goes_with_its_problem():
-    """Losses, what they close over, and programs: nothing of JAX's caches for the whole process may hold them."""
+    """A client's losses and programs are freed with its problem, so that no cache of JAX keeps them."""
     task = federations.TASK.problem
     problem = fb.Bilevel(lambda x, y, batch: task.outer(x, y, batch), lambda x, y, batch: task.inner(x, y, batch))
     one = ClientRuntime(replace(federations.site(STEPS, 0), problem=problem))

@@ -1,4 +1,4 @@
-"""A client's own state: applied once, whatever is repeated, replayed or resumed."""
+"""A client's state changes once for each reply that counts, whatever is repeated or resumed."""
 
 import os
 
@@ -28,32 +28,39 @@ OTHER = {"c": np.zeros(3), "n": np.int32(0)}
 
 
 def test_which_state_a_message_sees():
-    """Of a client that was changed last by exchange 2 of round 5."""
+    """A message continues from the state after the client's last reply that counted.
+
+    The latest state of the client here is that after exchange 2 of round 5.
+    """
     kept = Versions(((4, 2), (5, 1), (5, 2)), ("s", "b", "n"))
     seen = lambda counted, round: kept.up_to(counted, round).states[-1:]  # noqa: E731
-    assert Versions().up_to((5, 2), 7) == Versions()  # it starts clean
+    assert Versions().up_to((5, 2), 7) == Versions()  # the client begins anew
     assert seen((5, 2), 6) == seen((6, 0), 6) == ("n",)
-    assert seen((5, 1), 6) == ("b",)  # the last answer did not count
-    assert seen((4, 2), 5) == seen((5, 0), 5) == ("s",)  # none of the round did, or it is played again
-    assert seen((-1, -1), 0) == ()  # all from the beginning
+    assert seen((5, 1), 6) == ("b",)  # the last reply did not count
+    assert seen((4, 2), 5) == seen((5, 0), 5) == ("s",)  # no reply of round 5 counted, or the round is repeated
+    assert seen((-1, -1), 0) == ()  # the run begins again
     with pytest.raises(Refusal, match="state is of round 5, and cannot return to round 4"):
         kept.up_to((4, 1), 4)
 
 
 def test_which_states_are_kept():
-    """Where this round began, where the round before began, and one more for answers that count late."""
+    """A client keeps its latest states, and those at the start of this round and of the round before.
+
+    It also keeps the state before the one at the start of this round, to which the server returns if the last reply of
+    the round before did not count.
+    """
     kept = Versions()
     for round in range(4):
         for exchange in range(3):
             kept = kept.then((round, exchange), (round, exchange))
             assert kept.tags == kept.states
     assert kept.tags == ((1, 2), (2, 1), (2, 2), (3, 1), (3, 2))
-    again = kept.up_to((1, 2), 2)  # round 2 is played again
+    again = kept.up_to((1, 2), 2)  # round 2 is repeated
     assert again.then((2, 0), "new").tags == ((1, 2), (2, 0))
     one = Versions()
     for round in range(9):
         one = one.then((round, 0), round)
-    assert one.tags == ((6, 0), (7, 0), (8, 0))  # of a method with one exchange a round
+    assert one.tags == ((6, 0), (7, 0), (8, 0))  # with one exchange in each round
 
 
 @pytest.fixture(params=["folder", "context"])
@@ -62,6 +69,7 @@ def store(request, tmp_path):
 
 
 def test_there_and_back(store):
+    """A store returns the states of a run as they were saved, and refuses those of another model."""
     assert store.load(federations.NAME, LIKE) == Versions()
     store.save(federations.NAME, KEPT)
     back = store.load(federations.NAME, LIKE)
@@ -97,8 +105,11 @@ def test_clients_may_share_a_folder(tmp_path):
 
 
 def test_only_the_latest_runs_are_kept(tmp_path):
-    """A server that names a new run in every message does not fill the disk, nor forget what is in use."""
-    neighbour, store = FolderStore(tmp_path, 10), FolderStore(tmp_path, 1)  # whose names begin alike
+    """A folder keeps the states of the latest 20 runs, so that a server that names new runs does not fill the disk.
+
+    The first run is used after each other one, and is therefore always among the latest.
+    """
+    neighbour, store = FolderStore(tmp_path, 10), FolderStore(tmp_path, 1)  # names of files that begin alike
     neighbour.save(federations.NAME, KEPT)
     names = [f"{number:08x}" for number in range(25)]
     for time, name in enumerate(names):
@@ -112,7 +123,7 @@ def test_only_the_latest_runs_are_kept(tmp_path):
 
 
 def test_the_folder_holds_the_old_state_or_the_new_one(tmp_path, monkeypatch):
-    """A disk that fills up in the middle of a write; a file that was damaged by something else."""
+    """If the disk is full in the middle of a write, the folder has the old state; a damaged file is refused."""
     store = FolderStore(tmp_path, 0)
     store.save(federations.NAME, KEPT)
 
@@ -137,7 +148,10 @@ def runtime():
 
 
 def calls(runtime, store, round, exchange, counted=None):
-    """(the answer, how often the client's state has been changed); by default the exchange before counted last."""
+    """Return a reply's bytes and how often the client's state was changed, or the text of the refusal.
+
+    By default the reply in the exchange before counted last.
+    """
     start = (round - 1, 2) if round else (-1, -1)
     counted = counted or ((round, exchange - 1) if exchange else start)
     phase, message = ("correction", np.zeros(())) if exchange == 2 else ("inner_gradient", np.ones(5))
@@ -159,11 +173,11 @@ def test_a_repeated_message_is_applied_once(runtime, store):
     assert calls(runtime, store, 0, 1) == second
     correction = calls(runtime, store, 0, 2)
     assert calls(runtime, store, 0, 2) == correction
-    assert calls(runtime, store, 0, 0) == first  # the server plays the round again
+    assert calls(runtime, store, 0, 0) == first  # the server repeats the round
     assert calls(runtime, store, 0, 1) == second
     assert calls(runtime, store, 0, 2) == correction
     assert calls(runtime, store, 1, 0)[1] == 3
-    assert calls(runtime, store, 0, 1) == second  # the server plays the round before again
+    assert calls(runtime, store, 0, 1) == second  # the server repeats the round before
     assert calls(runtime, store, 1, 0)[1] == 3
     assert calls(runtime, store, 2, 0)[1] == 4
     assert calls(runtime, store, 0, 1) == "this client's state is of round 2, and cannot return to round 0"
@@ -182,9 +196,11 @@ def test_an_answer_that_did_not_count_leaves_no_trace(runtime, store):
 
 @pytest.mark.parametrize("folder", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["folder", "context"])
 def test_a_run_resumed_in_the_middle_of_a_round(folder, tmp_path):
-    """All answers to exchange 1 of round 1 are lost after clients have changed their state; the server resumes.
+    """A run that is resumed in the middle of a round has the numbers of an uninterrupted run.
 
-    With a folder clients start anew, too; without one Flower's memory of them has to be there still.
+    All replies in exchange 1 of round 1 are lost after clients have changed their states, and the server is resumed.
+    With a folder the clients are started again, too. Without one they continue, since their states are in Flower's
+    memory.
     """
     task = federations.TASK
     whole = fb.solve(ALGORITHM, task.problem, task.clients, task.x0, task.y0, rounds=3, cohort=4, key=1, eval_every=3)

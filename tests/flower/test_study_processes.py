@@ -1,4 +1,4 @@
-"""A study over SuperLink and SuperNodes with TLS and keys, as processes: the numbers of one machine."""
+"""A study over processes of a SuperLink and SuperNodes, with TLS and keys, has the numbers of one machine."""
 
 import numpy as np
 import pytest
