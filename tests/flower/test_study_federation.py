@@ -1,4 +1,4 @@
-"""Studies over Flower, in this process: the numbers of one machine, and statistics that pass through the roster."""
+"""Studies over Flower, in this process, have the numbers of one machine, and sites keep to their limits."""
 
 import json
 
@@ -59,7 +59,7 @@ def test_sites_that_keep_their_tables_have_the_numbers_of_one_machine(kind, file
 
 
 def leaves(content):
-    """All numbers of a report, with their place."""
+    """Return all numbers of a report: place → number."""
     if isinstance(content, dict | list):
         pairs = content.items() if isinstance(content, dict) else enumerate(content)
         return {(name, *place): leaf for name, one in pairs for place, leaf in leaves(one).items()}
@@ -136,13 +136,16 @@ def test_a_site_keeps_to_its_limits_from_the_first_message(change, why, files, c
 
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_requests_and_the_agreement_are_in_the_state_folder(files, tmp_path, caplog):
-    """Statistics, agreement and exchanges count alike, and a site whose process is another one goes on."""
+    """The state folder has the number of all requests, and the agreement, with which another process continues.
+
+    Requests for statistics, for the agreement and for phases count alike.
+    """
     given, folder = study("ridge", rounds=2), tmp_path / "state"
     every = {"state-folder": str(folder)}
     apps = []
     caplog.set_level("INFO", logger="fedbilevel.client")
 
-    def another(message: Message, context):  # a process for each message, as Flower's stock SuperNode has it
+    def another(message: Message, context):  # a new process for each message, as in Flower's own SuperNode
         apps.append(client_app(given))
         return apps[-1](message, context)
 
@@ -172,7 +175,10 @@ def test_another_table_is_noticed_where_a_site_asks_for_it(files, tmp_path):
 
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_another_study_of_the_same_table_is_not_another_table(files, tmp_path, caplog):
-    """Its samples differ from those of the first study, since it uses other columns."""
+    """Another study of the same table is not taken for another table, although its prepared samples differ.
+
+    With min_count = 3 instead of 8, the rare category z of `kind` gets a column.
+    """
     every = {"state-folder": str(tmp_path / "state"), "same-data": True}
     for name, given in ("a0" * 8, study("ridge", rounds=1)), ("b0" * 8, study("ridge", rounds=1, min_count=3)):
         alone(given, Nodes(client_app(given), files, every), name)
@@ -181,7 +187,7 @@ def test_another_study_of_the_same_table_is_not_another_table(files, tmp_path, c
 
 
 def test_a_site_with_another_study_does_not_take_part(files):
-    """Nor does it tell anything: the two are compared in the greeting."""
+    """A site with another study does not take part and sends no statistics, since the greeting compares the studies."""
     given, asked = study("ridge"), []
     good, other = client_app(given), client_app(study("ridge", min_count=1))
 
@@ -205,7 +211,7 @@ def test_a_column_that_a_site_lacks_is_named_at_the_server_and_at_this_site_alon
     with pytest.raises(ConfigurationError, match=f"{words} of the study .drop = .'dose'.."):
         alone(given, Nodes(client_app(given), files))
     assert [text.startswith(f"the study ends: {words}") for text in caplog.messages if "dose" in text][-1:] == [True]
-    assert not [text for text in caplog.messages if "refused" in text]  # the site may be right, and can mend nothing
+    assert not [text for text in caplog.messages if "refused" in text]  # the site may be right, and cannot correct it
     for wrong in ("[]", "{}", '{"columns": [1]}'):
         answer = site(given, {}, {"partition-id": 2, **files[2]}, "").answer
         with refuses("question" if wrong == "[]" else "columns of the question"):
@@ -268,7 +274,10 @@ def test_a_table_may_come_from_a_function(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("more", slow_but({}, of=[{}, {"holdout": "south"}]))
 def test_sites_search_for_the_penalties_of_many_features(more, files, tmp_path, monkeypatch):
-    """In two runs: SimFBO's, which is stopped here while the loss still falls, and that of the last model."""
+    """If there are many features, sites search for the penalties by SimFBO, and train the last model in a second run.
+
+    The search is stopped here while the loss still falls. WIDE = 5 makes the study one with many features.
+    """
     monkeypatch.setattr("fedbilevel.estimators.linear.WIDE", 5)
     given, place = study("ridge", rounds=12, penalty="feature", **more), tmp_path / "run"
     with pytest.warns(ConvergenceWarning, match="the validation loss still falls after 12 rounds"):
@@ -290,7 +299,10 @@ def test_sites_search_for_the_penalties_of_many_features(more, files, tmp_path, 
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 @pytest.mark.parametrize("folder", [True, False])
 def test_a_table_that_changes_within_a_study_is_refused(folder, files, tmp_path, monkeypatch):
-    """Sites read their tables again for the last model: of the same number of rows, with two of them exchanged."""
+    """A site whose table changes within a study is refused when it reads the table again for the last model.
+
+    The changed table has the same rows, of which two are exchanged.
+    """
     monkeypatch.setattr("fedbilevel.estimators.linear.WIDE", 5)
     given, table = study("ridge", rounds=2, penalty="feature"), tables()["west"]
 
@@ -316,7 +328,11 @@ def test_a_fingerprint_is_of_all_that_a_study_uses(files):
 
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_requests_of_the_last_model_are_not_counted_to_the_last_round_of_the_search(files, tmp_path, monkeypatch):
-    """Both runs begin with round 0. No round has more than 6 requests to a site, and the last run has more in all."""
+    """Requests in the run of the last model are not counted to the last round of the search.
+
+    Both runs begin with round 0. No round has more than 6 requests to a site, and the run of the last model has more in
+    all.
+    """
     monkeypatch.setattr("fedbilevel.estimators.linear.WIDE", 5)
     given, place = study("ridge", rounds=4, penalty="feature"), tmp_path / "run"
     serve(given, Nodes(client_app(given), files, {"max-requests-per-round": 6}), {"out": str(place), "poll": 0.1})
@@ -326,7 +342,7 @@ def test_requests_of_the_last_model_are_not_counted_to_the_last_round_of_the_sea
 
 @pytest.mark.slow
 def test_sites_may_have_more_columns_than_rows(files, tmp_path):
-    """One site has a constant column, and another one no number in a column."""
+    """Sites may have more columns than rows: 320 further ones, of which one is constant at a site or has no numbers."""
     many, rng = tables(), np.random.default_rng(1)
     for number, name in enumerate(SITES):
         more = pd.DataFrame(rng.normal(size=(len(many[name]), 320)), columns=[f"c{k}" for k in range(320)])

@@ -1,4 +1,4 @@
-"""The commands of a study: the app that `flower new` writes, its options, and what `flower check` says of a site."""
+"""The commands of a study: `flower new` writes its app and has options for it, and `flower check` checks a site."""
 
 import re
 import tomllib
@@ -74,7 +74,7 @@ def test_a_site_looks_at_what_it_will_tell(files, tmp_path, monkeypatch, capsys)
     said = " ".join(capsys.readouterr().out.split())
     assert "client 0, north" in said
     assert "sends dose: nothing" in said
-    assert "digest" not in said  # the rows are counted, and arrays of the protocol say nothing to a site
+    assert "digest" not in said  # `flower check` shows the number of rows, and not this array of the protocol
     assert ", and rarer categories" in said
     Path("latin.csv").write_bytes(b"age,ill\n60,yes\xfc\n")
     Path("empty.csv").touch()
@@ -88,7 +88,7 @@ def test_a_site_looks_at_what_it_will_tell(files, tmp_path, monkeypatch, capsys)
 
 
 def test_every_field_of_a_study_is_an_option(tmp_path, monkeypatch, capsys):
-    """No file has to be edited, and the help has the words of the class."""
+    """Each field of a study is an option of `flower new`, and the help has the class's descriptions of them."""
     monkeypatch.chdir(tmp_path)
     values = {"sites": "north, south,2", "categorical": "a,b", "columns": "a,b,c", "drop": "d", "gaps": "-9,?"}
     values |= {"estimator": "cox", "target": "days", "event": "died", "patient": "p", "penalty": "column", "cv": "3"}

@@ -37,7 +37,7 @@ from fedbilevel.flower.wire import (
     to_bytes,
 )
 
-InProcess(None, 0)  # Flower's messages want to know of which task they are
+InProcess(None, 0)  # gives this process the identity without which Flower makes no messages
 RNG = np.random.default_rng(0)
 TREES = {
     "nothing": None,
@@ -73,7 +73,7 @@ def test_there_and_back(name):
 
 
 def test_a_flag_is_0_or_1():
-    """Other bytes have no meaning as flags, and what a compiled program makes of them is anyone's guess."""
+    """Flags whose bytes are neither 0 nor 1 are refused, since compiled programs do not define what these mean."""
     with pytest.raises(Refusal, match="neither 0 nor 1"):
         from_bytes(b"\x01\x02", shapes(np.array([True, False])))
 
@@ -133,7 +133,7 @@ def test_metrics_that_are_none(text):
 
 
 def test_a_refusal_is_one_line_and_not_long():
-    """Its words may be the other side's; they stand in logs."""
+    """A refusal is one line of at most 1000 printable characters, since it is logged and may be from the other side."""
     assert str(Refusal(Code.OTHER, "a\nERROR everything is lost\r\n\tb")) == "a ERROR everything is lost b"
     assert len(str(Refusal(Code.OTHER, "x" * 10**6))) == 1000
     assert str(Refusal(Code.OTHER, "\x1b[2Ja\x00b\u202ec é ε")) == "�[2Ja�b�c é ε"
@@ -148,7 +148,7 @@ KINDS = {"str": st.text() | JSONS.map(json.dumps), "int": SIZES, "float": st.flo
 
 
 def of(kind, good):
-    """Messages of the kind: some fields good, some any of their type, some any at all, some missing."""
+    """Return a strategy for messages of a kind; each field is good, any value of its type, or any value at all."""
     fields = {}
     for f in dataclasses.fields(kind):
         value = getattr(good, f.name)
@@ -163,13 +163,13 @@ def runtime():
 
 GOOD = RequestMessage(run=federations.NAME, contract="", phase="y_gradient", key=bytes(8), key_kind="threefry2x32",
                       payload=np.zeros(5).tobytes())  # fmt: skip
-"""A request as the client expects it, but for the names of contract and call, which the test fills in."""
+"""A request as the client expects it, except for the names of contract and call, which the test adds."""
 
 
 @settings(max_examples=100, deadline=None)
 @given(fields=of(RequestMessage, GOOD), right=st.booleans())
 def test_a_desk_answers_whatever_it_is_asked(runtime, fields, right):
-    """Garbage is refused; what is not raises nothing, and is an answer with a finite update."""
+    """A client refuses a wrong request or replies with 24 bytes, which are three numbers, and never raises an error."""
     payload = fields.pop("payload")
     if right:
         fields["contract"] = runtime.contract.digest
@@ -188,6 +188,7 @@ def test_a_desk_answers_whatever_it_is_asked(runtime, fields, right):
 @given(fields=of(ResponseMessage, ResponseMessage(run="r", round=1, exchange=0, client=2, layout=["value float64[3]"],
                                 metrics='{"inner": 1.0}', payload=np.ones(3).tobytes())))  # fmt: skip
 def test_a_server_counts_or_refuses_whatever_is_answered(runtime, fields):
+    """A server refuses a response, or counts it with finite numbers, and raises no other error."""
     call = next(call for call in runtime.contract.calls.values() if call.phase == "y_gradient")
     try:
         response = read(ResponseMessage, fields, fields.pop("payload"))

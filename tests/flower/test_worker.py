@@ -1,4 +1,4 @@
-"""The worker on its pipe: whatever one message does, the next one is answered."""
+"""Whatever a message does to the worker on its pipe, the worker replies to the next message."""
 
 import sys
 import threading
@@ -22,7 +22,7 @@ def app(message, context):
 
 
 def served(names, apps, monkeypatch):
-    """What a worker replies, by name, and what it says has failed."""
+    """Run a worker, and return the name of its reply and the text of the failure for each message."""
 
     def opened(request):
         name = request[0].decode()
@@ -45,7 +45,7 @@ def served(names, apps, monkeypatch):
         private.send(ours, [name.encode()])
         answered, failure = private.receive(ours)
         found.append((answered.decode(), failure.decode()))
-    ours.close()  # nobody is there any more
+    ours.close()  # as if the SuperNode had ended
     thread.join(10)
     assert not thread.is_alive()
     assert left.wait(10)
@@ -126,7 +126,7 @@ def test_the_server_learns_only_the_kind_of_a_clients_error():
     from fedbilevel.flower.launch import private
     from fedbilevel.flower.launch.in_process import InProcess
 
-    InProcess(None, 0)  # Flower's messages want to know of which task they are
+    InProcess(None, 0)  # gives this process the identity without which Flower makes no messages
     message = Message(RecordDict(), 1, "query.fedbilevel")
     reply = private.error_reply(message, FileNotFoundError("/home/ward-7/patients.csv"))
     assert (reply.error.code, reply.error.reason) == (2, "FileNotFoundError")
