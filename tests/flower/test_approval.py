@@ -63,7 +63,7 @@ def test_what_is_not_approved_gets_no_reply(subject, tmp_path, capsys):
         remedy = f"to approve it: fedbilevel flower approve FOLDER {name} --by NAME"
         assert response.refused == f"{name} is not approved at this site; {remedy}"
         assert str(tmp_path) not in response.refused
-    assert json.loads((tmp_path / "client-0-requests.json").read_text())["total"] == 3  # max-requests bounds these, too
+    assert json.loads((tmp_path / "client-0-requests.json").read_text())["total"] == 3  # refused requests count, too
     assert (tmp_path / f"asked-{name}.txt").read_text() == (subject or client.general.text)
     assert approve(tmp_path, name, "--by", "Dr. Ada") == 0
     assert f"asked-{name}.txt" in capsys.readouterr().out

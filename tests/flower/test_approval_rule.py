@@ -182,6 +182,7 @@ def test_a_number_of_a_run_that_no_float_holds_is_above_every_bound(tmp_path):
 
 
 def test_without_the_hash_of_the_app_the_check_says_what_it_depends_on(tmp_path):
+    """If a check does not know the app's hash, it says that the rule approves the run only if `app` has this hash."""
     with_app, without = written(tmp_path, FITS), tmp_path / "without.toml"
     without.write_text('allow.estimator = ["ridge"]')
     approvals, unknown = Approvals(tmp_path), STUDY._replace(app=None)

@@ -310,6 +310,7 @@ def test_the_first_broken_line_is_said(change, audit, capsys):
 
 
 def test_the_command_says_what_is_there(audit, capsys):
+    """`flower audit` prints the number of lines and the last hash; `--holds HASH` shows whether lines are missing."""
     hashes = [hashlib.sha256(line).hexdigest() for line in audit.path.read_bytes().splitlines()]
     command = ["flower", "audit", str(audit.path.parent)]
     assert main(command) == 0

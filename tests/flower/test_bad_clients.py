@@ -29,7 +29,7 @@ from fedbilevel.flower.server.terms import NormBounds, Terms
 from refusals import refuses
 
 ROUNDS = 6
-BAD = 1  # the client
+BAD = 1  # the client with the faults
 
 
 class Following(authoring.Algorithm):
@@ -329,7 +329,7 @@ def test_a_round_is_undone_though_clients_have_begun_the_next(folder, tmp_path):
 
 
 def test_a_round_is_undone_though_privacy_hides_what_clients_met(tmp_path):
-    """A round is also undone if privacy hides which numbers of the clients are not finite.
+    """A round is also undone if privacy hides that numbers at the clients are not finite.
 
     The noise of the replies has the deviation 100·1e-6 = 1e-4, so that y is the same up to 1e-2.
     """

@@ -180,6 +180,7 @@ def test_a_fresh_cohort_keeps_nothing():
 
 
 def test_another_version_differs(monkeypatch):
+    """If the versions of fedbilevel differ, this difference is reported, and no other one."""
     mine = contract(fixed(fb.SimFBO())).text
     monkeypatch.setattr("fedbilevel.flower.wire.__version__", "0.0.1")
     said = disagreement(mine, contract(fixed(fb.SimFBO()), x=TASK.x0[:1]).text).why
@@ -199,6 +200,7 @@ def test_what_is_missing_is_a_difference(term):
 
 @pytest.mark.parametrize("text", ["", "[]", "1", "{", "[" * 10**5])
 def test_what_is_no_contract(text):
+    """A text that is not a contract is reported as one that cannot be read."""
     assert disagreement(contract(TwoPhase()).text, text).why == "a contract cannot be read"
 
 

@@ -51,6 +51,8 @@ def test_what_no_certificate_can_name_is_refused_and_nothing_written(tmp_path, n
 
 
 def test_a_clients_halves_belong_together_and_no_two_clients_share_a_key(tmp_path):
+    """The private and the public file of a client have the same key, and each client has another key."""
+
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
     made = credentials.make(tmp_path, clients=3)
@@ -137,6 +139,8 @@ def why(address, certificates=None, key=None):
 
 @pytest.mark.parametrize("status", [200, 404])
 def test_a_server_that_is_no_superlink_is_told_from_one(status, tmp_path):
+    """A web server that is not a SuperLink is reported as such, whatever its status is."""
+
     class Web(BaseHTTPRequestHandler):
         def do_POST(self):
             self.send_response(status)

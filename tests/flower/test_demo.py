@@ -1,4 +1,4 @@
-"""`fedbilevel flower demo` runs and ends as a person expects who starts it, or stops it."""
+"""`fedbilevel flower demo` runs to its end, or until a person stops it, and leaves no process behind."""
 
 import contextlib
 import os
@@ -101,6 +101,7 @@ def test_the_demo_prints_its_curve_and_leaves_nothing(tmp_path):
 
 @pytest.mark.slow
 def test_ctrl_c_stops_all(tmp_path):
+    """Ctrl-C ends the demo with the status 130, which is 128 + SIGINT, and all its processes; a checkpoint is left."""
     demo = subprocess.Popen([*COMMAND, "--rounds", "1000", "--out", tmp_path / "a"], env=ENV, text=True,
                             stdout=subprocess.PIPE, start_new_session=True)  # fmt: skip
     try:

@@ -65,6 +65,7 @@ def test_the_floor_is_where_samples_are_drawn():
 
 
 def test_walks_sample_by_sample_have_the_floor_too():
+    """Steps over single samples in turn have the floor, too, and a server cannot choose the number of such steps."""
     rows = fb.Clients([{"a": np.arange(9.0)}]).inner
     samples, key = _samples(rows, 4), jax.random.key(0)
     with pytest.raises(FloorError, match="3 samples is below this client's floor of 4"):
@@ -105,6 +106,7 @@ def test_epochs_have_the_limit_of_local_steps(epochs, refused):
 
 
 def test_a_site_with_steps_of_its_own_makes_no_epochs():
+    """A site that states a number of local steps is refused if the method has local epochs."""
     problem = fb.SingleLevel(lambda x, batch: jnp.vdot(x, x))
     with refuses("Site.own['local_steps']", "3", "FedAvg.local_epochs = 1"):
         federations.site(fb.FedAvg(local_epochs=1), 0, problem=problem, own={"local_steps": 3})

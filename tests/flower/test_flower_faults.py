@@ -19,7 +19,7 @@ from fedbilevel.flower.wire import RequestMessage, decode
 from refusals import refuses
 
 STEPS = federations.Steps()
-CLIENTS = federations.app(STEPS)  # their compiled phases serve all tests
+CLIENTS = federations.app(STEPS)  # all tests share the compiled phases of these clients
 COHORTS = federations.cohorts()
 TERMS = Terms(norm_factor=1000.0, norm_bound=1e6, deadline=100.0, join=5.0)
 
@@ -312,7 +312,7 @@ def test_a_client_that_goes_and_comes_back_as_another_node(tmp_path, monkeypatch
 
 
 def test_two_nodes_for_one_client(tmp_path, whole, caplog):
-    """Of two nodes that claim to be one client, the first takes part, and if it leaves, the second one at once."""
+    """Of two nodes that claim to be one client, the first takes part; if it leaves, the second does in this round."""
     client = next(iter(set(COHORTS[0]) & set(COHORTS[1])))
     grid = Changing()
     grid.join(client)

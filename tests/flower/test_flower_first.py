@@ -164,6 +164,7 @@ def test_time_does_not_drift():
     (Async(n=7), {}, "fed.sum_first: n", 7, "1 to 6"),
 ])  # fmt: skip
 def test_what_a_run_cannot_be_asked(algorithm, options, path, got, fact):
+    """A run of first replies refuses a cohort, a largest staleness of 0, and more first replies than clients."""
     with refuses(path, got, fact):
         run(algorithm, **options)
 

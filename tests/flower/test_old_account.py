@@ -35,6 +35,7 @@ def test_an_older_account_gets_no_reply(known, refused, tmp_path):
 
 @pytest.mark.parametrize(("epsilon", "delta"), [(float("nan"), 1e-5), (5.0, 0.0), (5.0, 1.0), (-1.0, 1e-5)])
 def test_what_is_no_privacy_is_not_compared(epsilon, delta, tmp_path):
+    """An ε and a δ of which one is impossible are not compared with the account."""
     site = ClientRuntime(federations.site(STEPS, 0, folder=tmp_path, privacy=TERMS))
     assert site.respond(request(site, epsilon=epsilon, delta=delta), memory()).refused == ""
 

@@ -81,7 +81,7 @@ def test_under_the_bound_nothing_changes_to_the_last_bit():
     np.testing.assert_array_equal(clipped(vector, np.linalg.norm(vector) * (1 + 1e-9)), vector)
 
 
-# What comes back
+# The form of a reply
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64, jnp.bfloat16])

@@ -79,6 +79,7 @@ LARGEST = 9.42  # the largest standard normal number that `gaussian` can make
 
 
 def test_every_method_is_here():
+    """Each method that is registered has a case, or is among the methods that are refused."""
     named = {type(unwrapped(algorithm)) for algorithm, _ in (CASES | REFUSED).values()}
     assert named >= set(authoring.ALGORITHMS.values())
 
@@ -227,7 +228,7 @@ def test_a_method_that_noise_would_spoil_is_refused_by_name(case):
 
 
 def test_both_sides_are_told_why_a_method_is_refused(tmp_path):
-    """If noise would spoil a method, the client gets an error at once, and the server as the reason of all clients."""
+    """If noise would spoil a method, the client gets an error at once, and the server's error has the same reason."""
     privacy = Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
     algorithm = fixed(fb.FedNest(hypergradient=GLOBAL_CG))
     with pytest.raises(NoiseError, match="FedNest"):

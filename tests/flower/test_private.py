@@ -69,6 +69,7 @@ def test_three_files_import_what_flower_does_not_promise():
 
 @pytest.mark.parametrize(("module", "name"), sorted(set().union(*(imports(ROOM / file) for file in PRIVATE))))
 def test_a_name_is_there(module, name):
+    """Each name that the three files import from Flower exists."""
     there = importlib.import_module(module)
     assert not name or hasattr(there, name) or importlib.import_module(f"{module}.{name}")
 
@@ -103,6 +104,7 @@ SIGNATURES = {
 
 @pytest.mark.parametrize("place", SIGNATURES)
 def test_a_function_takes_what_it_is_given(place):
+    """A function of Flower has the parameters that private.py uses, and requires no others."""
     module, _, path = place.partition(":")
     function = importlib.import_module(module)
     for name in path.split("."):
@@ -115,6 +117,7 @@ def test_a_function_takes_what_it_is_given(place):
 
 
 def test_the_command_calls_the_loop_that_is_replaced_with_its_parts_by_name():
+    """Flower's command calls the loop, which private.py replaces, in one place, and all arguments have names."""
     calls = [n for n in ast.walk(ast.parse(inspect.getsource(COMMAND))) if isinstance(n, ast.Call)]
     (call,) = [call for call in calls if ast.unparse(call.func) == "start_client_internal"]
     assert (len(call.args), all(word.arg for word in call.keywords)) == (0, True)
@@ -246,6 +249,8 @@ def test_a_message_is_replied_to_and_nothing_of_it_is_left(link):
 
 @pytest.mark.parametrize("reached", [[NEW], [OLD, NEW]], ids=["while its message comes", "while the worker computes"])
 def test_a_run_that_ends_is_not_replied_to(reached, link):
+    """No reply is sent for a run that ends while its message arrives, or while the worker computes."""
+
     def ended(goes_on):
         link.over = {OLD}
         goes_on()
@@ -257,6 +262,7 @@ def test_a_run_that_ends_is_not_replied_to(reached, link):
 
 
 def test_a_superlink_that_gives_no_answer_ends_no_task_and_a_worker_that_has_gone_is_an_error(link):
+    """A task continues if the SuperLink does not answer; if the worker has ended, the reply is Flower's error 8."""
     link.asks(OLD)
     link.get_run = Mock(side_effect=httpx.ReadTimeout("slow"))
     assert not play(link, lambda goes_on: goes_on())[1][0].has_error()
@@ -265,6 +271,7 @@ def test_a_superlink_that_gives_no_answer_ends_no_task_and_a_worker_that_has_gon
 
 
 def test_a_message_whose_objects_never_come_is_given_up_when_it_is_worthless(link, monkeypatch):
+    """A message whose objects never arrive is given up after its time to live, or `LONGEST_PULL` if this is shorter."""
     defaults = dict(inflatable_utils.pull_objects.__kwdefaults__)
     monkeypatch.setattr(inflatable_utils.pull_objects, "__kwdefaults__", defaults)
     link.asks(NEW)

@@ -203,6 +203,7 @@ def runs(**states):
 
 
 def test_a_run_that_nothing_takes_is_told_from_one_that_has_just_come_and_from_those_that_have_begun(monkeypatch):
+    """Runs that are still waiting after 10 s are reported, and neither new runs nor those that have begun by then."""
     slept = []
     monkeypatch.setattr(processes.time, "sleep", slept.append)
     require_begun(Saying(runs(a="running", b="finished:failed")), "there")

@@ -342,7 +342,10 @@ def test_requests_of_the_last_model_are_not_counted_to_the_last_round_of_the_sea
 
 @pytest.mark.slow
 def test_sites_may_have_more_columns_than_rows(files, tmp_path):
-    """Sites may have more columns than rows: 320 further ones, of which one is constant at a site or has no numbers."""
+    """Sites may have more columns than rows.
+
+    Each table has 320 further columns. One column of each table is constant, or has no numbers.
+    """
     many, rng = tables(), np.random.default_rng(1)
     for number, name in enumerate(SITES):
         more = pd.DataFrame(rng.normal(size=(len(many[name]), 320)), columns=[f"c{k}" for k in range(320)])

@@ -88,7 +88,7 @@ def test_a_site_looks_at_what_it_will_tell(files, tmp_path, monkeypatch, capsys)
 
 
 def test_every_field_of_a_study_is_an_option(tmp_path, monkeypatch, capsys):
-    """Each field of a study is an option of `flower new`, and the help has the class's descriptions of them."""
+    """Each field of a study is an option of `flower new`, whose help has the words of the class."""
     monkeypatch.chdir(tmp_path)
     values = {"sites": "north, south,2", "categorical": "a,b", "columns": "a,b,c", "drop": "d", "gaps": "-9,?"}
     values |= {"estimator": "cox", "target": "days", "event": "died", "patient": "p", "penalty": "column", "cv": "3"}

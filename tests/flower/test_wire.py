@@ -58,6 +58,7 @@ TREES = {
 
 @pytest.mark.parametrize("name", TREES)
 def test_there_and_back(name):
+    """A tree of arrays is read back from its bytes as it was, and another number of bytes is refused."""
     tree = TREES[name]
     like = shapes(tree)
     data = to_bytes(tree)
@@ -128,6 +129,7 @@ def test_other_records_are_refused(kind, others):
 @pytest.mark.parametrize("text", ["", "[1]", "1", '{"a": "b"}', '{"a": null}', '{"a": [1]}', '{"a": 1e', "[" * 10**5,
                                   '{"a": 1' + "0" * 400 + "}", '{"a": ' + "9" * 10**4 + "}"])  # fmt: skip
 def test_metrics_that_are_none(text):
+    """Metrics whose text is not a JSON object of numbers are refused."""
     with pytest.raises(Refusal, match="not a JSON object of numbers"):
         dataclasses.replace(ANSWER, metrics=text).numbers()
 
