@@ -65,7 +65,7 @@ def site(algorithm, k, task=TASK, problem=None, limits=FREE, **more):
 
 
 def memory():
-    """Return the store in Flower's memory of a client, still empty."""
+    """Return a client's store in Flower's memory, which is still empty."""
     return ContextStore(RecordDict())
 
 

@@ -93,7 +93,7 @@ def test_a_line_has_the_privacy_that_was_spent(tmp_path):
 
 
 def test_no_value_of_the_data_is_in_the_audit(tmp_path):
-    """The lines of a run have no further fields than the known ones, and no sample, rounded to four digits."""
+    """The lines of a run have only the known fields, and no value of a sample, rounded to four digits."""
     app = federations.app(STEPS, folder=tmp_path, tells_metrics=True, metrics_per_client={"loss": fb_loss})
     federations.solve(STEPS, InProcess(app, clients=6), metrics_per_client={"loss": fb_loss})
     entries = lines(tmp_path)

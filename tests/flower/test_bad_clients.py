@@ -170,7 +170,8 @@ def test_what_is_refused_is_said(tmp_path):
 def test_lies_within_proportion_and_without_a_factor_any_count(factor, norm_factor):
     """A false reply of a usual size counts, and without norm_factor one of any size does.
 
-    A norm does not show that a reply has the wrong sign, or is a hundred times too long.
+    The norms of honest replies differ by a factor of up to 100. So a norm does not show that a reply has the wrong
+    sign, or is a hundred times too long.
     """
     fault = {(BAD, 0): bad(lambda numbers: factor * numbers)}
     result = play(5, fault, Terms(norm_factor=norm_factor), rounds=1)

@@ -180,8 +180,8 @@ def test_no_answer_in_time_is_left_out(seconds, tmp_path, absent):
 def test_where_most_are_late_it_may_be_no_clients_fault(slow, code, tmp_path):
     """If more than half of the online clients are late, the error says that the SuperLink may be the cause.
 
-    One client's huge message, for example, holds up the SuperLink. Three of the four clients are late here, or two. One
-    more client replies with an error.
+    One client's huge message, for example, holds up the SuperLink. Three of four clients are late here, and in another
+    case two, which is not more than half. One more client replies with an error.
     """
     *late, broken = COHORTS[0][-slow - 1 :]
     delay = lambda client, message: math.inf if client in late and decode(RequestMessage, message).phase else 0.0  # noqa: E731

@@ -1,4 +1,4 @@
-"""`fed.sum_first` over Flower counts the first n replies in the order of their arrival, and later replies later on.
+"""`fed.sum_first` over Flower counts the first n replies in the order of their arrival, and late ones in later rounds.
 
 Each run must equal a simulation of its events in NumPy.
 """

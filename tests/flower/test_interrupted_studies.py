@@ -41,7 +41,7 @@ def test_a_model_is_saved_after_its_report(files, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", [ConfigurationError, CheckpointError, ExchangeError])
 def test_only_an_exchange_may_succeed_if_it_is_repeated(kind, files, tmp_path, monkeypatch):
-    """Only an error of an exchange says what happens if the study is submitted again, since it may then succeed."""
+    """Only the message of an `ExchangeError` says how the study continues if it is submitted again."""
 
     def wrong(*_):
         raise kind(f"something is wrong: {FORCE}")

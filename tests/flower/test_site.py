@@ -145,7 +145,7 @@ def test_what_is_refused_is_not_run(case, runtime, ran, caplog):
 
 @pytest.mark.parametrize("changes", [{"key": b"123"}, {"key": b""}, {"key_kind": "dice"}])
 def test_a_key_that_is_none_is_refused(changes, runtime, ran):
-    """A key that cannot be read is refused with the name of the error only, since the text may have anything in it."""
+    """A key that cannot be read is refused with the name of the error only, since its text may have private data."""
     assert "Error; the client's log says more" in asked(runtime, **changes).refused
     assert ran == []
 
