@@ -149,6 +149,13 @@ def test_wrong_arguments_are_named(task, options, path, got, fact):
         run(task, **options)
 
 
+@pytest.mark.parametrize("name", ["round", "exchanges", "outer_loss", "halvings", "diverged", "epsilon"])
+def test_a_metric_has_no_name_of_another_column(task, name):
+    """A metric with the name of a column that the history has, or has in some runs, is refused."""
+    with refuses("metrics", name):
+        run(task, metrics={name: lambda x, y: x @ x})
+
+
 def test_a_loss_that_is_no_scalar_and_a_start_that_is_not_finite(task):
     problem = fb.Bilevel(outer=task.problem.outer, inner=lambda x, y, batch: batch["c"] @ y)
     with pytest.raises(fb.errors.ConfigurationError, match="the inner loss must return one real number"):

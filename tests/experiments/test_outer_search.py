@@ -21,6 +21,7 @@ from fedbilevel.experiments.outer_search import TPE, Halving, Random, SearchRun,
 from fedbilevel.experiments.runner import build
 from fedbilevel.experiments.series import comparison_specs
 from fedbilevel.tasks.quadratic import outer, quadratic
+from refusals import refuses
 
 optuna = pytest.importorskip("optuna")
 BOUNDS = {"low": -1.0, "high": 1.0}
@@ -263,6 +264,12 @@ def test_a_search_whose_trials_all_diverge_names_the_field_to_change():
     ) as error:
         searched(method, 5)
     assert error.value.ledger.exchanges == 4
+
+
+@pytest.mark.parametrize("name", ["outer_loss", "diverged"])
+def test_a_metric_has_no_name_of_a_column_of_a_search(name):
+    with refuses("metrics", name):
+        searched(Random(**BOUNDS), 18, replace(TASK, metrics={name: lambda x, y: x @ x}))
 
 
 @pytest.mark.checked

@@ -12,7 +12,7 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +37,7 @@ Row = dict[str, float | int]
 """The values of one row of the history, by column."""
 LOSSES = ("outer_loss", "inner_loss")
 DIVERGED = "diverged"  # the column with the number of trials of a search that diverged
+UNMEASURED = "round", "seconds", "halvings", DIVERGED, *Ledger.COLUMNS  # columns that no metric may have as its name
 LONGEST = 2**28  # bytes of a history in a file
 
 
@@ -112,8 +113,7 @@ class History(RowTable):
     @property
     def measured(self) -> list[str]:
         """Return the columns that are not costs: first those of `judged`, then the others, such as coverage."""
-        others = "round", "seconds", "halvings", DIVERGED, *Ledger.COLUMNS
-        found = [name for name in self.columns if name not in others]
+        found = [name for name in self.columns if name not in UNMEASURED]
         return list(dict.fromkeys([*self.judged, *found]))
 
     @property
@@ -459,6 +459,12 @@ def stop_without_progress(metric: str, *, patience: int, larger_is_better: bool 
         return f"{metric} has not improved for {patience} evaluations" if since >= patience else None
 
     return check
+
+
+def require_new(metric: str, row: Container[str]) -> None:
+    """Refuse a metric with the name of a column that the history has, or may have, for something else."""
+    new = metric not in row and metric not in UNMEASURED
+    require(new, "metrics", metric, "another name, since the history has a column of this name")
 
 
 def has(row: Row, metric: str) -> bool:

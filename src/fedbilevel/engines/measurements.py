@@ -18,7 +18,7 @@ from fedbilevel.engines.costs import ExchangeKind, Ledger, RoundCosts
 from fedbilevel.engines.ends import Ends
 from fedbilevel.engines.engine import Stretch
 from fedbilevel.engines.evaluation import Evaluation, PerClientRow
-from fedbilevel.engines.history import Best, History, Result, Row, has
+from fedbilevel.engines.history import Best, History, Result, Row, has, require_new
 from fedbilevel.engines.process_group import warn_on_first
 
 
@@ -74,8 +74,7 @@ class RunMeasurements:
         at = result.round, split(result.x)[0], split(result.y)[0]
         each = per_client(*at) if per_client else {}
         for name, value in [*self.evaluation(*at).items(), *each.items()]:
-            new = name not in row and name not in findings
-            require(new, "metrics", name, "another name, since the history has a column of this name")
+            require_new(name, {*row, *findings})
             row[name] = value
         for name, value in findings.items():
             require_one_number(f"the column {name!r} of findings", np.ravel(value))

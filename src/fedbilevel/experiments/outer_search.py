@@ -61,7 +61,7 @@ from fedbilevel.core.privacy import SPENT, Privacy
 from fedbilevel.core.problem import Bilevel, Project
 from fedbilevel.core.tree import XY, PyTree, move, nbytes
 from fedbilevel.engines.costs import Ledger
-from fedbilevel.engines.history import DIVERGED, Budget, Callback, History, Result, Row, cost
+from fedbilevel.engines.history import DIVERGED, Budget, Callback, History, Result, Row, cost, require_new
 from fedbilevel.engines.posed import losses_seen
 from fedbilevel.engines.solve import solve
 from fedbilevel.engines.tracking import TrackedRun, Tracking
@@ -483,6 +483,8 @@ class SearchRun:
 
     def measure(self) -> Row:
         """Compute the task's metrics at the best point so far."""
+        for name in self.task.metrics:
+            require_new(name, {"outer_loss"})
         return {name: float(metric(self.x, self.y)) for name, metric in self.task.metrics.items()}
 
     def record(self, measured: Row) -> None:
