@@ -16,16 +16,16 @@ from papers.figure import SCALES, Figure, Scale, find, require
 from papers.picture import draw
 
 EPILOG = """\
-papers/README.md says by which rules values are chosen and claims hold.
+The rules by which values are chosen and claims are decided are in papers/README.md.
 
   python -m papers --list
-  python -m papers simfbo-3                          or a paper, or all
+  python -m papers simfbo-3                          a figure; also a paper, such as simfbo, or all
   python -m papers my/own.toml                       a figure of your own
   python -m papers all --out runs/papers
   python -m papers fednest-2a --full --rehearse      one round of each method in the paper's own setting
 
-An interrupted figure goes on where it was; the same command in another terminal shares the work. Data sets are read
-from $FEDBILEVEL_DATA or downloaded.
+If the command is interrupted, give it again: it continues where it stopped. The same command in another terminal shares
+the work. Data sets are read from $FEDBILEVEL_DATA, or downloaded.
 """
 
 
@@ -35,13 +35,21 @@ def main(arguments: list[str] | None = None) -> int:
         "python -m papers", epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("figures", nargs="*", metavar="FIGURE", help="an id, a paper, all, or the path of a file")
-    parser.add_argument("--list", action="store_true", help="figures, and what came out, in --out or as it is kept")
+    parser.add_argument(
+        "--list",
+        action="store_true",
+        help="list the figures, and their outcomes in --out or, without one there, the stored ones",
+    )
     parser.add_argument("--full", action="store_true", help="the paper's own setting, for a GPU (minutes on two cores)")
-    parser.add_argument("--seeds", type=seeds, metavar="N,N,…", help="(as many as the figure's file says)")
-    parser.add_argument("--chosen", action="store_true", help="take the values that the kept outcome chose: no trials")
+    parser.add_argument("--seeds", type=seeds, metavar="N,N,…", help="(as many seeds as the file of the figure says)")
+    parser.add_argument(
+        "--chosen", action="store_true", help="run no trials; take the values that were chosen in the stored outcome"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/papers"), metavar="DIR", help="(runs/papers)")
-    parser.add_argument("--rehearse", action="store_true", help="play one round of each method, and no more")
-    parser.add_argument("--keep", action="store_true", help="keep what came out beside the file, and write the pages")
+    parser.add_argument("--rehearse", action="store_true", help="run only one round of each method")
+    parser.add_argument(
+        "--keep", action="store_true", help="store the outcome next to the file of the figure, and write the pages"
+    )
     return reported(partial(follow, parser.parse_args(arguments)))
 
 
@@ -61,7 +69,7 @@ def reported(command: Callable[[], None]) -> int:
         print(f"papers: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("papers: interrupted; the same command goes on where it was", file=sys.stderr)
+        print("papers: interrupted; the same command continues where it stopped", file=sys.stderr)
         return 130
     return 0
 
@@ -107,7 +115,7 @@ def listing(figures: list[Figure], scale: Scale, out: Path) -> str:
         file = out / figure.id / scale / "outcome.json"
         own = json.loads(file.read_text("utf-8")) if file.is_file() else None
         found = own or (page.kept(figure) if scale == "quick" else None)
-        state = page.state_of(figure, found) + " (kept)" * (found is not None and own is None)
+        state = page.state_of(figure, found) + " (stored)" * (found is not None and own is None)
         minutes = figure.size(scale).minutes or 0
         takes = f"{minutes:g} min" if minutes < 120 else f"{minutes / 60:,.0f} h"
         lines.append(f"{figure.id:22}{takes:>8}  {state:26} {figure.title}")

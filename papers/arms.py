@@ -31,12 +31,13 @@ def besides(figure: Figure, found: Mapping[str, Any] | None, scale: Scale = "qui
 
     The most frequent value comes first; the other values are named with their arms.
 
-    For a claim about a slope, the arms are the panels of one method. All fields of this method are compared, and they
-    are named without values. What the arms have spent is taken from the outcome.
+    For a claim about a slope, the arms are the panels of one method. All fields of this method are compared. They are
+    named in one text, without values. What the arms have spent is taken from the outcome.
     """
     compared = dict.fromkeys(name for claim in figure.claims if claim.than for name in (claim.better, *claim.than))
     fitted = dict.fromkeys(claim.better for claim in figure.claims if claim.slope is not None)
     said: dict[str, None] = {}
+    varied: dict[str, None] = {}
     for panel in dict.fromkeys(panel for panel, _ in figure.pairs(scale)):
         names = [name for name in compared if name in figure.methods_of(panel)]
         groups = differing({name: fields(figure, panel, name, scale) for name in names})
@@ -44,7 +45,8 @@ def besides(figure: Figure, found: Mapping[str, Any] | None, scale: Scale = "qui
     for name in fitted:
         panels = [panel for panel, of in figure.pairs(scale) if of == name]
         groups = differing({panel: whole(figure, panel, name, scale) for panel in panels})
-        said |= dict.fromkeys(f"{in_words(path)} from panel to panel" for path in groups)
+        varied |= dict.fromkeys(in_words(path) for path in groups)
+    said |= {f"between the runs of a slope: {', '.join(varied)}": None} if varied else {}
     return [*said, *spent(found, list(compared))]
 
 
@@ -68,7 +70,7 @@ def fields(figure: Figure, panel: str, method: str, scale: Scale) -> dict[str, A
         own = {path: value for path, value in own.items() if not path.startswith("submodels.")}
     kept = {path: value for path, value in own.items() if not path.startswith("algorithm.") or path in WORDS}
     points = figure.points(panel, method)
-    tried = {f"values tried of {name}": [point[name] for point in points] for name in points[0]}
+    tried = {f"tried values of {name}": [point[name] for point in points] for name in points[0]}
     return {WORDS.get(path, path): value for path, value in {**kept, **tried}.items()}
 
 
@@ -104,7 +106,7 @@ def differing(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, list
 
 def with_values(path: str, values: Mapping[str, Sequence[str]]) -> str:
     """Return a text with a field and its values. For values that were tried, the text is only `path`."""
-    if path.startswith("values tried"):
+    if path.startswith("tried values"):
         return path
     first, *others = sorted(values, key=lambda value: -len(values[value]))
     return f"{in_words(path)} {first}" + "".join(f", {value} ({' / '.join(values[value])})" for value in others)

@@ -60,7 +60,7 @@ Decision = Literal["for", "against", "level", "mixed", "open"]
 
 @dataclass(frozen=True, kw_only=True)
 class Statement:
-    """The decision on a claim. It follows from the claim's cells: a cell is a panel and another method.
+    """The decision on a claim. It follows from its cells: a cell is a comparison with another method in a panel.
 
     Attributes:
         says: the claim, in a sentence.
@@ -176,7 +176,7 @@ def comparison(figure: Figure, claim: Claim, panel: str, than: str, runs: Runs) 
     """Return the finding on a claim in a panel, against one other method."""
     said = Finding(says=claim.says, panel=panel, better=claim.better, than=than, unit=unit_of(figure, claim))
     if panel not in runs:
-        return replace(said, note=f"{panel} is not played at this scale")
+        return replace(said, note=f"{panel} is not run at this scale")
     left, right = ([one for one in runs[panel][name] if one is not None] for name in (claim.better, than))
     mine, other = ([reading(figure, claim, one) for one in side] for side in (left, right))
     count, there, other_there = len(runs[panel][than]), *(all(got for _, got in side) for side in (mine, other))
@@ -187,7 +187,7 @@ def comparison(figure: Figure, claim: Claim, panel: str, than: str, runs: Runs) 
         return replace(said, state=of_failed(claim, lost, count, there), note=note)
     first, second = (float(np.mean([value for value, _ in side])) for side in (mine, other))
     if claim.log and any(value <= 0 for value, _ in [*mine, *other]):
-        note = "what is read off some run is not above 0: it has no logarithm"
+        note = "the reading of some run is not above 0: it has no logarithm"
         return replace(said, better_mean=first, than_mean=second, note=note)
     sign = 1 if claim.by != "first" and larger_is_better(left[0], claim.metric or figure.metric) else -1
     scale = math.log10 if claim.log else float
@@ -195,13 +195,13 @@ def comparison(figure: Figure, claim: Claim, panel: str, than: str, runs: Runs) 
     mean, half = interval(apart)
     state, note = state_of(mean, half, claim.level, within(figure, claim, second)), ""
     if not there:
-        note = f"{claim.better} does not get there in every run"
+        note = f"{claim.better} does not reach the value in every run"
         state = "open" if state == "holds" or not other_there else state
     elif not other_there:
-        note = f"{than} does not get there in every run: counted with the cost at which it ended"
+        note = f"Some runs of {than} do not reach the value, and count with the cost at which they ended"
         state = "open" if state == "contradicted" else state
     elif claim.level is not None and mean - half > claim.level:
-        note = f"{claim.better} is better than level with {than}"
+        note = f"{claim.better} is better than {than} by more than the margin"
     said = replace(said, better_mean=first, than_mean=second, difference=mean, half_width=half)
     return replace(said, state=state, note=note)
 
@@ -265,7 +265,7 @@ def slope(figure: Figure, claim: Claim, runs: Runs) -> Finding:
     if any(one is None for side in sides for one in side):
         return replace(said, note="a run failed")
     if any(value <= 0 for side in read for value in side):
-        return replace(said, note="what is read off some run is not above 0: it has no logarithm")
+        return replace(said, note="the reading of some run is not above 0: it has no logarithm")
     fitted, error = fitted_slope([figure.panels[panel].value or 0.0 for panel in panels], read)
     apart, half = fitted - claim.slope, 2 * error
     said = replace(said, better_mean=fitted, than_mean=claim.slope, difference=apart, half_width=half)

@@ -31,12 +31,14 @@ def what_decides(figure: Figure, found: Mapping[str, Any], statement: Statement)
     words = []
     if known := [count for _, count in needed if count is not None]:
         hours = hours_of(figure, found, claim, needed)
-        words.append(f"{max(known)} seeds, " + (f"{hours:.1f} hours" if hours >= 0.05 else "minutes"))
+        more = f"{hours:.1f} more hours" if hours >= 0.05 else "a few more minutes"
+        words.append(f"{max(known)} seeds ({more} of runs)")
     if hopeless := sum(count is None for _, count in needed):
-        some = f" for {hopeless} of the open cells" if hopeless < len(left) else ""
-        words.append(f"no number of seeds up to {MOST:,}{some}")
+        some = f" {hopeless} of the open comparisons" if hopeless < len(left) else " it"
+        words.append(f"not even {MOST:,} seeds would decide{some}")
     if unplayed:
-        words.append(f"runs of {' and '.join(unplayed)}")
+        settings = "setting" if len(unplayed) == 1 else "settings"
+        words.append(f"runs in the {settings} {' and '.join(f'“{panel}”' for panel in unplayed)}")
     return "; ".join(words)
 
 

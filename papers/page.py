@@ -17,7 +17,7 @@ from papers.figure import PAPERS, Claim, Figure, files, load
 from papers.numbers import POINTS, UNITS, axis, text
 
 MARK = "<!-- what follows is generated -->\n"
-STALE, NOT_RUN = "stale: play it again", "not run"
+STALE, NOT_RUN = "stale: run it again", "not run"
 SIGNS = {"reproduced": "✔", "partly reproduced": "◐", "not reproduced": "✘", "undecided": "?", STALE: "!", NOT_RUN: "–"}
 STATES = {"holds": "✔", "contradicted": "✘", "level": "=", "open": "?"}
 DECISIONS = {"for": "✔ for", "against": "✘ against", "level": "= level", "mixed": "◐ mixed", "open": "? open"}
@@ -29,6 +29,16 @@ IN_ALL = {
     "open": "are undecided",
 }
 IN_SHORT = "In short: "
+LEGEND = """\
+✔ holds, ✘ contradicted, = no difference (level), ? open. A *comparison* is one statement in one setting, against one
+other method. The *effect* is the advantage of the first method, from the smallest to the largest of all comparisons.
+
+Below, each entry has a table, in which a column is a setting, or a slope that was fitted. A cell of this table has one
+sign for each comparison. Then come the value of the first method, a slash, and the values of the other methods. Values
+are means over the seeds; a seed is a number that fixes the random draws of a run. [The rules](../README.md#the-rules)
+say how a comparison is decided.
+"""
+COST_UNITS = {*COSTS, *UNITS.values()}
 THEORY = "theory"  # the folder with the theorems of all papers
 Outcome = Mapping[str, Any]
 
@@ -58,7 +68,7 @@ def decided(figure: Figure) -> list[Statement]:
 
 
 def holding(found: Outcome) -> tuple[int, int]:
-    """Return how many cells of an outcome hold, and how many cells there are."""
+    """Return how many comparisons of an outcome hold, and how many there are."""
     states = [one["state"] for one in found["findings"]]
     return states.count("holds"), len(states)
 
@@ -71,7 +81,7 @@ def written() -> Iterator[tuple[Path, str]]:
         own, page = [figure for figure in figures if figure.file.parent == folder], folder / "README.md"
         head = (page.read_text("utf-8") if page.is_file() else f"# {folder.name}\n\n").partition(MARK)[0]
         sections = [line for figure in own for line in section(figure, kept(figure))]
-        yield page, f"{head}{MARK}\n" + "\n".join([*statement_table(own), *sections])
+        yield page, f"{head}{MARK}\n{LEGEND}\n" + "\n".join([*statement_table(own), *sections])
         rows.append(row(folder.name, head, own))
         heads[folder.name] = head
     of_papers, of_all = PAPERS / "README.md", PAPERS.parent / "README.md"
@@ -94,7 +104,7 @@ def arms(figures: Sequence[Figure]) -> list[str]:
         of = besides(one, None if state_of(one, found) == STALE else found)
         entries.setdefault("; ".join(of) or "nothing", []).append(one.id)
     rows = [f"| {', '.join(ids)} | {of} |" for of, ids in entries.items()]
-    return ["| entry | what differs besides the method |\n|---|---|", *rows]
+    return ["| entries | what differs besides the method |\n|---|---|", *rows]
 
 
 def row(paper: str, head: str, figures: Sequence[Figure]) -> str:
@@ -102,7 +112,7 @@ def row(paper: str, head: str, figures: Sequence[Figure]) -> str:
     counts: Counter[str] = Counter(one.decision for figure in figures for one in decided(figure))
     said = ", ".join(f"{counts[name]} {name}" for name in DECISIONS if counts[name])
     title, short = title_and_short(head)
-    return f"| [{title}]({paper}/README.md) | {len(figures)} | of {counts.total()}: {said} | {short} |"
+    return f"| [{title}]({paper}/README.md) | {len(figures)} | {counts.total()}: {said} | {short} |"
 
 
 def title_and_short(head: str) -> tuple[str, str]:
@@ -128,15 +138,15 @@ def in_all(figures: Sequence[Figure], heads: Mapping[str, str]) -> list[str]:
 
 
 def statement_table(figures: Sequence[Figure]) -> Iterator[str]:
-    """Yield a row for each statement of a paper: decision, cells, effect, and what would decide open cells."""
-    yield "| statement | entry | decided | cells | effect | what would decide it |\n|---|---|---|---|---|---|"
+    """Yield a row for each statement of a paper: decision, comparisons, effect, and what would decide open ones."""
+    yield "| statement | entry | decision | comparisons | effect | what would decide it |\n|---|---|---|---|---|---|"
     for figure in figures:
         found = kept(figure)
         counts = found is not None and state_of(figure, found) != STALE
         for one in decided(figure):
             cells = ", ".join(f"{count} {STATES[state]}" for state in STATES if (count := one.cells.get(state)))
             at = f"[{figure.id}](#{figure.id})"
-            left = what_decides(figure, found, one) if found is not None and counts else "playing it"
+            left = what_decides(figure, found, one) if found is not None and counts else "running it"
             yield f"| {one.says} | {at} | {DECISIONS[one.decision]} | {cells} | {effect(one)} | {left} |"
     yield ""
 
@@ -144,18 +154,18 @@ def statement_table(figures: Sequence[Figure]) -> Iterator[str]:
 def effect(statement: Statement) -> str:
     """Say by how much the first method is better.
 
-    For one cell this is the difference with its interval; for several, the range of the differences.
+    For one comparison this is the difference with its interval; for several, the range of the differences.
 
-    For costs, it is the cost of the first method as a share of the other method's.
+    For costs, it is the cost of the first method, divided by that of the other method.
     """
     known = [one for one in statement.findings if one.difference is not None]
     if not known:
         return "–"
     if not known[0].than:
         return f"slope {text('', known[0].better_mean)} ± {text('', known[0].half_width)}"
-    if known[0].unit in {*COSTS, *UNITS.values()}:
+    if known[0].unit in COST_UNITS:
         shares = [one.better_mean / one.than_mean for one in known if one.better_mean and one.than_mean]
-        return f"{between(shares)} of the other's"
+        return f"{between(shares)} times the other method's cost"
     scale = 100 if known[0].unit == POINTS else 1
     if len(known) == 1:
         half = text("", scale * (known[0].half_width or math.inf))
@@ -177,10 +187,10 @@ def section(figure: Figure, found: Outcome | None) -> Iterator[str]:
         yield f"![{figure.title}]({figure.id}.png)\n"
     yield f"**{figure.part}: {figure.title.rstrip('.')}.** The paper: {figure.shows}\n"
     if found is None:
-        yield f"{SIGNS[state]} {state}: `python -m papers {figure.id}` plays it.\n"
+        yield f"{SIGNS[state]} {state}: `python -m papers {figure.id}` runs it.\n"
         return
     count, of = holding(found)
-    hold = f", {count} of {of} hold" if of > 1 and state != STALE else ""
+    hold = f"; {count} of {of} comparisons hold" if of > 1 and state != STALE else ""
     yield f"Here: {SIGNS[state]} **{state}**{hold}. {figure.found}\n"
     if state == STALE:  # a stale outcome decides nothing
         return
@@ -188,9 +198,9 @@ def section(figure: Figure, found: Outcome | None) -> Iterator[str]:
     yield from table_beside(figure, found)
     notes = dict.fromkeys(one["note"] for one in found["findings"] if one["note"] and played(found, one))
     if notes:
-        yield f"{'; '.join(notes)}.\n"
+        yield f"{'. '.join(notes)}.\n"
     if left := [panel for panel in figure.panels if panel not in found["panels"]]:
-        yield f"Open, as not played at this scale: {'; '.join(left)}.\n"
+        yield f"Not run at this scale, and therefore open: {'; '.join(left)}.\n"
     if figure.revised:
         yield f"Revised: {figure.revised}\n"
     yield from origin(figure, found)
@@ -220,7 +230,7 @@ def table_beside(figure: Figure, found: Outcome) -> Iterator[str]:
     """Yield a table for each cost that decides nothing: the cost's mean for each method in each panel."""
     for cost in figure.beside:
         panels = found["panels"]
-        yield f"| {axis(cost)}, which decide nothing | {' | '.join(panels)} |\n|---|{'--:|' * len(panels)}"
+        yield f"| {axis(cost)} (they decide no claim) | {' | '.join(panels)} |\n|---|{'--:|' * len(panels)}"
         for method in figure.methods:
             values = [text(cost, of[method]["costs"].get(cost)) if method in of else "" for of in panels.values()]
             yield f"| {method} | {' | '.join(values)} |"
@@ -239,23 +249,28 @@ def cell(figure: Figure, claim: Claim, found: Sequence[Mapping[str, Any]]) -> st
     name = column_of(figure, claim)
     mine = next((one["better_mean"] for one in found if one["better_mean"] is not None), None)
     said = f"{states} {text(name, mine)} / {', '.join(text(name, one['than_mean']) for one in found)}"
-    return said + " %" * (unit == POINTS)
+    return said + (" %" if unit == POINTS else f" {unit}" if unit in COST_UNITS else "")
 
 
 def origin(figure: Figure, found: Outcome) -> Iterator[str]:
-    """Yield a line on how a figure was run, with links to its setting and numbers."""
-    seeds = ", ".join(map(str, found["seeds"]))
-    how = f"{found['trials']} trials a method, by {found['selected_on']}" if found["trials"] else "no trials"
-    ends = chosen_at_ends(figure, found)
-    rest = f"[setting, differences]({figure.id}.toml), [numbers]({figure.id}.json)"
+    """Yield sentences on how a figure was run, with links to its setting and numbers."""
+    files = f"Files: [setting, and differences from the paper]({figure.id}.toml), [numbers]({figure.id}.json)."
     if figure.counted:
-        yield f"The costs of a round, counted without running it; {found['date']}; {rest}.\n"
+        yield f"The costs of a round were counted without running it, on {found['date']}. {files}\n"
         return
-    yield f"{how}{ends}; seeds {seeds}; {found['minutes']:.0f} minutes, {found['date']}; {rest}.\n"
+    count, chosen = found["trials"], chosen_at_ends(figure, found)
+    how = (
+        f"Each method had up to {count} trials; its values were chosen by `{found['selected_on']}`. {chosen}"
+        if count
+        else "No trials."
+    )
+    minutes = f"{found['minutes']:.0f}"
+    takes = {"0": "less than a minute", "1": "1 minute"}.get(minutes, f"{minutes} minutes")
+    yield f"{how} Seeds: {', '.join(map(str, found['seeds']))}. Time: {takes}, {found['date']}. {files}\n"
 
 
 def chosen_at_ends(figure: Figure, found: Outcome) -> str:
-    """Return a text on how many chosen values are the least or the largest that were tried.
+    """Return a sentence on how many chosen values are the smallest or the largest that were tried.
 
     Better values may lie beyond.
     """
@@ -266,4 +281,6 @@ def chosen_at_ends(figure: Figure, found: Outcome) -> str:
             for name, value in (of["chosen"] or {}).items():
                 tried = sorted({point[name] for point in of.get("tried") or points})
                 ends += [value in (tried[0], tried[-1])] if len(tried) > 1 else []
-    return f" ({sum(ends)} of {len(ends)} chosen values at an end)" if ends else ""
+    many = {0: f"None of the {len(ends)} chosen values was", 1: f"1 of the {len(ends)} chosen values was"}
+    said = many.get(sum(ends), f"{sum(ends)} of the {len(ends)} chosen values were")
+    return f"{said} the smallest or the largest of those tried." if ends else ""

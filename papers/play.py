@@ -238,7 +238,7 @@ def check(figure: Figure, scale: Scale, out: Path, seeds: Sequence[int]) -> None
         DataError: the samples cannot be loaded.
     """
     both = sorted(set(seeds) & set(figure.tuning.seeds)) if figure.tuning else []
-    require(not both, f"seeds {both} chose the values of {figure.id}: its runs take others")
+    require(not both, f"seeds {both} are those of the trials of {figure.id}: its runs need other seeds")
     tasks = experiments.TaskCache()
     for panel, method in figure.pairs(scale):
         try:
@@ -266,7 +266,7 @@ def chosen_before(
         ConfigurationError: the outcome is of other claims or another setting.
     """
     same = (found.get("scale"), found.get("played_for")) == (scale, figure.fingerprint(scale))
-    require(same, f"no outcome of {figure.id} with this setting is kept beside its file: its trials have to be played")
+    require(same, f"no outcome of {figure.id} with this setting is stored next to its file: run it without --chosen")
     every: dict[tuple[str, str], Tried] = {}
     choices: dict[tuple[str, str], Choice] = {}
     for panel, method in figure.pairs(scale):

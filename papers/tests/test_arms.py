@@ -42,7 +42,7 @@ def test_values_that_are_tried_are_compared_where_both_have_the_field() -> None:
     }
     claims = [{"says": "-", "better": "fednest", "than": ["lfednest"]}]
     figure = made_up(**{**CONTENT, "methods": methods, "claims": claims})
-    assert besides(figure, None) == ["values tried of outer_lr"]
+    assert besides(figure, None) == ["tried values of outer_lr"]
 
 
 def test_what_arms_spent_is_read_off_the_outcome() -> None:

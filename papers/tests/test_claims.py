@@ -110,7 +110,7 @@ def test_losses_and_costs_are_level_within_a_twentieth_of_the_others() -> None:
 
 def test_a_method_that_is_better_than_level_says_so() -> None:
     better, worse = [history([0.60]), history([0.61])], [history([0.50]), history([0.51])]
-    assert "A is better than level with B" in only({"level": 0.02}, better, worse).note
+    assert "A is better than B by more than the margin" in only({"level": 0.02}, better, worse).note
     assert only({"level": 0.02}, worse, better).note == ""
 
 
@@ -167,7 +167,7 @@ def test_one_that_never_gets_there_counts_with_its_end() -> None:
     fast, never = [history([0.1, 0.8, 0.9])] * 2, [history([0.1, 0.2, 0.3])] * 2
     found = only({"by": "first", "reach": 0.8}, fast, never)
     assert (found.difference, found.state) == (10, "holds")
-    assert "B does not get there" in found.note
+    assert "Some runs of B do not reach the value" in found.note
     turned = only({"by": "first", "reach": 0.8}, never, fast)
     assert turned.state == "contradicted"
     assert only({"by": "first", "reach": 0.8}, never, never).state == "open"

@@ -52,7 +52,7 @@ def test_methods_that_are_alike_are_level_in_the_end() -> None:
 
 def test_seeds_do_not_mend_a_run_that_fails() -> None:
     assert needed(cell(note="B failed with 1 of 3 seeds"), 3) is None
-    assert needed(cell(difference=0.02, half_width=0.03, note="A does not get there in every run"), 3) is None
+    assert needed(cell(difference=0.02, half_width=0.03, note="A does not reach the value in every run"), 3) is None
 
 
 def test_a_slope_shrinks_as_the_root_of_the_seeds() -> None:
@@ -76,14 +76,14 @@ def test_runs_that_two_cells_need_are_counted_once() -> None:
     cells = [cell(difference=1.0, half_width=2.484138), cell("C", difference=0.56, half_width=2.484138)]
     (statement,) = statements(cells)
     found = {"seeds": [0, 1, 2], "panels": {"iid": of}}
-    assert what_decides(figure(), found, statement) == "15 seeds, 4.7 hours"
+    assert what_decides(figure(), found, statement) == "15 seeds (4.7 more hours of runs)"
     (failed,) = statements([cells[0], cell("C", note="C failed with 1 of 3 seeds")])
     assert (
         what_decides(figure(), found, failed)
-        == "7 seeds, 1.3 hours; no number of seeds up to 1,000 for 1 of the open cells"
+        == "7 seeds (1.3 more hours of runs); not even 1,000 seeds would decide 1 of the open comparisons"
     )
     (unplayed,) = statements([cell(panel="shards")])
-    assert what_decides(figure(), found, unplayed) == "runs of shards"
+    assert what_decides(figure(), found, unplayed) == "runs in the setting “shards”"
 
 
 def test_a_method_whose_runs_all_failed_has_no_hours() -> None:
@@ -95,7 +95,7 @@ def test_a_method_whose_runs_all_failed_has_no_hours() -> None:
     cells = [cell(difference=1.0, half_width=2.484138), cell("C", difference=1.0, half_width=2.484138)]
     (statement,) = statements(cells)
     found = {"seeds": [0, 1, 2], "panels": {"iid": {**of, "C": {"costs": {}}}}}
-    assert what_decides(figure(), found, statement) == "7 seeds, 1.3 hours"
+    assert what_decides(figure(), found, statement) == "7 seeds (1.3 more hours of runs)"
 
 
 def test_a_statement_that_is_decided_needs_nothing() -> None:

@@ -111,7 +111,7 @@ def test_a_panel_may_have_fewer_methods_and_a_scale_fewer_panels() -> None:
     assert figure.pairs("quick") == [("other", "FedBiO")]
     assert figure.pairs("full") == [("iid", "FedBiO"), ("iid", "SimFBO"), ("other", "FedBiO")]
     (found,) = findings(figure, {"other": {"FedBiO": []}})
-    assert (found.state, found.note) == ("open", "iid is not played at this scale")
+    assert (found.state, found.note) == ("open", "iid is not run at this scale")
     with pytest.raises(ConfigurationError, match="claim in panel other"):
         made_up(**change)
 

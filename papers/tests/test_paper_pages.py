@@ -29,7 +29,7 @@ def test_a_first_figure_of_your_own_gets_a_page(tmp_path: Path, monkeypatch: pyt
     assert (head, found) == (f"# {tmp_path.name}\n\n", page.MARK)
     assert "| FedNest is the first within 1e-10 of the solution | [mine-1](#mine-1) | ? open | 1 ? | – |" in rest
     assert "\n## mine-1\n" in rest
-    row = f"| [{tmp_path.name}]({tmp_path.name}/README.md) | 1 | of 2: 2 open |  |"
+    row = f"| [{tmp_path.name}]({tmp_path.name}/README.md) | 1 | 2: 2 open |  |"
     assert row in written[PAPERS / "README.md"]
 
 
@@ -67,7 +67,7 @@ def test_a_statement_has_a_row_with_its_cells_and_its_effect() -> None:
     points = statements([cell(0.09, POINTS), cell(0.17, POINTS), cell(0.1, POINTS)])[0]
     assert page.effect(points) == f"9 to 17 {POINTS}"
     shares = [cell(3.0, "exchanges", better_mean=better, than_mean=40.0) for better in (10.0, 20.0)]
-    assert page.effect(statements(shares)[0]) == "0.25 to 0.5 of the other's"
+    assert page.effect(statements(shares)[0]) == "0.25 to 0.5 times the other method's cost"
     assert page.effect(statements([cell(0.034, POINTS)])[0]) == f"3.4 ± 1 {POINTS}"
     slope = Finding(says="-", panel="", better="A", better_mean=-0.53, difference=-0.03, half_width=0.04)
     assert page.effect(statements([slope])[0]) == "slope −0.53 ± 0.04"
@@ -80,7 +80,7 @@ def test_a_page_has_a_row_a_claim_and_a_state_a_rival() -> None:
     row = next(line for line in lines if line.startswith("| SimFBO ends at a higher training accuracy"))
     assert "SimFBO / FBO-AggITD, FedNest, LFedNest | ✔✔✔ 97.6 / 88.9, 89.1, 93.5 % |" in row
     assert row.endswith("| ??? 13.1 / 10.6, –, 9.6 % |")
-    assert "Here: ◐ **partly reproduced**, 15 of 18 hold. " + figure.found + "\n" in lines
+    assert "Here: ◐ **partly reproduced**; 15 of 18 comparisons hold. " + figure.found + "\n" in lines
     assert any(line.startswith("FedNest failed with 1 of 3 seeds") for line in lines)
     assert f"Revised: {figure.revised}\n" in lines
 
@@ -90,10 +90,10 @@ def test_a_page_says_what_is_stale_or_was_not_played() -> None:
     found = page.kept(figure)
     assert found is not None
     lines = list(page.section(figure, {**found, "played_for": "another"}))
-    assert lines[2:] == [f"Here: ! **stale: play it again**. {figure.found}\n"]  # no table of claims follows
+    assert lines[2:] == [f"Here: ! **stale: run it again**. {figure.found}\n"]  # no table of claims follows
     lines = list(page.section(figure, {**found, "played_for": figure.fingerprint("quick")}))
-    assert "Open, as not played at this scale: 20-way 5-shot.\n" in lines
-    assert "`python -m papers rabo-2` plays it" in list(page.section(figure, None))[2]
+    assert "Not run at this scale, and therefore open: 20-way 5-shot.\n" in lines
+    assert "`python -m papers rabo-2` runs it" in list(page.section(figure, None))[2]
 
 
 @pytest.mark.parametrize(("value", "said"), [(None, "–"), (1234.5, "1,234"), (-2.5e-7, "−2.5e−07"), (49.67, "49.7")])

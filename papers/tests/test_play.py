@@ -88,7 +88,7 @@ def test_the_seeds_of_trials_are_not_those_of_runs(figure: Figure, place: Path, 
     folders = {file.parent for file in place.rglob("summary.json")}
     assert {one.name for one in folders if "trials" in one.parts} == {"seed-100"}
     assert {one.name for one in folders if "runs" in one.parts} == {"seed-0", "seed-1"}
-    with pytest.raises(ConfigurationError, match=r"seeds \[100\] chose the values"):
+    with pytest.raises(ConfigurationError, match=r"seeds \[100\] are those of the trials"):
         run(figure, "quick", tmp_path, seeds=(0, 100))
     assert not list(tmp_path.iterdir())
 
@@ -111,7 +111,7 @@ def test_values_that_were_chosen_for_something_else_are_not_taken(
 ) -> None:
     """More seeds are refused without an outcome of the same scale and setting, from which they take their values."""
     before = {**outcome(place), **kept} if kept else {}
-    with pytest.raises(ConfigurationError, match="no outcome of made-up with this setting is kept"):
+    with pytest.raises(ConfigurationError, match="no outcome of made-up with this setting is stored"):
         run(figure, "quick", tmp_path, before=before)
     assert not list(tmp_path.iterdir())
 
@@ -354,7 +354,7 @@ def test_the_command_plays_a_figure_by_its_path(
     assert "not reproduced             Two methods" in capsys.readouterr().out
     assert main(["--list", "--out", str(tmp_path / "none")]) == 0
     listed = capsys.readouterr().out
-    assert listed.count("(kept)") == len(files())  # every figure has a stored outcome
+    assert listed.count("(stored)") == len(files())  # every figure has a stored outcome
 
 
 @pytest.mark.parametrize(
@@ -380,7 +380,7 @@ def test_an_interruption_ends_a_command_in_a_line(capsys: pytest.CaptureFixture[
         raise KeyboardInterrupt
 
     assert reported(interrupted) == 130
-    assert capsys.readouterr().err == "papers: interrupted; the same command goes on where it was\n"
+    assert capsys.readouterr().err == "papers: interrupted; the same command continues where it stopped\n"
 
 
 OWN = """
