@@ -258,12 +258,10 @@ def origin(figure: Figure, found: Outcome) -> Iterator[str]:
     if figure.counted:
         yield f"The costs of a round were counted without running it, on {found['date']}. {files}\n"
         return
-    count, chosen = found["trials"], chosen_at_ends(figure, found)
-    how = (
-        f"Each method had up to {count} trials; its values were chosen by `{found['selected_on']}`. {chosen}"
-        if count
-        else "No trials."
-    )
+    how = "There were no trials."
+    if count := found["trials"]:
+        how = f"Each method had up to {count} trials; its values were chosen by `{found['selected_on']}`."
+        how += f" {chosen_at_ends(figure, found)}"
     minutes = f"{found['minutes']:.0f}"
     takes = {"0": "less than a minute", "1": "1 minute"}.get(minutes, f"{minutes} minutes")
     yield f"{how} Seeds: {', '.join(map(str, found['seeds']))}. Time: {takes}, {found['date']}. {files}\n"
@@ -281,6 +279,5 @@ def chosen_at_ends(figure: Figure, found: Outcome) -> str:
             for name, value in (of["chosen"] or {}).items():
                 tried = sorted({point[name] for point in of.get("tried") or points})
                 ends += [value in (tried[0], tried[-1])] if len(tried) > 1 else []
-    many = {0: f"None of the {len(ends)} chosen values was", 1: f"1 of the {len(ends)} chosen values was"}
-    said = many.get(sum(ends), f"{sum(ends)} of the {len(ends)} chosen values were")
-    return f"{said} the smallest or the largest of those tried." if ends else ""
+    many, are = ("All" if all(ends) else f"{sum(ends)}", "were") if sum(ends) > 1 else (("None", "1")[sum(ends)], "was")
+    return f"{many} of the {len(ends)} chosen values {are} the smallest or the largest of those tried." if ends else ""
