@@ -279,5 +279,6 @@ def chosen_at_ends(figure: Figure, found: Outcome) -> str:
             for name, value in (of["chosen"] or {}).items():
                 tried = sorted({point[name] for point in of.get("tried") or points})
                 ends += [value in (tried[0], tried[-1])] if len(tried) > 1 else []
-    many, are = ("All" if all(ends) else f"{sum(ends)}", "were") if sum(ends) > 1 else (("None", "1")[sum(ends)], "was")
+    count = sum(ends)
+    many, are = ("All" if all(ends) else f"{count}", "were") if count > 1 else ("1" if count else "None", "was")
     return f"{many} of the {len(ends)} chosen values {are} the smallest or the largest of those tried." if ends else ""
