@@ -219,7 +219,8 @@ def table(figure: Figure, found: Outcome) -> Iterator[str]:
     for claim in figure.claims:
         of = [one for one in shown if one["says"] == claim.says and one["better"] == claim.better]
         rivals = list(dict.fromkeys(one["than"] for one in of))
-        against = f": {claim.better} / {', '.join(rivals)}" if any(rivals) else ""
+        against = f": {claim.better} / {'; '.join(rivals)}" if any(rivals) else ""
+        against += next((f" ({one['unit']})" for one in of if one["unit"] in COST_UNITS), "")
         cells = [cell(figure, claim, [one for one in of if one["panel"] == panel]) for panel in panels]
         if of:
             yield f"| {claim.says}{against} | {' | '.join(cells)} |"
@@ -248,8 +249,8 @@ def cell(figure: Figure, claim: Claim, found: Sequence[Mapping[str, Any]]) -> st
         return f"{states} {fitted}, predicted {claim.slope:g}".replace("-", "−")
     name = column_of(figure, claim)
     mine = next((one["better_mean"] for one in found if one["better_mean"] is not None), None)
-    said = f"{states} {text(name, mine)} / {', '.join(text(name, one['than_mean']) for one in found)}"
-    return said + (" %" if unit == POINTS else f" {unit}" if unit in COST_UNITS else "")
+    said = f"{states} {text(name, mine)} / {'; '.join(text(name, one['than_mean']) for one in found)}"
+    return said + " %" * (unit == POINTS)
 
 
 def origin(figure: Figure, found: Outcome) -> Iterator[str]:
