@@ -146,7 +146,7 @@ def written(board: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     lines = [f"| method | mean place | level with the best | {' | '.join(found['ranks'])} |"]
     lines += [f"|{'---|' * (3 + len(found['ranks']))}"]
     lines += [f"| {' | '.join(row)} |" for row in overview(found["ranks"])]
-    lines += ["", "Budgets, in the order of the ranks in a cell:", ""]
+    lines += ["", "The budgets of each task, in the order of its ranks:", ""]
     for task in found["ranks"]:
         budgets = board["panels"][task]["budgets"].items()
         lines.append(f"- {task}: {', '.join(f'{text(c, n)} {UNITS.get(c, c)}' for c, n in budgets)}")
@@ -156,7 +156,7 @@ def written(board: Mapping[str, Any], found: Mapping[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command; its exit code."""
+    """Run the command, and return its exit code."""
     parser = argparse.ArgumentParser("python -m papers.leaderboard", description=__doc__)
     parser.add_argument("--seeds", type=seeds, default=[0, 1, 2], metavar="N,N,…", help="(0,1,2)")
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help=f"({OUT})")
