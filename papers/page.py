@@ -31,7 +31,8 @@ IN_ALL = {
 IN_SHORT = "In short: "
 LEGEND = """\
 ✔ holds, ✘ contradicted, = no difference (level), ? open. A *comparison* is one statement in one setting, against one
-other method. The *effect* is the advantage of the first method, from the smallest to the largest of all comparisons.
+other method, or a fitted slope against the predicted one. The *effect* is the advantage of the first method, from the
+smallest to the largest of all comparisons.
 
 Below, each entry has a table, in which a column is a setting, or a slope that was fitted. A cell of this table has one
 sign for each comparison. Then come the value of the first method, a slash, and the values of the other methods. Values
@@ -190,7 +191,7 @@ def section(figure: Figure, found: Outcome | None) -> Iterator[str]:
         yield f"{SIGNS[state]} {state}: `python -m papers {figure.id}` runs it.\n"
         return
     count, of = holding(found)
-    hold = f"; {count} of {of} comparisons hold" if of > 1 and state != STALE else ""
+    hold = f"; {count} of {of} comparisons {'holds' if count == 1 else 'hold'}" if of > 1 and state != STALE else ""
     yield f"Here: {SIGNS[state]} **{state}**{hold}. {figure.found}\n"
     if state == STALE:  # a stale outcome decides nothing
         return

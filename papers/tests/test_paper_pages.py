@@ -27,7 +27,9 @@ def test_a_first_figure_of_your_own_gets_a_page(tmp_path: Path, monkeypatch: pyt
     written = dict(page.written())
     head, found, rest = written[tmp_path / "README.md"].partition(page.MARK)
     assert (head, found) == (f"# {tmp_path.name}\n\n", page.MARK)
-    assert "| FedNest is the first to come within 1e-10 of the solution | [mine-1](#mine-1) | ? open | 1 ? | – |" in rest
+    assert (
+        "| FedNest is the first to come within 1e-10 of the solution | [mine-1](#mine-1) | ? open | 1 ? | – |" in rest
+    )
     assert "\n## mine-1\n" in rest
     row = f"| [{tmp_path.name}]({tmp_path.name}/README.md) | 1 | 2: 2 open |  |"
     assert row in written[PAPERS / "README.md"]
