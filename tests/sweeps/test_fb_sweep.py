@@ -147,21 +147,7 @@ def test_an_interrupted_sweep_goes_on_to_the_same_table(two_by_two, tmp_path) ->
         swept(callbacks=[stop], checkpoint_every=3, **given)
     later = []
     again = swept(callbacks=[lambda result, row: later.append(result.round)], checkpoint_every=3, **given)
-    assert later == [
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-        0,
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-    ]  # the third run continues after round 0, and the fourth begins
+    assert later == [*range(1, 7), *range(7)]  # the rest of the third run, and the fourth run
     assert (again.rows, again.trials) == (two_by_two.rows, two_by_two.trials)
     assert swept(grid={"server_lr.x": [0.05, 0.1, 0.2]}, **given).trials[:4] == two_by_two.trials
     with pytest.raises(CheckpointError, match=r"belongs to another run: .*samples.*; choose another folder$"):
