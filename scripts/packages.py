@@ -1,8 +1,9 @@
 """Build wheel and sdist into dist/. Check their files, and try the wheel in an environment without extras.
 
-`make packages` and the release workflow run this script. The files of the packages are compared with the files that git
-tracks, which finds files that are superfluous or missing. Two type checkers check an example against the types in the
-wheel. The recipe for conda is rendered, but not built, since building needs a channel of conda.
+`make packages` and the workflows run this script. The files of the packages are compared with the files that git
+tracks, which finds files that are superfluous or missing. Twine checks what a package index would show. Two type
+checkers check an example against the types in the wheel. The recipe for conda is rendered, but not built, since
+building needs a channel of conda.
 """
 
 from __future__ import annotations
@@ -40,6 +41,13 @@ from rattler_build import Stage0Recipe
 (one,) = Stage0Recipe.from_file(sys.argv[1]).render()
 package = one.recipe.to_dict()["package"]
 print(package["name"], package["version"])
+"""
+IMPORT = """
+import time
+
+before = time.process_time()
+import fedbilevel
+print(f"{time.process_time() - before:.3f}")
 """
 EXAMPLE = """
 import jax.numpy as jnp
@@ -112,6 +120,7 @@ def check_installed(uv: Path, env: dict[str, str], wheel: Path, version: str, pl
     run(uv, "venv", "--quiet", "--python", interpreter(), place / "venv", **given)
     run(uv, "pip", "install", "--quiet", "--python", python, wheel, **given)
     require(run(python, "-I", "-W", "ignore", "-c", WITHOUT_EXTRAS, **given).split()[-1] == version, "another version")
+    print(f"import fedbilevel: {run(python, '-I', '-c', IMPORT, **given).strip()} s of processor time")
     said = run(place / "venv/bin/fedbilevel", "run", "quadratic", fails=True, **given)
     last = said.splitlines()[-1]
     require("needs rich" in last and "Traceback" not in said, f"no sentence says what is missing:\n{said}")
@@ -143,6 +152,8 @@ def main() -> None:
     require(found == {wheel, sdist}, f"dist/ has {sorted(path.name for path in found)}")
     check_wheel(wheel, version)
     check_sdist(sdist, version)
+    run(uv, "tool", "run", "--quiet", "twine", "check", "--strict", wheel, sdist, env=env)
+    print("twine: no error in the metadata")
     check_recipe(uv, env, version)
     with tempfile.TemporaryDirectory() as place:
         check_installed(uv, env, wheel, version, Path(place))
