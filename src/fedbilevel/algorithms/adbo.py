@@ -17,8 +17,8 @@ A round begins by linearising h ≤ ε at the present point, with φ as a functi
 
     a = ∂h/∂x,   b_i = 2(y_i − φ_i),   c = 2(z − φ_z),   κ = h − ε − a·x − Σ p_i b_i·y_i − c·z
 
-The server then drops the older planes with λ_l = 0. T steps on the Lagrangian follow, in which the planes
-a_l·x + Σ p_i b_il·y_i + c_l·z + κ_l ≤ 0 replace h ≤ ε. In each step, the server sends (x, λ), and client i computes
+The server then drops the older planes with λ_l = 0. Then T steps on the Lagrangian follow. In them, h ≤ ε is replaced
+by the planes a_l·x + Σ p_i b_il·y_i + c_l·z + κ_l ≤ 0. In each step, the server sends (x, λ), and client i computes
 
     θ_i ← θ_i + η_θ (x_i − x − c_θ θ_i)
     (x_i, y_i) ← (x_i − η_x [∇x f_i(x_i, y_i) + θ_i],  y_i − η_y [∇y f_i(x_i, y_i) + Σ_l λ_l b_il])
@@ -37,20 +37,21 @@ sends x and λ, and clients reply with θ_i and the products b_il·y_i. For a pl
 K passes backwards, each of which gives both products with ∇²g.
 
 Departures from the paper:
-1. Sums over clients in the paper are means with weights p_i here. For equal weights this is the paper's Lagrangian
-   divided by M, except for the term ‖z − φ_z‖². Here this term weighs as much as the mean of the clients' terms. In the
-   paper it weighs as much as the term of one client.
-2. Steps on z' and ψ_i are those of ADMM: an exact minimisation over z', and a step of size μ on ψ_i. The paper has a
-   step size for each.
+
+1. Where the paper has sums over clients, this method has means with the weights p_i. For equal weights this is the
+   paper's Lagrangian divided by M, except for the term ‖z − φ_z‖². Here this term weighs as much as the mean of the
+   clients' terms. In the paper it weighs as much as the term of one client.
+2. The steps on z' and ψ_i are those of ADMM: an exact minimisation over z', and a step of size μ on ψ_i. In the paper,
+   each of the two has a step size.
 3. ∂h/∂x is differentiated exactly through all K steps, backwards, in K exchanges. The published code differentiates
    each step with the points of the other steps held fixed. It does so at points that are one step beyond those at which
-   it computes h and b. For K = 1, fixed points make no difference.
-4. The server never gets values of a single client. A client keeps θ_i, and steps on it when it gets the next x.
+   it computes h and b. For K = 1, holding points fixed makes no difference.
+4. The server never gets values of a single client. A client keeps θ_i, and moves it by a step when it gets the next x.
    Σ p_i θ_i therefore lacks the last step of clients that are still computing. Without delays this is the paper's
    method. ADBO's clients send the changes of θ_i and b_il·y_i, and Σ p_i θ_i runs over the clients that have replied at
    least once. All available clients make a plane together. The server knows their total weight from the second plane
-   on. Until then, a client that is never available counts as a client that does not move. From then on it does not
-   count.
+   on. Until then, a client that is never available is treated as a client that does not move. From then on it is left
+   out.
 5. The step on λ_l is divided by n_l, since Σ p_i ‖b_il‖² + ‖c_l‖² = 4h is the squared length of a plane. The paper
    does not divide. The effect of its step on a plane then falls with h, by orders of magnitude in a run.
 6. The number of planes is bounded. If there would be more, the oldest plane is dropped.
@@ -110,15 +111,15 @@ class Planes(NamedTuple):
     free slots are ignored.
     """
 
-    serial: Array  # (slots,) a different number for every plane of the run, or FREE
-    outer: PyTree  # a_l, like x, with a leading axis of slots
-    consensus: PyTree  # c_l, like z, with a leading axis of slots
-    start: Array  # (slots,) the mean of b_il·y_i when the plane was made
-    changes: Array  # (slots,) in ADBO, Σ p_i b_il·(change of y_i since the plane was made), over all replies so far
-    inner: Array  # (slots,) the mean of b_il·y_i, as far as the server knows it
-    offset: Array  # (slots,) κ_l
-    length: Array  # (slots,) n_l, the squared length Σ p_i ‖b_il‖² + ‖c_l‖²; 1 in slots that were never used
-    multiplier: Array  # (slots,) λ_l ≥ 0; 0 in free slots
+    serial: Array  # an array of shape (slots,): a different number for every plane of the run, or FREE
+    outer: PyTree  # a_l: arrays of x's shapes, with a leading axis of slots
+    consensus: PyTree  # c_l: arrays of z's shapes, with a leading axis of slots
+    start: Array  # an array of shape (slots,): the mean of b_il·y_i when the plane was made
+    changes: Array  # an array of shape (slots,): in ADBO, the sum of p_i b_il·(change of y_i) since the plane was made
+    inner: Array  # an array of shape (slots,): the mean of b_il·y_i, as far as the server knows it
+    offset: Array  # κ_l, an array of shape (slots,)
+    length: Array  # n_l = Σ p_i ‖b_il‖² + ‖c_l‖², an array of shape (slots,); 1 in slots that were never used
+    multiplier: Array  # λ_l ≥ 0, an array of shape (slots,); 0 in free slots
 
     @classmethod
     def none(cls, x: PyTree, y: PyTree, capacity: int) -> Planes:
@@ -139,11 +140,11 @@ class Planes(NamedTuple):
 
     @property
     def active(self) -> Array:
-        """Return which slots have a plane, (slots,)."""
+        """Return which slots have a plane, as an array of shape (slots,)."""
         return self.serial != FREE
 
     def values(self, x: PyTree, z: PyTree) -> Array:
-        """Return a_l·x + Σ p_i b_il·y_i + c_l·z + κ_l for each slot, (slots,); 0 for free slots."""
+        """Return a_l·x + Σ p_i b_il·y_i + c_l·z + κ_l as an array of shape (slots,), with 0 for free slots."""
         total = products(self.outer, x) + self.inner + products(self.consensus, z) + self.offset
         return jnp.where(self.active, total, 0)
 
@@ -182,7 +183,7 @@ class Planes(NamedTuple):
         )
 
     def without_idle(self, newest: Array) -> Planes:
-        """Drop all planes with multiplier 0, except the newest; then, if no slot is free, drop the oldest plane."""
+        """Drop all planes with multiplier 0, except the newest. Then, if no slot is free, drop the oldest plane."""
         kept = self.active & ((self.serial == self.serial[newest]) | (self.multiplier > 0))
         kept &= ~(jnp.all(kept) & (self.serial == jnp.min(self.serial)))
         return self._replace(
@@ -197,8 +198,8 @@ class Totals(NamedTuple):
 
     weight: Array  # Σ p_i, the total weight of these clients
     theta: PyTree  # Σ p_i θ_i over these clients
-    excluded: Array  # the weight Σ p_i of clients without a part in some plane, in the step where it was largest
-    complete: Array  # whether all clients that made the last plane had replied to a step before
+    excluded: Array  # the largest total weight, in any step so far, of clients that have no part in some plane
+    complete: Array  # whether all clients that made the last plane had already replied to a step by then
 
 
 class State(NamedTuple):
@@ -225,7 +226,7 @@ class ClientState(NamedTuple):
     y: PyTree
     theta: PyTree  # θ_i, the multiplier of x_i = x
     replied: Array  # 1 after the first reply to a step
-    serial: Array  # (slots,) the serial number of the plane to which each row of b belongs
+    serial: Array  # an array of shape (slots,): the serial number of the plane to which each row of b belongs
     b: PyTree  # b_il: a row for each slot
     path: Point  # a row for each step towards φ_i: the point where the step began
     end: Point  # the point after the last of these steps, where the next step begins; φ_i after all K steps
@@ -241,7 +242,7 @@ class LinearizedADMM(Part):
         steps: K, the number of steps for each plane.
         lr: η, a client's step on y'_i. It should be below 1/(ℓ + μ), where ℓ is the largest eigenvalue of any
             ∇²yy g_i.
-        penalty: μ, the penalty on y'_i − z'.
+        penalty: μ, the weight of the penalty on y'_i − z'.
     """
 
     kind: ClassVar[str] = "admm"
@@ -271,8 +272,8 @@ class Lagrangian(Part):
         planes: the largest number of planes that are kept. If there would be more, the oldest is dropped.
         tolerance: ε, the bound on h, which is the weighted mean squared distance of the y_i from the estimated inner
             solution, plus the squared distance of z from it.
-        plane_damping: c_λ, how strongly λ is pulled towards 0. The value 0 would be the plain Lagrangian.
-        consensus_damping: c_θ, how strongly θ_i is pulled towards 0. The value 0 would be the plain Lagrangian.
+        plane_damping: c_λ, how strongly λ is pulled towards 0. With 0 this would be the plain Lagrangian.
+        consensus_damping: c_θ, how strongly θ_i is pulled towards 0. With 0 this would be the plain Lagrangian.
     """
 
     kind: ClassVar[str] = "lagrangian"
@@ -327,7 +328,7 @@ class CuttingPlanes(Algorithm):
     def findings(self, state: State) -> Findings:
         """Return two columns: `planes`, the number of planes, and `multipliers`, the sum of their multipliers, Σ_l λ_l.
 
-        If some clients have no part in a plane, return a warning as well.
+        If some clients have no part in a plane, also return a warning.
         """
         planes = state.planes
         columns = {"planes": int(jnp.sum(planes.active)), "multipliers": float(jnp.sum(planes.multiplier))}
@@ -342,7 +343,7 @@ class CuttingPlanes(Algorithm):
         """Take the k-th of the K steps on y'_i that end at φ_i, and reply with y'_i, in the structure of y.
 
         The message is (x, z', k). z' is z before the first step, and then the mean of the clients' y'_i. From the
-        second step on, the client also steps on ψ_i, the multiplier of the constraint y'_i = z'.
+        second step on, the client also takes a step on ψ_i, the multiplier of the constraint y'_i = z'.
         """
         x, z, k = at
         own: ClientState = client.state
@@ -356,8 +357,8 @@ class CuttingPlanes(Algorithm):
         """Differentiate backwards through the k-th of the K steps on y'_i; the last step, k = K − 1, comes first.
 
         The message is (x, z', ∂h/∂z' after the step, k, the slot of the new plane, its serial number). The reply has
-        this client's shares of ∂h/∂x and of ∂h/∂z' before the step, ‖y_i − φ_i‖², b_i·y_i, and a public number: 1 if
-        the client has replied to a step on the Lagrangian before, which the server knows.
+        this client's shares of ∂h/∂x and of ∂h/∂z' before the step, ‖y_i − φ_i‖², b_i·y_i, and a public number, which
+        the server knows anyway: 1 if the client has replied to an earlier step on the Lagrangian, otherwise 0.
         """
         x, z, behind, k, slot, serial = at
         own: ClientState = client.state
@@ -374,7 +375,7 @@ class CuttingPlanes(Algorithm):
 
     @phase
     def local_step(self, client: Client, at: tuple[PyTree, Array, Array], key: Array) -> Reply:
-        """Take a step on θ_i, and then a step on x_i and y_i together; reply with θ_i and the products b_il·y_i.
+        """Take a step on θ_i, then a step on x_i and y_i together. Reply with θ_i and the products b_il·y_i.
 
         Planes in which this client has no part are left out. Two numbers of the reply are public: whether the client
         has replied before, and whether there are planes in which it has no part. Both follow from the messages that the
@@ -455,7 +456,7 @@ class CuttingPlanes(Algorithm):
 
 
 def empty(tree: PyTree, rows: int) -> PyTree:
-    """Return a table of zeros with this number of rows, each like `tree`."""
+    """Return a table of zeros with this number of rows, each with the shapes of `tree`."""
     return jax.tree.map(lambda leaf: jnp.zeros((rows, *jnp.shape(leaf)), leaf.dtype), tree)
 
 
@@ -470,7 +471,7 @@ def row(table: PyTree, index: Array) -> PyTree:
 
 
 def products(table: PyTree, tree: PyTree) -> Array:
-    """Return the inner product of each row with `tree`, (rows,)."""
+    """Return the inner product of each row with `tree`, as an array of shape (rows,)."""
     parts = jax.tree.map(lambda rows, leaf: jnp.tensordot(rows, leaf, leaf.ndim), table, tree)
     return jax.tree.reduce(jnp.add, parts)
 
@@ -523,9 +524,8 @@ class ADBO(CuttingPlanes):
     """Replace the inner problem by cutting planes, and wait only for the first replies in every step.
 
     Args:
-        wait_for: S, the number of replies for which a step waits; it does not wait for stragglers. With 1, the server
-            moves at every reply.
-        max_staleness: τ; a step also waits for every client that was asked τ or more steps ago; None: no bound.
+        wait_for: S, the number of replies for which a step waits. With 1, the server moves at every reply.
+        max_staleness: τ. A step also waits for every client that was asked τ or more steps ago. None: no bound.
     """
 
     name = "adbo"
@@ -561,6 +561,6 @@ class ADBO(CuttingPlanes):
         )
         share = 1 / totals.weight
         changes = planes.changes + changes
-        # `changes` are sums over all available clients. Until all of them have replied, 1 is used for their weight.
+        # `changes` are sums over all available clients. Until all of these have replied, their weight is taken as 1.
         inner = planes.start + changes * jnp.where(totals.complete, share, 1)
         return totals, scaled(share, totals.theta), planes._replace(changes=changes, inner=inner)

@@ -3,9 +3,10 @@
 Anonymous. "Anarchic Federated Bilevel Optimization". Manuscript under double-blind review; a version of it appeared at
 WiOpt 2024. Algorithms 1 and 2.
 
-A round has K inner exchanges and an outer exchange. With `layered(AFBO(…), Asynchronous(wait_for=n))` each exchange
-ends with the first n replies; AFBO alone waits for all clients. In an inner exchange client i makes E_i local steps,
-and in an outer exchange it estimates the hypergradient, both at the (x, y) of the last message that it got:
+An exchange is one message from the server to the clients, with their replies. A round has K inner exchanges and one
+outer exchange. With `layered(AFBO(…), Asynchronous(wait_for=n))` each exchange ends with the first n replies. Without
+this layer, AFBO waits for all clients. In an inner exchange client i makes E_i local steps, and in an outer exchange it
+estimates the hypergradient. In both it starts from the (x, y) of the last message that it got:
 
     inner   y_{e+1} = y_e − η G_e,   G_e = ∇y g_i(x, y_e; ξ_e)         G_i = (1/E_i) Σ_e G_e
             y ← y − β_k mean_i G_i                                                                K exchanges
@@ -14,10 +15,11 @@ and in an outer exchange it estimates the hypergradient, both at the (x, y) of t
 
 Here mean_i is the mean of the last replies of all clients, Σ p_i (.) / Σ p_i over the clients that have replied at
 least once, however old these replies are. The age of a reply is the number of exchanges since the client was asked for
-it. The mean ages ρ and τ are reported as `delay.inner.gradients` and `delay.hypergradient.local_hypergradient` (with
-`SystemSteps`, `delay.outer_directions`).
+it. (APHE) is the paper's approximation of the hypergradient. The history has the mean ages: of the replies G_i as
+`delay.inner.gradients`, and of the replies H_i as `delay.hypergradient.local_hypergradient` (with `SystemSteps`, as
+`delay.outer_directions`).
 
-If clients differ, the mean of the H_i is not the hypergradient, and the limit of x is not the solution. `SystemSteps`
+If clients differ, the mean of the H_i is not the hypergradient, and x does not converge to the solution. `SystemSteps`
 avoids this:
 
     outer   H_i = ∇x f_i − ∇²xy g_i v,   r_i = ∇²yy g_i v − ∇y f_i            (SimFBO's directions)
@@ -30,13 +32,14 @@ Departures from the paper:
 1. Algorithm 1 omits the local step y_{e+1} = y_e − η G_e, lets i run to N, and takes y^{t+1} = y^{t,K−1}. Here clients
    make local steps with their own step size η, i runs to M, and y^{t+1} = y^{t,K}.
 2. APHE starts from f_i where ∇y f_i is meant. Its product always has N_i factors and is multiplied by max_i N_i, so
-   that it tends to 0 as N_i grows. Here the number of factors is random, and the product is multiplied by N_i. Its
-   expectation is then the series s Σ_{n<N_i} (I − s∇²yy g_i)^n. This series is the default, and
-   Neumann(sampling="random") is the product. N_i is the same for all clients unless Neumann.terms has several numbers.
+   that it tends to 0 as N_i grows. Here the number of factors is random, and the product is multiplied by N_i. The
+   expectation of the product is then the series s Σ_{n<N_i} (I − s∇²yy g_i)^n. The default computes this series, and
+   Neumann(sampling="random") computes the random product, as in the formula above. N_i is the same for all clients
+   unless Neumann.terms has several numbers.
 3. The server keeps a sum of the last replies, and no table of them: see parts/memory.py. The delay of a reply counts
    from the exchange in which it was asked for, and not from its arrival.
-4. Weights are p_i, and not 1/M. The field `delay_penalty` of `Asynchronous` divides steps by 1 + c·delay, since the
-   paper says that delays require smaller steps, and different ones for α and β.
+4. Weights are p_i, and not 1/M. The field `delay_penalty` of `Asynchronous` divides step sizes by 1 + c·delay. The
+   paper says that delays require smaller step sizes, and that α and β have to be reduced by different factors.
 
 Checked in tests/algorithms/test_afbo.py (closed forms, event by event with a table), test_asynchronous.py,
 test_local_x.py, test_own_leaves.py and tests/engines/test_agreement.py.
@@ -66,14 +69,14 @@ from fedbilevel.oracles.products import directions
 
 
 class MeanGradient(InnerRounds):
-    """Run AFBO's inner rounds: clients reply with the mean gradient along their local steps, and the server follows it.
+    """Run AFBO's inner rounds: the server steps along the mean of the clients' gradients on their local steps.
 
     Args:
-        client_lr: η, the size of a client's local step on y; None: a twentieth of β. If β has several numbers, the
-            smallest counts; if β is a function β_{t,k}, its first value.
-        lr: β, the server's step on y, in one of these forms: a number; a number for each inner round; or β_{t,k} as a
-            function of the round and the inner round, such as `lambda t, k: 0.5 / (1 + t + k)`. None: it adapts during
-            the run (`AdaptiveSteps`).
+        client_lr: η, the size of a client's local step on y. None: a twentieth of β; of the smallest β if there are
+            several numbers, and of the first value if β is a function β_{t,k}.
+        lr: β, the server's step size on y, in one of these forms: a number; a number for each inner round; or β_{t,k}
+            as a function of the round and the inner round, such as `lambda t, k: 0.5 / (1 + t + k)`. None: it adapts
+            during the run (`AdaptiveSteps`).
     """
 
     kind: ClassVar[str] = "mean-gradient"
@@ -105,7 +108,7 @@ class SystemSteps(Hypergradient):
     """Solve ∇²yy G·v = ∇y F by one step of the server on v in each outer exchange, as in SimFBO.
 
     Args:
-        lr: γ, the server's step on v; None: it adapts during the run (`AdaptiveSteps`).
+        lr: γ, the server's step size on v; None: it adapts during the run (`AdaptiveSteps`).
     """
 
     kind: ClassVar[str] = "steps"
@@ -113,7 +116,7 @@ class SystemSteps(Hypergradient):
     lr: Step = positive(default=None, adaptive="shared")
 
     def start(self, y: PyTree) -> PyTree:
-        """Return v before the first round: zeros like y."""
+        """Return v before the first round: zeros in the shapes of y."""
         return optax.tree.zeros_like(y)
 
 
@@ -122,9 +125,9 @@ class AFBO(Nested):
 
     Args:
         inner: the rounds on y, in which the server steps along the mean of the clients' mean gradients.
-        hypergradient: how the hypergradient h is computed: by each client alone (APHE), or with a v that the server
-            keeps and steps on (`SystemSteps`).
-        outer_lr: α, the server's step on x; None: it adapts during the run (`AdaptiveSteps`).
+        hypergradient: how the hypergradient h is computed: by each client alone (`LocalImplicit`, the paper's APHE), or
+            with a vector v that the server keeps and updates by gradient steps (`SystemSteps`).
+        outer_lr: α, the server's step size on x; None: it adapts during the run (`AdaptiveSteps`).
     """
 
     name = "afbo"
@@ -154,7 +157,7 @@ class AFBO(Nested):
         return self.hypergradient.allows._replace(late=late, local_x=self.outer_lr, own_y=self.own_y(steps, late[1]))
 
     def own_y(self, steps: bool, outer: str) -> Mapping[str, OwnParts] | No:
-        """Return by phase how clients step on their own leaves of y, or `No` with the reason why they cannot.
+        """Return, for each phase, how clients step on their own leaves of y, or `No` with the reason why they cannot.
 
         Args:
             steps: whether the hypergradient comes from `SystemSteps`; otherwise each client computes h alone.
@@ -181,7 +184,7 @@ class AFBO(Nested):
     def outer_directions(self, client: Client, at: XYV, key: Array) -> Reply:
         """Reply with a client's directions for x and v in `SystemSteps`, in the shapes of x and y.
 
-        They are H_i = ∇x f_i − ∇²xy g_i v and r_i = ∇²yy g_i v − ∇y f_i at the (x, y, v) of the message.
+        The two directions are H_i = ∇x f_i − ∇²xy g_i v and r_i = ∇²yy g_i v − ∇y f_i at the (x, y, v) of the message.
         """
         outer_key, inner_key = jax.random.split(key)
         found = directions(client.problem, at, client.outer_batch(outer_key), client.inner_batch(inner_key))

@@ -3,7 +3,7 @@
 Peiyao Xiao, Kaiyi Ji. "Communication-Efficient Federated Hypergradient Computation via Aggregated Iterative
 Differentiation". ICML 2023, arXiv:2302.04969.
 
-A round makes N exchanges on y, which start at y^0 = y, and then an exchange on x. Let H_i = ∇²yy g_i, and draw Q
+A round makes N exchanges on y, beginning with y^0 = y, and then an exchange on x. Let H_i = ∇²yy g_i, and draw Q
 uniformly from {0..N−1}. Exchange n = 0..N−1 computes
 
     y^{n+1} = mean_i y_{i,τ_i},   y_{i,ν+1} = y_{i,ν} − (λ/τ_i) ∇y g_i(x, y_{i,ν}; ζ_ν) from y^n
@@ -17,10 +17,10 @@ and the last exchange computes
 The default is the expectation over Q: r ← r − λ H r + ∇y F(x, y^n) in every exchange n, and λ r in place of λN r. The
 paper's method is sampling="random", in which λN r has a variance that grows with N.
 
-This expectation equals the derivative of F(x, y^N(x)) by unrolling, where y^N(x) is the result of N gradient steps from
-a fixed y^0, under three conditions: τ = 1; H and ∇²xy G do not depend on y; and ∇y F is the same at y^0..y^N, since f
-is linear in y or y^0 = y*(x). At y^0 = y*(x) it also equals ∇x F − ∇²xy G v, where v = λ Σ_{k<N} (I − λH)^k ∇y F is the
-truncated Neumann series of H⁻¹∇y F.
+Let y^N(x) be the result of N gradient steps from a fixed y^0. The expectation over Q equals the derivative of
+F(x, y^N(x)) by unrolling under three conditions: τ = 1; H and ∇²xy G do not depend on y; and ∇y F is the same at
+y^0..y^N, since f is linear in y or y^0 = y*(x). At y^0 = y*(x) it also equals ∇x F − ∇²xy G v, where
+v = λ Σ_{k<N} (I − λH)^k ∇y F is the truncated Neumann series of H⁻¹∇y F.
 
 Relation to unrolling: unrolling takes ∇y F at y^N and multiplies by the factors I − λH(y^n) from the last to the first,
 which requires a second pass over the iterates. The method, as in the paper, takes ∇y F at y^Q and the factors in the
@@ -61,7 +61,7 @@ from fedbilevel.oracles.products import hess_v
 
 
 class InnerIterate(NamedTuple):
-    """Hold the state within a round: the inner iterate y^n, and the vector r of `AggITD`, of the shape of y."""
+    """Hold the state within a round: the inner iterate y^n, and the vector r of `AggITD`, which has the shape of y."""
 
     y: PyTree
     r: PyTree
@@ -70,16 +70,16 @@ class InnerIterate(NamedTuple):
 class AggITD(Algorithm):
     """Estimate the hypergradient by iterative differentiation within the inner loop.
 
-    The N exchanges on y also update a vector r of the shape of y: they multiply it by I − λ∇²yy G, and add ∇y F. With
-    sampling=None they add ∇y F in every exchange, and with "random" in one that is drawn. The last exchange multiplies
-    r by ∇²xy G.
+    The N exchanges on y also update a vector r, which has the shape of y: they multiply r by I − λ∇²yy G, and add ∇y F.
+    With sampling=None, ∇y F is added in every exchange. With "random", it is added only in one exchange, which is drawn
+    at random. The last exchange of the round multiplies r by ∇²xy G.
 
     Args:
         inner: the rounds on y: N is its field `rounds`, and λ its field `lr`. λ must be below 2/ℓ, where ℓ is the
             largest eigenvalue of the inner Hessian.
-        sampling: how to choose Q, the exchange at which r begins: "random" draws it, as in the paper; None takes the
-            expectation over Q.
-        outer_lr: α, the server's step on x; None: it adapts during the run (`AdaptiveSteps`).
+        sampling: how to choose Q, the exchange in which ∇y F is added to r: "random" draws Q, as in the paper; None
+            takes the expectation over Q.
+        outer_lr: α, the server's step size on x; None: it adapts during the run (`AdaptiveSteps`).
         batch_size: the number of samples that a client draws for each loss, with replacement; None: all samples.
     """
 
@@ -113,7 +113,7 @@ class AggITD(Algorithm):
         require_count("AggITD.inner.rounds", self.inner.rounds)
 
     def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
-        """Refuse a λ at which r would grow, even if several local steps on y, of size λ/τ each, would allow it."""
+        """Refuse a λ at which r would grow, even if local steps on y of size λ/τ would still converge with this λ."""
         check_neumann_step("AggITD.inner.lr", at_round(self, 0).inner.lr, problem, clients, x, y)
 
     def init(self, x: PyTree, y: PyTree) -> XY:
@@ -121,7 +121,7 @@ class AggITD(Algorithm):
 
     @phase(takes=("x", "y"), gives=InnerIterate("y", "y"), measures=True)
     def descent_with_gradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """Take τ_i local steps on y from y^n; reply with the change of y, and with ∇y f_i at y^n, shaped like y."""
+        """Take τ_i local steps on y from y^n. Reply with the change of y, and with ∇y f_i at y^n, in the shape of y."""
         descent_key, gradient_key = jax.random.split(key)
         reply = self.inner.descent(client, at, descent_key)
         gradient = outer_gradient(client, at, gradient_key).update
@@ -129,7 +129,7 @@ class AggITD(Algorithm):
 
     @phase(takes=("x", InnerIterate("y", "y")), gives=InnerIterate("y", "y"))
     def descent_with_product(self, client: Client, at: tuple[PyTree, InnerIterate], key: Array) -> Reply:
-        """Take τ_i local steps on y from y^n; reply with the change of y, and with −λ H_i r, the change of r.
+        """Take τ_i local steps on y from y^n. Reply with the change of y, and with −λ H_i r, the change of r.
 
         H_i is ∇²yy g_i at (x, y^n).
         """
@@ -141,9 +141,9 @@ class AggITD(Algorithm):
 
     @phase(takes=("x", InnerIterate("y", "y")), gives=InnerIterate("y", "y"))
     def descent_with_both(self, client: Client, at: tuple[PyTree, InnerIterate], key: Array) -> Reply:
-        """Take τ_i local steps on y from y^n; reply with the change of y, and with ∇y f_i − λ H_i r, the change of r.
+        """Take τ_i local steps on y from y^n. Reply with the change of y, and with ∇y f_i − λ H_i r, the change of r.
 
-        H_i is ∇²yy g_i; it and ∇y f_i are at (x, y^n). Rounds ask for this phase if `sampling` is None.
+        H_i is ∇²yy g_i. Both H_i and ∇y f_i are taken at (x, y^n). Rounds ask for this phase if `sampling` is None.
         """
         x, (y, _) = at
         product_key, gradient_key = jax.random.split(key)

@@ -2,9 +2,9 @@
 
 If clients differ, the local steps of a client lead towards the solution of this client's own problem. With τ > 1 local
 steps SimFBO and ShroFBO therefore end at a distance from the solution of the whole federation. Here each direction
-d = (d_x, d_y, d_v) of a client's path is corrected by m, the mean direction of the whole federation in the round
-before, as federated SVRG does for a single loss. The directions d_i, the weights a_k and ρ are those of SimFBO and
-ShroFBO (simfbo.py):
+d = (d_x, d_y, d_v) that a client steps along is corrected by m, which is the mean of all clients' directions in the
+round before. Federated SVRG makes the same kind of correction for a problem with a single loss. The directions d_i, the
+weights a_k and ρ are those of SimFBO and ShroFBO (simfbo.py):
 
     z_0 = z = (x, y, v),     d̃_k = d_i(z_k; ζ_k) − d_i(z; ζ_k) + m     the step of the client's path at z_k
     h_i = Σ_k a_k d_i(z_k; ζ_k) / ‖a_i‖₁                               the reply: directions without correction
@@ -16,23 +16,25 @@ m has m = 0; its replies are then the d_i(z), and their mean is 0. With cohorts 
 the draws, and a run ends near the solution. Clients keep nothing between rounds, and their replies are as long as those
 of ShroFBO.
 
-Replies are means over paths, and the paths follow m. So the new m depends on the old one. With plain steps, equal τ and
+Replies are means over paths, and the paths follow m. So the new m depends on the old m. With plain steps, equal τ and
 equal Hessians λ, and with e = y − y* (or v − v*), a round is
 
     m ← λ e − β m,   e ← e − γ ρ (λ e − β m),     β = 1 − (1 − (1 − ηλ)^τ)/(τηλ) ≤ ηλ(τ − 1)/2
 
-Its eigenvalues are inside the unit circle exactly if β < 1 and γρλ/2 + β < 1. γρλ + ηλ(τ − 1) < 2 therefore suffices.
+The eigenvalues of this linear map are inside the unit circle exactly if β < 1 and γρλ/2 + β < 1. The condition
+γρλ + ηλ(τ − 1) < 2 is therefore sufficient.
 
-If τ_i and the Hessians A_i differ, the means Ā = Σ p_i A_i and B̄ = Σ p_i β_i(A_i) take the place of λ and β. An
-eigenvalue μ of the round, with the part m of its eigenvector, satisfies μ² + (γρa + b − 1)μ − b = 0, where a = ⟨m, Ām⟩
-and b = ⟨m, B̄m⟩ for ‖m‖ = 1. These are at most the largest λ and the largest β. The condition with the largest
-eigenvalue L of all A_i and the largest τ_i therefore still suffices.
+If τ_i and the Hessians A_i differ, the means Ā = Σ p_i A_i and B̄ = Σ p_i β_i(A_i) take the place of λ and β. Let μ be
+an eigenvalue of this map, and let its eigenvector be scaled so that the part m of it has length 1. With a = ⟨m, Ām⟩ and
+b = ⟨m, B̄m⟩, this eigenvalue satisfies μ² + (γρa + b − 1)μ − b = 0. Here a is at most the largest λ, and b is at most
+the largest β. The condition is therefore still sufficient if L, the largest eigenvalue of all A_i, takes the place of
+λ, and the largest τ_i the place of τ.
 
 The method was developed for this library. Its correction follows Konečný et al., "Federated Optimization: Distributed
 Machine Learning for On-Device Intelligence", 2016, arXiv:1610.02527. Sai Praneeth Karimireddy et al., "Mime: Mimicking
-Centralized Stochastic Algorithms in Federated Learning", 2020, arXiv:2008.03606, also correct local steps by what the
-server knew after the last round. For bilevel problems, FedMSA corrects steps on x, y and v by momenta with reduced
-variance (Davoud Ataee Tarzanagh, Mingchen Li, Pranay Sharma, Samet Oymak, "Federated Multi-Sequence Stochastic
+Centralized Stochastic Algorithms in Federated Learning", 2020, arXiv:2008.03606, also correct local steps by quantities
+that the server computed in the round before. For bilevel problems, FedMSA corrects steps on x, y and v by momenta with
+reduced variance (Davoud Ataee Tarzanagh, Mingchen Li, Pranay Sharma, Samet Oymak, "Federated Multi-Sequence Stochastic
 Approximation with Local Hypergradient Estimation", 2023, arXiv:2306.01648). CorrectedFBO is not an implementation of
 FedMSA.
 
@@ -76,13 +78,13 @@ class State(NamedTuple):
 
 
 class CorrectedFBO(Normalised):
-    """Run ShroFBO with corrected local steps, by the mean direction of the round before, so that clients do not drift.
+    """Run ShroFBO, and correct local steps by the mean direction of the round before, so that clients do not drift.
 
     Args:
         client_lr: η, a client's step sizes for x, y and v: numbers or schedules over rounds; a single value serves all
             three. With plain steps or momentum, rounds on y and v are stable if γρL + η(max‖a_i‖₁ − 1)L < 2, where L is
-            the largest eigenvalue of the clients' inner Hessians, and ‖a_i‖₁ is τ_i for plain steps. None, for each: a
-            twentieth of the server's.
+            the largest eigenvalue of the clients' inner Hessians, and ‖a_i‖₁ is τ_i for plain steps. Each step size
+            that is None is a twentieth of the server's step size.
     """
 
     name = "corrected-fbo"
@@ -107,7 +109,7 @@ class CorrectedFBO(Normalised):
     client_lr: StepSizes = step_sizes(default=None, own=True, adaptive="short", tied="server_lr")
 
     def validate(self) -> None:
-        allowed = "plain, momentum, proximal or mixed steps: all directions are corrected already"
+        allowed = "plain, momentum, proximal or mixed steps, since this method already corrects all directions"
         require(not self.local_optimizer.anchored, f"{self.label}.local_optimizer", "anchored", allowed)
 
     def init(self, x: PyTree, y: PyTree) -> State:
@@ -116,7 +118,7 @@ class CorrectedFBO(Normalised):
 
     @phase(takes=(LIKE_XYV, LIKE_XYV), gives=REPLY, measures=True)
     def corrected_updates(self, client: Client, at: tuple[XYV, XYV], key: Array) -> Reply:
-        """Take τ_i corrected steps from z; reply with h_i, the weighted mean of the directions on the path, and ‖a_i‖₁.
+        """Take τ_i corrected steps from z. Reply with h_i, the weighted mean of the directions on the path, and ‖a_i‖₁.
 
         The message is (z, m). The steps are corrected, and h_i is the mean of the directions without the correction.
         """

@@ -11,9 +11,9 @@ approximated by the central difference
     Φ_λ(x) = (λ/2) (min_y [G(x, y) + εF(x, y)] − min_y [G(x, y) − εF(x, y)])
 
 The gradient of Φ_λ needs only first derivatives of F and G, and the minimiser x_λ of Φ_λ has an error of O(1/λ²). The
-minimiser of G + εF is written as y₊ = y − εv, and the minimiser of G − εF as y₋ = y + εv: the index is the sign of εF.
-Then y is near y*(x), v is near SimFBO's v (the solution of ∇²yy G v = ∇y F), and no step size depends on λ. A client
-steps on x, y and v along the derivatives of one function of its own losses,
+minimiser of G + εF is written as y₊ = y − εv, and the minimiser of G − εF as y₋ = y + εv. Their indices + and − are the
+signs of εF. Then y is near y*(x), v is near SimFBO's v (the solution of ∇²yy G v = ∇y F), and step sizes need not
+depend on λ. A client steps on x, y and v along the derivatives of one function of its own losses,
 
     s_i(x, y, v) = ½ [f_i(x, y₊) + f_i(x, y₋)] + (λ/2) [g_i(x, y₊) − g_i(x, y₋)]
 
@@ -28,10 +28,11 @@ SimFBO.
 Departures from the papers:
 1. The papers' methods are not federated, and make a loop of steps on y₊ and y₋ for each step on x. Here clients step on
    x, y and v together, as in SimFBO's round. A federated method of this kind is MemFBO (Yang, Xiao, Ma, Ji,
-   "First-Order Federated Bilevel Learning", AAAI 2025). The text of that paper was not available, and F2SA is
-   not an implementation of MemFBO.
-2. `multiplier` = None chooses λ at every step, so that the length ‖v‖/λ balances the truncation error of the difference
-   against its rounding error (`Differences`). The papers let λ grow, or choose it by the desired accuracy.
+   "First-Order Federated Bilevel Learning", AAAI 2025). We could not read that paper, and F2SA is not an implementation
+   of MemFBO.
+2. With `multiplier` = None, λ is chosen at every step, so that at the length ‖v‖/λ the truncation error of the
+   difference is about as large as its rounding error (`Differences`). The papers let λ grow, or choose it by the
+   desired accuracy.
 
 Checked in tests/algorithms/test_f2sa.py (x_λ in closed form, slope −2 in λ) and tests/engines/test_agreement.py.
 """
@@ -55,8 +56,9 @@ class F2SA(OneExchange, FirstDerivatives):
     """Run SimFBO with first derivatives only, for losses whose second derivatives do not exist or cost too much.
 
     Args:
-        multiplier: λ, at least the ratio of f's smoothness in y to g's strong convexity. The error of x is O(1/λ²), and
-            the rounding error grows as O(λ). None: λ is chosen at every step from the precision of the numbers.
+        multiplier: λ. It should be at least the ratio of f's smoothness in y to g's strong convexity. The error of x is
+            O(1/λ²), and the rounding error grows as O(λ). None: λ is chosen at every step from the precision of the
+            numbers.
     """
 
     name = "f2sa"

@@ -1,8 +1,8 @@
 """FedAvg-S: local descent on x and local ascent on y together, for minimax problems, min_x max_y F(x, y).
 
 Charlie Hou, Kiran K. Thekumparampil, Giulia Fanti, Sewoong Oh. "Efficient Algorithms for Federated Saddle Point
-Optimization". 2021, arXiv:2102.06333. The method is federated averaging for saddle points. It is the baseline of this
-paper and of FedNest's paper.
+Optimization". 2021, arXiv:2102.06333. The method is federated averaging for saddle points. This paper and FedNest's
+paper use it as a baseline.
 
     x_{i,ν+1} = x_{i,ν} − (α/τ_i) ∇x f_i(x_{i,ν}, y_{i,ν}; ξ_ν)
     y_{i,ν+1} = y_{i,ν} + (β/τ_i) ∇y f_i(x_{i,ν}, y_{i,ν}; ξ_ν)       both from the same point, on the same samples
@@ -12,8 +12,8 @@ For τ = 1 the fixed point is the saddle point. For τ > 1 it is another point i
 
 Departures from the paper:
 1. Server and clients exchange changes: the server adds Σ p̃_i (z_{i,τ} − z) to z = (x, y), with p̃_i = (M/P) p_i. For
-   equal weights or full participation this gives the mean of the z_{i,τ}. It is unbiased for unequal weights too.
-2. A client's steps are α/τ_i and β/τ_i, so that different numbers of local steps do not re-weight the clients.
+   equal weights or full participation this gives the mean of the z_{i,τ}. For unequal weights, the sum is unbiased too.
+2. A client's step sizes are α/τ_i and β/τ_i, so that different numbers of local steps do not re-weight the clients.
 
 Checked in tests/algorithms/test_fedavg_s.py (closed form of the fixed point) and tests/engines/test_agreement.py.
 """
@@ -41,8 +41,8 @@ class FedAvgS(LocalWork, Algorithm):
     """Run FedAvg on both variables of a saddle-point problem together: descent on x, and ascent on y.
 
     Args:
-        outer_lr: α; a client's step on x is α/τ_i.
-        inner_lr: β; a client's step on y is β/τ_i.
+        outer_lr: α; a client's step size on x is α/τ_i.
+        inner_lr: β; a client's step size on y is β/τ_i.
         batch_size: the number of samples for a step. They are drawn with replacement, but without replacement
             if the client makes `local_epochs`. None: all samples.
     """
@@ -69,7 +69,7 @@ class FedAvgS(LocalWork, Algorithm):
 
     @phase(takes=XY("x", "y"), gives=XY("x", "y"))
     def descent_ascent(self, client: Client, start: XY, key: Array) -> Reply:
-        """Take τ_i simultaneous steps, of descent on x and of ascent on y; reply with the changes of both."""
+        """Take τ_i simultaneous steps, of descent on x and of ascent on y. Reply with the changes of x and y."""
         tau, draw = self.steps(client, key)
         value_and_gradients = jax.value_and_grad(client.problem.outer, (0, 1))
 

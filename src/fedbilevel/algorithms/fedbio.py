@@ -2,7 +2,7 @@
 
 Junyi Li, Feihu Huang, Heng Huang. "Communication-Efficient Federated Bilevel Optimization with Global and Local Lower
 Level Problems". NeurIPS 2023, arXiv:2302.06701. By default all clients share y, as in the paper's problem with a global
-lower level. If all of y stays with the clients (`Bilevel(own=…)`), the problem is the paper's one with local lower
+lower level. If all of y stays with the clients (`Bilevel(own=…)`), the problem is the paper's problem with local lower
 levels: client i keeps its own y_i and v_i, and only x is exchanged.
 
 Let z = (x, y, v), and let d_i(z; B) be the client's three directions on samples B:
@@ -14,10 +14,10 @@ Let z = (x, y, v), and let d_i(z; B) be the client's three directions on samples
                 m ← d_i(z'; B) + (1 − a_t)(m − d_i(z; B)),  z ← z'                         the same samples B in both
                 η_t = η / (1 + t/u)^{1/3},  a_t = a / (1 + t/u)^{2/3}                      t: rounds so far × τ
 
-Then the server averages z, and in FedBiOAcc also m. The paper writes α_t = δ/(u + t)^{1/3}, has steps that are α_t
-times a constant, and 1 − c α_t² in place of 1 − a_t. This is the same with η = δ u^{-1/3} times the constant, and with
-a = c δ² u^{-2/3}. With u = ∞ both η_t and a_t are constant. If the noise of d does not depend on z, the variance of m
-tends to a/(2 − a) times the variance of d.
+Then the server averages z, and in FedBiOAcc also m. The paper writes α_t = δ/(u + t)^{1/3}. Its step sizes are α_t
+times a constant, and it has 1 − c α_t² in place of 1 − a_t. Both forms are the same if η = δ u^{-1/3} times the
+constant, and a = c δ² u^{-2/3}. With u = ∞ both η_t and a_t are constant. If the noise of d does not depend on z, the
+variance of m tends to a/(2 − a) times the variance of d.
 
 Messages: the server sends x, y and v, and clients reply with their changes. In FedBiOAcc the server also sends m and t,
 and clients also reply with the change of m.
@@ -25,12 +25,13 @@ and clients also reply with the change of m.
 Departures from the paper:
 1. Server and clients exchange changes: the server adds Σ p̃_i (z_{i,τ} − z) to z, with p̃_i = (M/P) p_i, and the same
    holds for m. Here p_i is the client's weight, and P of M clients take part in the round. For equal weights or full
-   participation this gives the mean of the z_{i,τ}. It is unbiased for unequal weights too.
+   participation this gives the mean of the z_{i,τ}. For unequal weights, the sum is unbiased too.
 2. A client of FedBiOAcc evaluates its momentum at its own last z', in the same exchange. In the paper it does so at the
    server's average of all z', in another exchange. With τ = 1 both points are the same, since all clients step along
    the server's m. With τ > 1 the drift of clients remains in m for about 1/a steps, and m may diverge if clients are
    very different: then choose a near ½, or fewer local steps.
-3. m starts at 0 with a_0 = 1. The first local step of a run therefore does not move z, and gives m = d_i(z; B).
+3. In the beginning m is 0 and a_0 is 1. The first local step of a run therefore does not move z, and gives
+   m = d_i(z; B).
 4. A single draw of inner and of outer samples serves all three directions. `independent_batches` draws samples for each
    direction.
 5. v is not projected onto a ball.
@@ -59,7 +60,7 @@ from fedbilevel.oracles.products import Directions
 
 
 def own_changes(*variables: str) -> OwnParts:
-    """Declare that a reply has the changes of these variables; a client adds them to its own leaves of y."""
+    """Declare that a reply has the changes of these variables. A client adds them to its own leaves of y and v."""
     return OwnParts(variables, tuple((name, lambda method: -1.0) for name in variables))
 
 
@@ -86,7 +87,7 @@ class FedBiO(LocalDirections):
 
     @phase(takes=LIKE_XYV, gives=LIKE_XYV, measures=True)
     def local_descent(self, client: Client, start: XYV, key: Array) -> Reply:
-        """Take τ_i simultaneous steps on x, y and v; reply with the change of (x, y, v)."""
+        """Take τ_i simultaneous steps on x, y and v. Reply with the change of (x, y, v)."""
         tau = client.local_steps(self.local_steps)
         reply = self.counted(self.local_sum(client, start, tau, key, Plain()), tau)
         return reply._replace(update=descend(optax.tree.zeros_like(start), self.client_lr, reply.update))
@@ -116,8 +117,8 @@ class FedBiOAcc(LocalDirections):
 
     Args:
         forgetting: a, the weight of the newest samples in the momentum, strictly between 0 and 1.
-        horizon: u, the number of local steps after which step sizes are 2^{-1/3} of the first; infinity: step sizes
-            are constant.
+        horizon: u, the number of local steps after which step sizes are 2^{-1/3} times the first step size; infinity:
+            step sizes are constant.
     """
 
     name = "fedbioacc"
@@ -154,7 +155,7 @@ class FedBiOAcc(LocalDirections):
         measures=True,
     )
     def accelerated_descent(self, client: Client, at: State, key: Array) -> Reply:
-        """Take τ_i steps along the momentum; reply with the changes of (x, y, v) and of the momentum."""
+        """Take τ_i steps along the momentum. Reply with the changes of (x, y, v) and of the momentum."""
         tau = client.local_steps(self.local_steps)
 
         def step(k: Array, carry: tuple[XYV, Directions]) -> tuple[XYV, Directions]:

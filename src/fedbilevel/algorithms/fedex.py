@@ -14,14 +14,15 @@ samples. Then it computes the outer loss at its last iterate y_i, on all its out
     ∇̃_j = mean_i (f_i(c_i, y_i) − λ) 1[c_i = c_j] / θ_j            an estimate of the mean loss's gradient in θ
     θ_j ← θ_j exp(−η ∇̃_j) / Σ_l θ_l exp(−η ∇̃_l)                       the exponentiated gradient
 
-This takes one exchange. Means are Σ p_i u_i / Σ p_i over the cohort. λ is the mean of the mean losses of earlier
-rounds, discounted by γ for every round since; it is 0 in the first round. `step_rule` determines the step η:
+This takes one exchange. Means are Σ p_i u_i / Σ p_i over the cohort. λ is a weighted mean of the earlier rounds' mean
+losses: a loss that is j rounds older has γ^j times the weight. In the first round λ is 0. The field `step_rule`
+determines the step size η:
 
     aggressive   √(2 log k) / ‖∇̃‖_∞
     adaptive     √(2 log k) / (the root of the sum of ‖∇̃‖²_∞ over the rounds so far)
     constant     √(2 log k)
 
-The x of the state is the configuration with the largest θ_j; of several such configurations, the first.
+The x of the state is the configuration with the largest θ_j, and the first one if there are several.
 
 Departures from the paper:
 1. Both means have the weights p_i of the problem. The paper's weights are the numbers of validation samples and of
@@ -30,8 +31,8 @@ Departures from the paper:
    uniformly between `low` and `high`, in the first round, by the seed of the run.
 3. Configurations are sent with every message, since clients keep no state between rounds.
 4. The paper's tuned method runs FedEx inside a random search, or inside successive halving, over other
-   hyperparameters. Here FedEx runs alone. The authors' code also stops moving θ when its entropy is small; this
-   implementation does not.
+   hyperparameters. Here FedEx runs without such a search. The authors' code also stops moving θ when the entropy of θ
+   is small. This implementation does not.
 
 Checked in tests/algorithms/test_fedex.py (rounds written out in NumPy) and tests/engines/test_agreement.py.
 """
@@ -62,11 +63,11 @@ class State(NamedTuple):
     Args:
         x: the configuration with the largest θ_j.
         y: the inner variable, which all configurations share.
-        configurations: c_1 … c_k, like x with a leading axis of k.
-        theta: θ, (k,).
-        losses: the sum of the mean losses of earlier rounds, discounted by γ for every round since.
+        configurations: c_1 … c_k, as arrays of x's shapes with a leading axis of length k.
+        theta: θ, an array of shape (k,).
+        losses: the sum of the earlier rounds' mean losses, each multiplied by γ for every round since then.
         rounds: the same sum with 1 in place of each loss; 0 before the first round.
-        squares: the sum of ‖∇̃‖²_∞ over the rounds so far.
+        squares: the sum of the squares ‖∇̃‖²_∞ over the rounds so far.
     """
 
     x: PyTree
@@ -88,7 +89,7 @@ class Message(NamedTuple):
 
 
 class TrainingAtX(LocalWork, Algorithm):
-    """Base class of methods whose clients train y by FedAvg's local steps on the inner loss, at random values of x.
+    """Base class of methods whose clients train y at random values of x, by FedAvg's local steps on the inner loss.
 
     Args:
         low: the lower bound of the random entries of x.
@@ -125,7 +126,7 @@ class TrainingAtX(LocalWork, Algorithm):
         return jnp.full_like(start, self.low), jnp.full_like(start, self.high)
 
     def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
-        """Refuse bounds of x if all lower bounds, or all upper bounds, are a point outside the problem's set of x."""
+        """Refuse bounds of x if the point of all lower bounds, or of all upper bounds, is outside the problem's set."""
         for side in (0, 1):
             corner = jax.tree.map(lambda leaf, side=side: self.bounds(leaf)[side], x)
             nearest = corner if problem.project_x is None else problem.project_x(corner)
@@ -138,10 +139,11 @@ class FedEx(TrainingAtX):
     """Let clients train y at random configurations, and learn from their losses which configuration is best.
 
     Args:
-        low: the lower bound of every entry of random configurations; None: the entry of x0, minus 1.
-        high: the upper bound of every entry of random configurations; None: the entry of x0, plus 1.
+        low: the lower bound of every entry of a random configuration; None: 1 less than the same entry of x0.
+        high: the upper bound of every entry of a random configuration; None: 1 more than the same entry of x0.
         configurations: k, the number of configurations. The first is x0.
-        discount: γ, at least 0 and below 1. With 0, λ is the mean loss of the round before.
+        discount: γ, at least 0 and below 1: the weight of a round's loss in λ, relative to the round after it. With 0,
+            λ is the mean loss of the round before.
         step_rule: the rule for η: "aggressive", which is the default of the authors' code, "adaptive" or "constant".
     """
 
@@ -178,7 +180,7 @@ class FedEx(TrainingAtX):
         return State(x, y, configurations, jnp.full(k, 1 / k), zero, zero, zero)
 
     def draw_configurations(self, start: PyTree, key: Array) -> PyTree:
-        """Draw the k configurations c_1 … c_k, like `start` with a leading axis of k; the first is `start` itself."""
+        """Draw c_1 … c_k, as arrays of the shapes of `start` with a leading axis of length k; c_1 is `start` itself."""
         leaves, structure = jax.tree.flatten(start)
 
         def several(leaf: Array, key: Array) -> Array:
@@ -189,7 +191,7 @@ class FedEx(TrainingAtX):
         return jax.tree.unflatten(structure, [several(*both) for both in zip(leaves, keys, strict=True)])
 
     def drawn(self, message: Message, key: Array) -> tuple[Array, PyTree]:
-        """Draw a client's configuration from θ; return its number and the configuration, like x."""
+        """Draw a client's configuration from θ; return its number, and the configuration in the shape of x."""
         number = jax.random.categorical(jax.random.fold_in(key, 0), jnp.log(message.theta))
         return number, jax.tree.map(lambda rows: rows[number], message.configurations)
 
@@ -201,8 +203,8 @@ class FedEx(TrainingAtX):
     def train_and_measure(self, client: Client, message: Message, key: Array) -> Reply:
         """Train y at a configuration that the client draws, and measure the outer loss there.
 
-        Reply with y_i − y, the change of y; with the client's term of ∇̃, the gradient in θ, (k,); and with its outer
-        loss.
+        The reply has three parts: y_i − y, the change of y; the client's term of the gradient ∇̃ in θ, as an array of
+        shape (k,); and the client's outer loss.
         """
         number, x = self.drawn(message, key)
         descent_key, outer_key = jax.random.split(jax.random.fold_in(key, 1))
@@ -236,7 +238,7 @@ class FedEx(TrainingAtX):
         )
 
     def step(self, largest: Array, squares: Array) -> Array:
-        """Return the step η on θ by `step_rule`.
+        """Return η, the size of the step on θ, by the rule `step_rule`.
 
         `largest` is ‖∇̃‖_∞, and `squares` is the sum of ‖∇̃‖²_∞ over the rounds so far.
         """

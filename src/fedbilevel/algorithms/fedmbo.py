@@ -13,16 +13,17 @@ fresh cohort of clients:
 If all clients share one length N', as in FedNest, the variance of v does not fall with the number of clients. If each
 client draws its own length, the variance falls with the number of clients, which gives the paper's linear speed-up. The
 server never needs the vector of a single client: the first exchange returns, for each length, the sum of p̃_i ∇y f_i
-over the clients that drew this length. After each product, the server adds the sum for the next shorter length.
+over the clients that drew this length. After each product, the server adds the sum that belongs to the next shorter
+length.
 
 On whole models, RABO(hypergradient=Implicit()) computes the same numbers from the same draws. With full batches and one
-step on x, FedNest-SGD also computes them, with one more exchange.
+step on x, FedNest-SGD computes these numbers too, with one more exchange.
 
 Departures from the paper:
 1. Server and clients exchange changes of y, and means are Σ p̃_i u_i with p̃_i = (M/P) p_i: see FedNest.
 2. The T inner rounds ask the round's cohort, and each exchange of the hypergradient asks a fresh cohort.
-3. The default is the expectation of the v above, the series v = (1/ℓ) Σ_{n<N} (I − H/ℓ)^n ∇y F. It takes the same
-   number of exchanges, and has no variance from random lengths, which would grow with N. The paper's method is
+3. The default is the expectation of the v above, the series v = (1/ℓ) Σ_{n<N} (I − H/ℓ)^n ∇y F. The series takes the
+   same number of exchanges, and avoids the variance from random lengths, which grows with N. The paper's method is
    Neumann(sampling="random_per_client").
 
 `Implicit.estimate` in parts/hypergradients.py computes v and h, and `Neumann.solve` asks for the products.
@@ -49,7 +50,7 @@ class FedMBO(Nested):
     Args:
         inner: the rounds on y, by FedAvg's local steps.
         hypergradient: how the hypergradient is computed, with products that are means over all clients.
-        outer_lr: α, the server's step on x; None: it adapts during the run (`AdaptiveSteps`).
+        outer_lr: α, the server's step size on x; None: it adapts during the run (`AdaptiveSteps`).
     """
 
     name = "fedmbo"

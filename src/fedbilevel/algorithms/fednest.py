@@ -7,11 +7,11 @@ A round, which the paper calls an epoch, consists of three procedures of the pap
 then FedOut. F is the mean of f_i, G is the mean of g_i, and H = ∇²yy G. FedInn moves y. FedIHGP computes v ≈ H⁻¹∇y F.
 The gradient in x, the hypergradient, is ∇x F − ∇²xy G v (docs/glossary.md). FedOut moves x. In the listing below, the
 right column has the number of exchanges; an exchange is one message from the server to the clients, with their replies.
-ℓ bounds H's largest eigenvalue, and N is the number of terms of a series for H⁻¹. β and α are step sizes for y and x.
-Client i makes τ_i local steps, which ν counts, and draws samples ξ for f_i and ζ for g_i. A cohort is the set of
-clients that take part in an exchange. FedIHGP multiplies several estimates of I − H/ℓ. Each of them comes from a fresh
-cohort, drawn independently of all other cohorts of the round, so that these factors are independent
-(docs/explanation/exchanges.md).
+The number ℓ is an upper bound of H's largest eigenvalue, and N is the number of terms of a series for H⁻¹. The step
+sizes for y and x are β and α. Client i makes τ_i local steps, which ν counts, and draws samples ξ for f_i and ζ for
+g_i. A cohort is the set of clients that take part in an exchange. FedIHGP multiplies several estimates of I − H/ℓ. Each
+of them comes from a fresh cohort, drawn independently of all other cohorts of the round, so that these factors are
+independent (docs/explanation/exchanges.md).
 
     FedInn   q = mean_i ∇y g_i(x, y; ζ_i)                                                              1
              y_{i,ν+1} = y_{i,ν} − (β/τ_i) [∇y g_i(x, y_{i,ν}; ζ_ν) − ∇y g_i(x, y; ζ_ν) + q]
@@ -21,13 +21,13 @@ cohort, drawn independently of all other cohorts of the round, so that these fac
              x_{i,ν+1} = x_{i,ν} − (α/τ_i) [∇x f_i(x_{i,ν}, y; ξ_ν) − ∇x f_i(x, y; ξ_ν) + h]
              x ← mean_i x_{i,τ_i}                                                                      1
 
-In FedInn the brackets have a client's gradient and its correction, q − ∇y g_i(x, y; ζ_ν). FedNest-SGD makes steps on y
-without the correction, as FedAvg does, and so needs no q. LFedNest does the same, and its clients step on x along their
-own hypergradients, which they compute with their own Hessians. This saves all exchanges of FedIHGP, and is biased if
-clients differ. Appendix A of the paper has four variants. The paper's experiments compare them with two joint variants.
-In a joint variant, a client makes its local steps on y, continues with its steps on x at its own y_{i,τ_i}, and one
-exchange averages both x and y. In this table, the numbers of exchanges are for the default, a series for v that takes
-N exchanges (departure 3):
+In FedInn the brackets contain a client's gradient and its correction, q − ∇y g_i(x, y; ζ_ν). FedNest-SGD makes steps on
+y without the correction, as FedAvg does, and so needs no q. LFedNest does the same, and its clients step on x along
+their own hypergradients, which they compute with their own Hessians. This saves all exchanges of FedIHGP, but the
+result is biased if clients differ. Appendix A of the paper has four variants. The paper's experiments compare them with
+two joint variants. In a joint variant, a client makes its local steps on y, continues with its steps on x at its own
+y_{i,τ_i}, and one exchange averages both x and y. In this table, the numbers of exchanges are for the default, a series
+for v that takes N exchanges (departure 3):
 
     variant                 call                                  steps on x            on y    exchanges
     FedNest                 FedNest()                             FedOut                SVRG    2T + N + 2
@@ -40,13 +40,14 @@ N exchanges (departure 3):
 FedNest(hypergradient=LocalImplicit()) is none of these variants: it runs FedOut with the mean of clients' own
 hypergradients as h.
 
-On a `Minimax` problem ∇y F = 0 at y*(x), and FedIHGP is left out. On a `Compositional` problem g_i = ½‖y − r_i(x)‖².
+On a `Minimax` problem ∇y F is 0 at y*(x), and FedIHGP is left out. On a `Compositional` problem g_i is ½‖y − r_i(x)‖².
 Then H = I, and so v = ∇y F. FedInn with T = 1, β = 1 and τ = 1 gives the exact inner solution, y = mean_i r_i(x).
 
 RABO is a method for clients that hold parts of a model. If every client holds the whole model, then with full batches
 and one step on x LFedNest computes the same numbers as RABO, up to rounding. In the same case FedNest-SGD computes the
-same numbers as FedMBO, but makes one more exchange, the second one of FedOut. There each client replies with its drift
-on x, which departure 1 defines. With one step on x all drifts are 0, so that this exchange changes nothing.
+same numbers as FedMBO, but makes one more exchange, the second exchange of FedOut. In this exchange each client replies
+with its drift on x, which departure 1 defines. With one step on x all drifts are 0, so that this exchange changes
+nothing.
 
 In the code, the class `SVRG` is FedInn, `Implicit.estimate` in parts/hypergradients.py is FedIHGP together with h, and
 `LocalImplicit.own` in parts/hypergradients.py is the hypergradient that a client of LFedNest computes alone.
@@ -55,11 +56,11 @@ Departures from the paper:
 1. Clients send changes of y and x, and not the new values. Let p_i be client i's weight, let P of M clients take part
    in the round, and let p̃_i = (M/P) p_i. After steps without a correction (SGD on y, own hypergradients on x), the
    server adds Σ p̃_i (y_{i,τ} − y) to y, and likewise Σ p̃_i (x_{i,τ} − x) to x. For equal weights or full
-   participation this gives the paper's mean of the y_{i,τ}, and for unequal weights it is unbiased too. After corrected
-   steps (SVRG on y, FedOut on x), the change of client i has two parts. One is the same for all clients: −βq on y, and
-   −αh on x. The server adds it once. The rest is the client's drift d_i. The server adds the mean of the drifts,
-   Σ p_i d_i / Σ p_i. A mean with the weights p̃_i would multiply the common part by Σ p̃_i. Both this sum and q depend
-   on the cohort that was drawn, so their product would be biased.
+   participation this gives the paper's mean of the y_{i,τ}, and for unequal weights the sum is unbiased too. After
+   corrected steps (SVRG on y, FedOut on x), the change of client i has two parts. One part is the same for all clients:
+   −βq on y, and −αh on x. The server adds this part once. The rest is the client's drift d_i. The server adds the mean
+   of the drifts, Σ p_i d_i / Σ p_i. A mean with the weights p̃_i would multiply the common part by Σ p̃_i. Both this
+   sum and q depend on the cohort that was drawn, so their product would be biased.
 2. A client makes its first corrected step along q (or h) and computes no gradient for it. The paper's bracket has two
    gradients on the same samples, which are equal in the first step, and so cancel. The numbers do not change.
 3. The default is the expectation of FedIHGP's v, the series v = (1/ℓ) Σ_{n<N} (I − H/ℓ)^n ∇y F. It takes N exchanges.
@@ -105,7 +106,7 @@ class SVRG(InnerSteps):
     y_{i,ν+1} = y_{i,ν} − (β/τ_i) [∇y g_i(x, y_{i,ν}; ζ_ν) − ∇y g_i(x, y; ζ_ν) + q],   y ← mean_i y_{i,τ_i}
 
     Args:
-        lr: β; a client's step is β/τ_i; None: it adapts during the run (`AdaptiveSteps`).
+        lr: β; a client's step size is β/τ_i. None: β adapts during the run (`AdaptiveSteps`).
     """
 
     kind: ClassVar[str] = "svrg"
@@ -126,7 +127,7 @@ class SVRG(InnerSteps):
 
     @phase(takes=("x", "y", "y"), gives="y")
     def corrected_descent(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
-        """Reply with d_i, the change of y after τ_i corrected steps without −βq, the part common to all clients."""
+        """Reply with d_i, the change of y after τ_i corrected steps without the part −βq, which all clients share."""
         x, y, q = at
         steps = self.steps(client, key)
         drift = corrected_drift(self.gradient_at(client, x, y), y, q, steps, self.lr)
@@ -163,7 +164,7 @@ class Epochs(Nested):
 
     @phase(takes=("x", "y", "x"), gives="x")
     def outer_descent(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
-        """Reply with the change of x after τ_i corrected steps (FedOut), without −αh, which all clients share."""
+        """Reply with the change of x after τ_i corrected steps without the part −αh, which all clients share."""
         x, y, h = at
 
         def gradient(x: PyTree, draw: Draw) -> PyTree:
@@ -222,7 +223,7 @@ class LFedNest(Nested):
         outer_lr: α; a client's step on x is α/τ_i; None: it adapts during the run (`AdaptiveSteps`).
         outer_steps: τ_i, the number of a client's local steps on x in a round, which may differ between clients
             (`Clients.own`).
-        joint: whether clients begin their steps on x at their own y, in the exchange that also averages y. T must then
+        joint: whether clients begin their steps on x at their own y, in the exchange that also averages y. Then T must
             be 1.
     """
 

@@ -8,20 +8,20 @@ Problems". ACC 2019.
     min H(x) over the minimisers of F over X,     where F is the mean of f_ij over the samples j of all clients i
 
 In round k, the server computes a subgradient 𝓗_k ∈ ∂H(x_k) and sends it with x_k. Client i goes once through its n_i
-samples j = 1..n_i. It starts at z = x_k, ends at z_i, and takes a projected step for each sample:
+samples j = 1..n_i, from z = x_k to a last point z_i, with a projected step for each sample:
 
     z ← P_X[z − γ_k (g_ij(z) + λ_k 𝓗_k)],   g_ij(z) ∈ ∂f_ij(z)                            (line 9)
     x_{k+1} = mean of the z_i,     x̂_k = Σ γ_k x_k / Σ γ_k,     γ_k = γ₁/k^a,     λ_k = λ₁/k^b
 
-H stays on the server. With `refresh` the clients have H too, and compute 𝓗 at z. IR-IG is FISM with `refresh` and a
+Only the server has H. With `refresh` the clients have H too, and compute 𝓗 at z. IR-IG is FISM with `refresh` and a
 single client that has all samples.
 
 Messages: the server sends x, 𝓗, of x's shape, and two numbers. Clients reply with a vector of x's shape and a number,
 and with a second number if `tolerance` is set.
 
 Departures from the paper:
-1. λ is relative to the mean of the f_ij. The paper's λ is m times as large, for m samples of all clients. Nothing else
-   changes, and no client has to know m.
+1. The weight λ is relative to the mean of the f_ij. The paper's λ is m times as large, where m is the number of samples
+   of all clients together. Nothing else changes, and no client has to know m.
 2. The paper takes the plain mean of the z_i. Here client i has the weight p_i/n_i, so that F is the weighted mean of
    the clients' means, as everywhere in this library. Let p̃_i = (M/P) p_i for cohorts of P of the M clients. The server
    divides Σ p̃_i (z_i − x_k)/n_i by the mean of Σ p̃_i/n_i over the rounds so far, and adds the quotient to x_k. This
@@ -66,11 +66,11 @@ class Incremental(DecreasingSteps):
 
     Args:
         lr: γ₁, the first step size, for the loss of one sample; a number or a schedule over rounds. If 𝓗, a subgradient
-            of H, is computed once per round, n steps in round k move x by n γ_k λ_k 𝓗 because of H. This should be less
+            of H, is computed once per round, it moves x by n γ_k λ_k 𝓗 in the n steps of round k. This should be less
             than the size of X, also in the first rounds.
         order: the order in which a client visits its samples: "given", or "random", drawn anew in every round.
-        local_steps: the number of samples that a client visits in a round, drawn at random, or all samples if it has
-            fewer. `Clients.local_steps` takes precedence. None: all samples.
+        local_steps: the number of samples that a client visits in a round. They are drawn at random. A client that has
+            fewer samples visits all of them. `Clients.local_steps` takes precedence. None: all samples.
     """
 
     order: Literal["given", "random"] = static(default="given")
@@ -92,7 +92,8 @@ class Incremental(DecreasingSteps):
     def walk(self, client: Client, message: PyTree, key: Array) -> Reply:
         """Take a projected step for each of n samples of the client, from x to z.
 
-        Reply with (z − x)/(γn), in the shape of x; with 1/n; and, if there is a tolerance, with a multiple of F_i(x).
+        The reply has (z − x)/(γn), in the shape of x; the number 1/n; and, if there is a tolerance, a multiple of
+        F_i(x).
         """
         x, h, gamma, penalty = message
         problem: Any = client.problem
@@ -131,11 +132,11 @@ def unit(gamma: Array) -> Array:
 
 
 class FISM(Incremental):
-    """Run the federated incremental subgradient method: a client takes a step for each sample, the server averages.
+    """Run the federated incremental subgradient method: clients take a step for each sample, and the server averages.
 
     Args:
-        refresh: whether clients compute the subgradient 𝓗 of H at z in every step, for which their problem must have
-            H. False: the server computes it once in a round.
+        refresh: whether clients compute the subgradient 𝓗 of H at z in every step. Then the clients' problem must have
+            H. False: the server computes 𝓗 once in a round.
     """
 
     name = "fism"

@@ -8,9 +8,10 @@ its Hessian may have no inverse. The Moreau envelope
 
     G_σ(x, y) = min_θ [G(x, θ) + ‖θ − y‖²/(2σ)]                                          (the paper's γ is σ here)
 
-is at most G(x, y). Let −ρ be a lower bound of all curvatures of G(x, ·), the eigenvalues of ∇²yy G. For σ < 1/ρ the
-minimiser θ is unique, and G_σ = G exactly where ∇y G = 0. The method minimises F under this condition, by adding the
-penalty c (G − G_σ) ≥ 0 to F. G_σ is a minimum over θ, so −G_σ is a maximum over θ, and the whole is the saddle problem
+is at most G(x, y). Let −ρ be a lower bound of the curvatures of G(x, ·), that is, of all eigenvalues of ∇²yy G. For
+σ < 1/ρ the minimiser θ is unique, and G_σ = G exactly where ∇y G = 0. The method minimises F under this condition, by
+adding the penalty c (G − G_σ) ≥ 0 to F. Since G_σ is a minimum over θ, −G_σ is a maximum over θ, and the whole problem
+is the saddle problem
 
     min over x, y, max over θ of Σ p_i ψ_i,     ψ_i = f_i(x, y) + c [g_i(x, y) − g_i(x, θ) − ‖θ − y‖²/(2σ)]
 
@@ -20,9 +21,9 @@ A client steps on x, y and θ together, along the derivatives of ψ_i. Both loss
     d_y = (b/c) ∂ψ_i/∂y     = b [∇y f_i(x, y)/c + ∇y g_i(x, y) − (y − θ)/σ]              with b = ¼
     d_θ = −(1/c) ∂ψ_i/∂θ    = ∇y g_i(x, θ) + (θ − y)/σ
 
-The local steps, the server's step and the messages are those of SimFBO, with θ in the place of v, and θ = y at the
-start. In the fields for step sizes, the entry `v` is the step size for θ. Where G is strongly convex, c (θ − y) tends
-to SimFBO's v as c grows, and x has an error of O(1/c).
+The local steps, the server's step and the messages are those of SimFBO, with θ in the place of v. Before the first
+round θ is y. In the fields for step sizes, the entry `v` is the step size for θ. Where G is strongly convex, c (θ − y)
+tends to SimFBO's v as c grows, and x has an error of O(1/c).
 
 The factor b makes y slower than θ, since otherwise y and θ would diverge together where G has negative curvature. Take
 an eigenvector of ∇²yy G with the eigenvalue a, and leave f/c out. Then the matrix of the steps on (y, θ) has the trace
@@ -30,16 +31,16 @@ an eigenvector of ∇²yy G with the eigenvalue a, and leave f/c out. Then the m
 negative wherever a < 0. With b = ¼ it is positive for all a > −0.6/σ, and so whenever σ < 1/(2ρ), which the paper
 demands, too. Then steps below 2/((1 + b)(L + 1/σ)) are stable, where L is the largest |a|.
 
-f/c adds bD/c to the curvature that bounds the step on y, where D is the largest curvature of F in y: with L + bD/c in
-the place of L, the same steps are stable. If c is small, or if f has much curvature in y (a large D), steps therefore
-have to be shorter. With a large c this bound hardly depends on c. `AdaptiveSteps` measures the curvature of G + (b/c) F
-in y, and adds 1/σ.
+The term f/c adds bD/c to the curvature that bounds the step size on y, where D is the largest curvature of F in y: with
+L + bD/c in the place of L, the same condition ensures stability. If c is small, or if f has much curvature in y (a
+large D), step sizes therefore have to be smaller. With a large c this bound hardly depends on c. `AdaptiveSteps`
+measures the curvature of G + (b/c) F in y, and adds 1/σ.
 
 Departures from the paper:
-1. The paper is not federated. It steps on θ first, then on x, and then on y. Here all three step at once, so that a
-   round needs one exchange. The fixed points are the same. A federated form is MeFBO (ICLR 2025 submission). The text
-   of that paper was not available, and MEHA is not an implementation of MeFBO.
-2. The paper divides ψ by c. Here d_x is not divided, so that it approximates the hypergradient for every c.
+1. The paper's method is not federated. It steps on θ first, then on x, and then on y. Here it steps on all three at
+   once, so that a round needs one exchange. The fixed points are the same. A federated form is MeFBO (ICLR 2025
+   submission). We could not read that paper, and MEHA is not an implementation of MeFBO.
+2. The paper divides ψ by c. Here d_x is not divided by c, so that d_x approximates the hypergradient for every c.
 3. The paper allows y in a set, and losses with a part that is not smooth. Here y has no constraint, and both losses are
    smooth.
 

@@ -25,13 +25,14 @@ size s on y from y_i. The steps at x_i and the steps at x_i + μe_p use the same
 
 The last one is (10) of Algorithm 2 as printed.
 
-If every client holds the whole model, RABO computes the same numbers as LFedNest with one step on x, up to rounding and
-with full batches. RABO(hypergradient=Implicit()) then computes the same numbers as FedMBO from the same draws.
+If every client holds the whole model, then with full batches RABO computes the same numbers as LFedNest with one step
+on x, up to rounding. RABO(hypergradient=Implicit()) then computes the same numbers as FedMBO from the same draws.
 
 Departures from the paper:
 1. By lines 10 and 18 of Algorithm 1 the inner loss would rise: a client's G is (y_T − y_0)/β, which points to smaller
-   g_i, and the server subtracts β·mean G from y. Here the server adds the changes of y. A client's step is β/τ_i. Let
-   u_i be the update of client i, with the weight p_i, and let P of M clients form the cohort C. The mean of an entry is
+   g_i, and the server subtracts β·mean G from y. Here the server adds the changes of y. A client's step size is β/τ_i.
+   Let u_i be the update of client i, with the weight p_i, and let P of M clients form the cohort C. The mean of an
+   entry is
 
        (Σ_{i∈C} p_i / Σ_{i∈C holds the entry} p_i) · Σ_{i∈C holds the entry} p̃_i u_i,   p̃_i = (M/P) p_i
 
@@ -91,9 +92,10 @@ class CoordinateSlopes(Hypergradient):
     """Estimate a client's hypergradient by ∇x f_i and the slopes of ⟨response, ∇y f_i⟩ along some coordinates of x.
 
     Args:
-        count: |P|, the number of coordinates of x that a client draws in every round, among those that it holds; all of
-            them if it holds fewer. None: all coordinates.
-        perturbation: μ, the length of differences; None: (ε(1 + ‖x‖))^½, where ε is the machine precision.
+        count: |P|, the number of coordinates of x that a client draws in every round, among the coordinates that it
+            holds. If it holds fewer, it uses all of them. None: all coordinates.
+        perturbation: μ, the distance between the two points of a difference; None: (ε(1 + ‖x‖))^½, where ε is the
+            machine precision.
     """
 
     count: int | None = positive_integer(default=None, optional=True)
@@ -142,8 +144,8 @@ class Coordinates(CoordinateSlopes):
 
     Args:
         terms: N, the number of steps on y.
-        step: s, the size of these steps, below 2/ℓ, where ℓ is the largest eigenvalue of any ∇²yy g_i; None: it adapts
-            during the run (`AdaptiveSteps`).
+        step: s, the size of these steps. It must be below 2/ℓ, where ℓ is the largest eigenvalue of any ∇²yy g_i. None:
+            s adapts during the run (`AdaptiveSteps`).
     """
 
     kind: ClassVar[str] = "coordinates"
@@ -183,8 +185,8 @@ class Coordinates(CoordinateSlopes):
 class PrintedSlopes(CoordinateSlopes):
     """Run Algorithm 2 of RAFBO's paper as printed, with δ_p = [∇y g_i(x + μe_p, y) − ∇y g_i(x, y)]/μ and no d/|P|.
 
-    h_i = ∇x f_i + Σ_{p∈P} ⟨δ_p, ∇y f_i⟩ e_p is not the hypergradient. It is here for comparison with the paper. P is a
-    random set of |P| coordinates of x, drawn in every round.
+    h_i = ∇x f_i + Σ_{p∈P} ⟨δ_p, ∇y f_i⟩ e_p is not the hypergradient. The class is here for comparison with the paper.
+    P is a random set of |P| coordinates of x, drawn in every round.
     """
 
     kind: ClassVar[str] = "printed"
@@ -209,7 +211,7 @@ class DualPruning(Nested):
 
     Args:
         inner: the rounds on y, by FedAvg's local steps.
-        outer_lr: α, the server's step on x; None: it adapts during the run (`AdaptiveSteps`).
+        outer_lr: α, the server's step size on x; None: it adapts during the run (`AdaptiveSteps`).
     """
 
     outer_lr: Step = positive(default=None, adaptive="x")

@@ -58,7 +58,7 @@ class WholeSubgradient(IterativeRegularization):
 
     @property
     def noise(self) -> Literal[True] | No:
-        """Return whether replies may have noise; with a tolerance they may not: noise would hide what is compared."""
+        """Return whether replies may have noise. With a tolerance they may not, since noise would hide its sums."""
         hidden = f"tolerance = {self.tolerance} compares sums over all samples, which noise would hide: leave it out"
         return True if self.tolerance is None else No(hidden)
 
@@ -66,7 +66,7 @@ class WholeSubgradient(IterativeRegularization):
     def inner_subgradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
         """Reply with g_i, a subgradient of the client's mean loss F_i at z, in the shape of x.
 
-        If there is a tolerance, also reply with a multiple of F_i, at x if the message has an x, and otherwise at z.
+        If there is a tolerance, the reply also has a multiple of F_i, at x if the message has an x, and otherwise at z.
         """
         z, x = at
         problem: Any = client.problem
@@ -119,7 +119,7 @@ class BiFISTA(WholeSubgradient):
     Args:
         lr: γ, a number or a schedule over rounds. It should be at most 1/(L_F + λ₁ L_H), where L_F and L_H are the
             Lipschitz constants of ∇F and ∇H.
-        momentum: α in the factor 1 − α/(k + α) of x_k − x_{k−1}, above 3.
+        momentum: α, a number above 3. In round k the momentum x_k − x_{k−1} is multiplied by 1 − α/(k + α).
 
     Radu I. Boţ, Enis Chenchene, Robert Csetnek, David Hulett. "Accelerating Diagonal Methods for Bilevel Optimization:
     Unified Convergence via Continuous-Time Dynamics". 2025, arXiv:2505.14389.

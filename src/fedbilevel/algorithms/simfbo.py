@@ -15,8 +15,8 @@ simultaneous steps on x, y and v, along the directions                          
 The field `local_optimizer` says how: by plain steps (x, y, v) ← (x, y, v) − (η_x d_x, η_y d_y, η_v d_v), by heavy ball,
 by FedProx, by an optimizer for each client (`Mixed`), or with local variance reduction (`Anchored`). The client replies
 with q_i = Σ_k a_k (d_x, d_y, d_v) = (start − end)/η. Here a_i is the vector of the weights of the client's τ_i
-directions. Its k-th entry a_k is 1 for plain steps, and ‖a_i‖₁ = Σ_k a_k is their sum. Let proj_r be the projection
-onto the ball of radius r about 0. The server computes
+directions. Its k-th entry a_k is 1 for plain steps, and ‖a_i‖₁ = Σ_k a_k is the sum of its entries. Let proj_r be the
+projection onto the ball of radius r about 0. The server computes
 
     SimFBO    (x, y, v) ← (x − γ_x q_x, y − γ_y q_y, proj_r(v − γ_v q_v)),   q = Σ_{i∈C} (M/P) p_i q_i          (4), (5)
     ShroFBO   the same with ρ h for q:   h = Σ_{i∈C} (M/P) p_i q_i / ‖a_i‖₁,   ρ = Σ_j p_j ‖a_j‖₁               (6)-(8)
@@ -30,20 +30,21 @@ numbers: ‖a_i‖₁, and the number 1, whose weighted sum over the cohort is �
 Departures from the paper:
 1. A single draw of inner and of outer samples serves all three directions of a local step. Each direction is unbiased.
    The paper's analysis draws separately for each direction, as `independent_batches` does.
-2. ρ is a sum over all clients. If only a cohort takes part in a round, ShroFBO estimates ρ by the mean of
-   Σ_{i∈C} p_i‖a_i‖₁ / Σ_{i∈C} p_i over the earlier rounds, and in round 0 by the present round. If ρ always came from
-   the present round, ρ and h would depend on the same cohort. So the product ρh would be biased, although h alone is
-   not.
+2. ρ is a sum over all clients. If only a cohort takes part in a round, ShroFBO estimates ρ from the earlier rounds, by
+   the mean of their quotients Σ_{i∈C} p_i‖a_i‖₁ / Σ_{i∈C} p_i. In round 0, which has no earlier round, ρ is the
+   quotient of round 0 itself. If ρ always came from the present round, ρ and h would depend on the same cohort. So the
+   product ρh would be biased, although h itself is unbiased.
 3. The server's step is an optax transformation of q, scaled by γ. The default is plain descent, as in the paper.
-4. In the paper's (3), a client multiplies its k-th step by a_k. But a_k is the total weight of the k-th direction after
-   all steps of heavy ball or FedProx. The steps of (3) would therefore be largest at the start with momentum, and at
-   the end with FedProx. They agree with the steps of heavy ball or FedProx only in the limit η → 0. Here clients make
-   the actual steps of heavy ball and FedProx. As in the paper, q_i is Σ_k a_k d_k, with d_k at the points of these
-   steps.
+4. In the paper's (3), a client multiplies its k-th step by a_k. But a_k is the weight that the k-th direction has in
+   the end, when heavy ball or FedProx has made all its steps. With the a_k of heavy ball, the first steps of (3) would
+   be the largest, and with the a_k of FedProx the last steps. They agree with the steps of heavy ball or FedProx only
+   in the limit η → 0. Here clients make the actual steps of heavy ball and FedProx. As in the paper, q_i is
+   Σ_k a_k d_k, with d_k at the points of these steps.
 5. The default radius is infinity, which omits the projection in (5), since r = L_f/μ_g is not known beforehand.
    `diagnose` estimates it.
 6. Clients of limited capacity step on submodels. Every entry of q is then the mean over the clients that hold it.
-7. v⁽⁰⁾ is 0, which is one of the starts that the paper allows. The `init` of a subclass can choose another.
+7. The first v, v⁽⁰⁾, is 0, which is one of the starting points that the paper allows. The `init` of a subclass can
+   choose another.
 8. Let z_0, z_1, … be the points of a client's local steps. In (3) the k-th direction is taken at z_k only, with new
    samples, so that only averaging reduces the noise of their sum. For each draw of samples, `Anchored` takes the
    direction at z_k and also at z_0. If z_k is near z_0, the difference of these two contains less noise than each of
@@ -110,12 +111,12 @@ class SingleLoop(JointSteps):
             value serves all three. In a round, the server moves by γ times the mean of the clients' sums of directions.
             A step size of None is adapted (`AdaptiveSteps`).
         local_optimizer: the rule of the local steps: `Plain`, heavy ball (`Momentum`), FedProx (`Proximal`), different
-            ones for each client (`Mixed`), or plain steps with local variance reduction (`Anchored`). It also
+            rules for each client (`Mixed`), or plain steps with local variance reduction (`Anchored`). It also
             determines the weight a_k of the k-th direction in a client's sum.
         server_optimizer: an optimizer of Optax with learning rate 1. In place of a gradient it gets the mean of the
-            clients' sums of directions, and its updates are scaled by γ. If x is in a set that is no box (`project_x`),
-            the optimizer has to step along the gradient in x, as `optax.sgd` does: projected steps with a size for each
-            entry, as in Adam, would end at another point of the set.
+            clients' sums of directions, and its updates are scaled by γ. If `project_x` keeps x in a set other than a
+            box, use an optimizer that steps along the gradient in x, such as `optax.sgd`. Adam has a step size for each
+            entry, so that with the projection x would converge to a wrong point of the set.
     """
 
     server_lr: StepSizes = step_sizes(default=None, adaptive="shared")
@@ -123,14 +124,14 @@ class SingleLoop(JointSteps):
     server_optimizer: optax.GradientTransformation = static(default=optimizer("sgd"))
 
     def check_optimizer(self, problem: Problem, x: PyTree, y: PyTree) -> None:
-        """Refuse a server optimizer with a step for each entry of x, if x is in a set that is no box."""
+        """Refuse a server optimizer with a step size for each entry of x, if x is kept in a set other than a box."""
         field = f"{self.label}.server_optimizer"
         require_direction(field, self.server_optimizer, problem, XYV(x, y, y), lambda iterate: iterate.x)
 
     def own_updates(self, client: Client, start: XYV, key: Array, mean: XYV | None = None) -> Reply:
         """Return a reply with q_i, the weighted sum of a client's directions along its τ_i local steps from `start`.
 
-        These steps are corrected by the `mean` direction if there is one (`local_sum`).
+        If a `mean` direction is given, these steps are corrected by it (`local_sum`).
         """
         tau, anchored = client.local_steps(self.local_steps), self.local_optimizer.anchored
         total = self.local_sum(client, start, tau, key, self.local_optimizer, mean)
@@ -188,14 +189,14 @@ class JointExchange(SingleLoop):
         client_lr: η, a client's step sizes for x, y and v. Each is a number or a schedule over rounds, and a single
             value serves all three. A client sends the sum of its directions, which is not multiplied by η. So η only
             determines at which points it takes these directions, and how far clients drift apart. A step size of None
-            is a twentieth of the server's (γ, `server_lr`), or adapted if that is None too.
+            is a twentieth of the server's step size γ (`server_lr`), or adapts if γ is None too.
     """
 
     client_lr: StepSizes = step_sizes(default=None, own=True, adaptive="drift", tied="server_lr")
 
     @phase(takes=LIKE_XYV, gives=LIKE_XYV, measures=True)
     def local_updates(self, client: Client, start: XYV, key: Array) -> Reply:
-        """Take τ_i steps on x, y and v together; reply with q_i, the weighted sum of their directions.
+        """Take τ_i steps on x, y and v together. Reply with q_i, the weighted sum of their directions.
 
         These are lines 5-7 of the paper's Algorithm 1.
         """
@@ -235,7 +236,7 @@ class SimFBO(OneExchange, LocalDirections):
 
 
 def _normalised(method: Any, of: str) -> Any:
-    """Return γ‖a‖₁ for the method's τ, or None if γ adapts; a client's own leaves of y step by it in place of γρ."""
+    """Return γ‖a‖₁ for the method's τ, or None if γ adapts. It replaces γρ in steps on a client's own leaves of y."""
     lr = getattr(method.server_lr, of)
     return None if lr is None else lr * method.local_optimizer.total(method.local_steps)
 
@@ -251,7 +252,7 @@ class RobustState(NamedTuple):
 
     iterate: XYV
     optimizer: optax.OptState
-    work: Array  # the sum of the estimates of ρ of all rounds so far
+    work: Array  # the sum of the estimates of ρ over all rounds so far
     rounds: Array  # the number of these rounds
 
     @property
@@ -266,14 +267,15 @@ class RobustState(NamedTuple):
 class Normalised(Projected, LocalDirections):
     """Base class of ShroFBO and CorrectedFBO: replies are h_i = q_i/‖a_i‖₁, and the server steps along ρh.
 
-    h is the mean of the h_i, and ρ is the mean of ‖a_i‖₁, the sums of the weights of a client's directions.
+    Here h is the mean of the h_i. ‖a_i‖₁ is the sum of the weights of client i's directions, and ρ is the mean of these
+    sums.
     """
 
     def normalised(self, client: Client, reply: Reply) -> Reply:
-        """Return the reply with the parts h_i (in place of q_i), ‖a_i‖₁, and 1, whose mean is the cohort's share.
+        """Return the reply with three parts: h_i (in place of q_i), ‖a_i‖₁, and 1, whose mean is the cohort's share.
 
-        Both numbers are public: they follow from τ_i, which is a field of the algorithm or of the population. The
-        server has τ_i, and τ_i does not depend on the client's data.
+        The last two parts are public, since they follow from τ_i. The server has τ_i, which is a field of the algorithm
+        or of the population and does not depend on the client's data.
         """
         work = self.local_optimizer.total(client.local_steps(self.local_steps))
         h = jax.tree.map(lambda q: (q / work).astype(q.dtype), reply.update)
@@ -305,7 +307,7 @@ class ShroFBO(Normalised):
         client_lr: η, a client's step sizes for x, y and v. Each is a number or a schedule over rounds, and a single
             value serves all three. A client sends the sum of its directions, which is not multiplied by η. So η only
             determines at which points it takes these directions, and how far clients drift apart. A step size of None
-            is a twentieth of the server's (γ, `server_lr`), or adapted if that is None too.
+            is a twentieth of the server's step size γ (`server_lr`), or adapts if γ is None too.
     """
 
     name = "shrofbo"
@@ -333,7 +335,7 @@ class ShroFBO(Normalised):
 
     @phase(takes=LIKE_XYV, gives=REPLY, measures=True)
     def normalised_updates(self, client: Client, start: XYV, key: Array) -> Reply:
-        """Take τ_i steps on x, y and v together; reply with h_i, the weighted mean of their directions, and ‖a_i‖₁.
+        """Take τ_i steps on x, y and v together. Reply with h_i, the weighted mean of their directions, and ‖a_i‖₁.
 
         These are lines 5-8 of the paper's Algorithm 1.
         """

@@ -10,10 +10,12 @@ The fixed point of FedAvg is another point if clients differ and τ > 1.
 
 Departures from the papers:
 1. Server and clients exchange changes: the server adds Σ p̃_i (x_{i,τ} − x) to x, with p̃_i = (M/P) p_i. For equal
-   weights or full participation this gives the mean of the x_{i,τ}. It is unbiased for unequal weights too. FedLin's
-   server adds the common part −αq once, and averages the clients' drifts beyond it: see FedNest.
-2. A client's step in FedLin is α/τ_i, so that different numbers of local steps do not re-weight the clients. In FedAvg
-   it is η for any τ_i, as in its paper, so that they do.
+   weights or full participation this gives the mean of the x_{i,τ}. For unequal weights, the sum is unbiased too.
+   FedLin's server adds the common part −αq once, and averages the rest of the clients' changes, their drifts: see
+   FedNest.
+2. A client's step size in FedLin is α/τ_i, so that different numbers of local steps do not re-weight the clients. In
+   FedAvg the step size is η for any τ_i, as in its paper, so that different numbers of local steps re-weight the
+   clients.
 3. A client of FedLin makes its first corrected step along q and computes no gradient for it, since the two gradients in
    the bracket are then equal. The numbers do not change. Replies are not compressed.
 4. Batches are drawn with replacement. With `local_epochs` they are drawn without replacement, as in FedAvg's paper.
@@ -57,7 +59,7 @@ class LocalDescent(LocalWork, Algorithm):
         return XY(x, y)
 
     def gradient_of(self, client: Client) -> Gradient:
-        """Return the function (x, draw) -> ∇f_i(x), like x, on the samples of a draw."""
+        """Return the function (x, draw) -> ∇f_i(x), in the shape of x, on the samples of a draw."""
 
         def gradient(x: PyTree, draw: Draw) -> PyTree:
             return jax.grad(client.problem.outer)(x, None, client.outer_batch(draw))
@@ -73,7 +75,7 @@ class FedLin(LocalDescent):
     arXiv:1610.02527.
 
     Args:
-        outer_lr: α; a client's step is α/τ_i.
+        outer_lr: α; a client's step size is α/τ_i.
     """
 
     name = "fedlin"
@@ -98,7 +100,7 @@ class FedLin(LocalDescent):
 
     @phase(takes=("x", "x"), gives="x")
     def corrected_outer_descent(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """Reply with the change of x after τ_i corrected steps, without −αq, the part common to all clients."""
+        """Reply with the change of x after τ_i corrected steps without the part −αq, which all clients share."""
         x, q = at
         steps = self.steps(client, key)
         drift = corrected_drift(self.gradient_of(client), x, q, steps, self.outer_lr)

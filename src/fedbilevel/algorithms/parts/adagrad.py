@@ -1,7 +1,8 @@
 """Adapt the steps on x by AdaGrad, with the distance of each entry from its start in the numerator, as in DoG.
 
 Let h_t be the hypergradient of round t = 0, 1, …, j an entry of x, d the number of entries, η the field `x_lr`,
-R = REACH, a = SHARED and T = WARM_UP. The factor w_t ≤ 1 makes x wait for y (`ServerCurvature.slower`). The step is
+R = REACH, a = SHARED and T = WARM_UP. The factor w_t ≤ 1 shortens steps so that y can follow x
+(`ServerCurvature.slower`). The step is
 
     x_j ← x_j − min(w_t q_t r_{t,j} / s_{t,j},  η / |h_{t,j}|) h_{t,j}
 
@@ -24,7 +25,7 @@ samples, such as those of pixels at the border of an image, would move as far as
 
 In the first rounds the sums have few terms, so that all weights of a network move by similar lengths, and their moves
 add up in the next layer. Such moves can make a network useless for the rest of the run: the next hypergradients are
-larger by many powers of ten, and AdaGrad keeps them in its sums. Therefore the steps of matrices grow linearly over the
+larger by many powers of ten, and they stay in AdaGrad's sums. Therefore the steps of matrices grow linearly over the
 first T rounds, which is the usual warm-up.
 
 The numerator is that of DoG. Small entries, such as the weights of a network, start with small steps. Entries that move
@@ -33,18 +34,18 @@ far get longer steps, up to Rη.
 η = 0.1 changes a penalty 10^x by at most a quarter in a round, and a weight exp(x) by at most a tenth. A quantity that
 depends on several entries of x can change by more: if an inner curvature is 10^(x_1 + … + x_d), a smaller η is needed.
 
-If x is kept in a set, the server then projects x onto it, and the fixed points must be those of projected descent:
-−h is normal to the set at x. With a step for each entry, −D h would be normal in its place, with the diagonal matrix D
-of the steps. For a box both mean the same, since its normals have the signs of the active bounds. For a ball, a simplex
-or a half-space they differ: x would end at another point of the boundary. Unless the projection acts on each entry by
-itself (`acts_on_entries`), all entries of x therefore have one step, with the mean of all sums for s², the largest
-|h_{t,j}| and the largest r_{t,j}.
+If x is kept in a set, the server then projects x onto this set. The fixed points must be those of projected descent,
+where −h is normal to the set at x. With a step size for each entry, −D h would be normal instead, where D is the
+diagonal matrix of the step sizes. For a box both conditions mean the same, since the normals of a box have the signs of
+the active bounds. For a ball, a simplex or a half-space the conditions differ: x would converge to another point of the
+boundary. Unless the projection acts on each entry by itself (`acts_on_entries`), all entries of x therefore have the
+same step size, with the mean of all sums for s², the largest |h_{t,j}| and the largest r_{t,j}.
 
 REACH and SHARED come from sweeps (benchmarks/results/family.txt). With a larger REACH, the worst tenth of final losses
 on random problems rises a little, since x overshoots. With REACH = 1, x is too slow on quadratics, whose solutions are
-far away. With a larger SHARED, linear representations end at a slightly higher loss. With less than a half, a network
-whose clients have few digits of MNIST each is less accurate. With a WARM_UP of 5 or less, such networks are spoilt in
-some runs of FedMBO, RABO and FedNest-SGD. With 20, SimFBO is slower.
+far away. With a larger SHARED, linear representations have a slightly higher loss at the end. With a SHARED below a
+half, a network is less accurate if each client has few digits of MNIST. With a WARM_UP of 5 or less, such networks are
+spoilt in some runs of FedMBO, RABO and FedNest-SGD. With 20, SimFBO is slower.
 
 Sources: J. Duchi, E. Hazan and Y. Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic
 Optimization", JMLR 2011. A. Défossez, L. Bottou, F. Bach and N. Usunier, "A Simple Convergence Proof of Adam and
@@ -80,7 +81,7 @@ class AdaGrad(NamedTuple):
 
     norms: PyTree  # √(Σ h²) for each entry, computed without overflow or underflow of squares
     start: PyTree  # x_0, the x at the start
-    farthest: PyTree  # max |x_s − x_0| for each entry
+    farthest: PyTree  # for each entry, the largest |x_s − x_0| so far
     step: Array  # ‖x_{t+1} − x_t‖ / ‖h_t‖ of the last round
     rounds: Array  # t, the number of rounds so far
     way: PyTree  # Σ_s (s/t)³ (x_{s+1} − x_s): the displacement of each entry in about the last quarter of the rounds
@@ -106,8 +107,8 @@ class AdaGrad(NamedTuple):
             x: the present x.
             h: the hypergradient at x.
             lr: η, the largest change of an entry.
-            slower: w ≤ 1, the factor that makes x wait for y.
-            one_step: whether all entries of x have the same step.
+            slower: w ≤ 1, the factor that shortens the step on x so that y can follow.
+            one_step: whether all entries of x have the same step size.
             project: the projection by which the server then keeps x in a set, if any. The record has the moves that
                 remain after the projection: an entry that is pressed against a bound does not move.
         """

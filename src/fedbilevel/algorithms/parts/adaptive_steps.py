@@ -17,14 +17,14 @@ If a method steps on y along the gradient of more than the inner loss, as MEHA d
 of all these terms (`added_curvature`). If a client makes several local steps, each is at most 1/L_i. In round 0 the
 server does not know L, and its steps are 0. A cohort may have a larger L than the cohorts before it. The server
 therefore scales replies for y and v down to the step that is allowed by the L measured with them. Products with the
-Hessian come from fresh cohorts, which measure nothing. They are scaled down such that the step is at most c⟨v,
-Hv⟩/‖Hv‖². This bound is at least c/λ, where λ is the largest eigenvalue of H.
+Hessian come from fresh cohorts, which measure nothing. These products are scaled down so that the step is at most
+c⟨v, Hv⟩/‖Hv‖². This bound is at least c/λ, where λ is the largest eigenvalue of H.
 
 SimFBO, ShroFBO and FedBiO move along the mean q of sums q_i of a_i local directions. Two kinds of step are safe. The
-first is the step for a single step along the mean gradient, the smaller of c/(L Σ p a) and c/(Σ p a L_i). Clients then
-need not move, and their local steps only average over more samples. The second is the client's own step, η ≤ 1/L_i:
-each (I − ηH_i)^a is a contraction, and so is their mean, which is a times as fast if clients are similar. If they
-differ, this mean has another fixed point. Their replies for y show how similar clients are:
+first is the step for a single step along the mean gradient, the smaller of c/(L Σ p a) and c/(Σ p a L_i). For this step
+clients need not move, and their local steps only average over more samples. The second is the client's own step,
+η ≤ 1/L_i: each (I − ηH_i)^a is a contraction, and so is the mean of these maps, which is a times as fast if clients are
+similar. If clients differ, this mean has another fixed point. The replies for y show how similar clients are:
 
     r = ‖q‖² / Σ p_i ‖q_i‖²        1: all move in the same direction;  0: they move apart, and only drift remains
 
@@ -41,7 +41,7 @@ is LONG, so that h is not lost to rounding. If clients step on x themselves, the
 h at the x of the server, and their replies are scaled by LONG/SHORT. With longer steps, a client whose own
 hypergradient is many times the mean would diverge.
 
-A message has two more numbers and a seed. A reply to a phase that measures has six more numbers.
+With this layer, a message has two more numbers and a seed, and a reply to a phase that measures has six more numbers.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ FLAT = (
 
 
 class Steps(NamedTuple):
-    """Hold the steps on y and v in a message, and the seed of the random vector of a measurement."""
+    """Hold the step sizes on y and v that a message contains, and the seed of a measurement's random vector."""
 
-    inner: Array  # the server's step
-    drift: Array  # a client's step, for methods in which it only determines how far clients drift apart
+    inner: Array  # the server's step size on y and v
+    drift: Array  # a client's step size, for methods in which it only determines how far clients drift apart
     seed: Array
 
 
@@ -109,8 +109,8 @@ class Known(NamedTuple):
 
     curvature: ServerCurvature
     outer: AdaGrad
-    inner: Array  # the step on y and v of this round
-    agreement: Array  # r of the round before, from which the steps of this round are computed
+    inner: Array  # the step size on y and v in this round
+    agreement: Array  # r of the round before, from which the step sizes of this round are computed
 
 
 class AdaptiveSteps(Layer):
@@ -121,14 +121,14 @@ class AdaptiveSteps(Layer):
     which is L, and `x_step`, the length of the change of x divided by that of the hypergradient.
 
     Args:
-        y_lr: c, the steps on y and v in units of 1/L, below 2, where L is the curvature of the inner loss. A step
-            remains stable if the measured L is too low by a factor of at most 2/c.
+        y_lr: c, a number below 2. The step sizes on y and v are c/L, where L is the largest curvature of the inner
+            loss. They remain stable if the measured L is too low by a factor of at most 2/c.
         x_lr: η, the largest change of an entry of x in a round. Choose a smaller value, such as 0.02, if x is too fast
             for y, or if a penalty depends on several entries of x.
-        remember: whether a client keeps the vector of its power method, which is as large as y. If not, a measurement
-            takes 10 products with a Hessian in place of 3. With MEHA, which measures the curvatures of both losses, it
-            takes 20 in place of 6. `solve` sets this field to False if simulated clients would keep more than half a
-            gigabyte.
+        remember: whether a client keeps the vector of its power method, which is as large as y. Then a measurement
+            takes 3 products with a Hessian, and otherwise 10. With MEHA, which measures the curvatures of both losses,
+            these numbers are 6 and 20. `solve` sets this field to False if simulated clients would keep more than half
+            a gigabyte.
     """
 
     kind, place, learns = "adaptive_steps", "steps", True
@@ -155,7 +155,7 @@ class AdaptiveSteps(Layer):
         numbers = f"; give numbers for {', '.join(open_)}"
         return Allows(
             late=No(f"its steps follow this round's curvature, and late replies have steps of other rounds{numbers}"),
-            submodels=No(f"its steps follow the curvature in the whole y, and a part of y has another one{numbers}"),
+            submodels=No(f"its steps follow the curvature in the whole y, and that of a part of y differs{numbers}"),
             noise=No(f"a client's curvature depends on its data, and with noise steps could have any size{numbers}"),
             local_x=No(f"its steps are computed from the server's x{numbers}"),
             project_x=inside.project_x,
@@ -192,7 +192,7 @@ class AdaptiveSteps(Layer):
         return begun, kept._replace(inner=inner)
 
     def _steps(self, kept: Known) -> tuple[Array, Array]:
-        """Return (the server's step, a client's step) on y and v, from the curvature measured so far."""
+        """Return the step sizes of the server and of a client on y and v, from the curvature measured so far."""
         return kept.curvature._replace(agreement=kept.agreement).steps(self.y_lr)
 
     def exchange(self, asked: Asked, kept: Known, ask: Ask) -> tuple[Total, Known]:
@@ -233,12 +233,12 @@ class AdaptiveSteps(Layer):
         return reply._replace(update=WithMeasured(reply.update, measured), hvps=reply.hvps + products), after
 
     def _size(self, client: Client, steps: Steps, own: Array, open_: OpenStep) -> Any:
-        """Return a client's step for a field that is None: the step for all clients, bounded by the client's curvature.
+        """Return a client's step size for a field that is None: that of all clients, bounded by the client's curvature.
 
         Args:
             client: the client.
             steps: the steps in the message.
-            own: L_i, the client's curvature; 0 if it is not known, and then it does not bound the step.
+            own: L_i, the client's curvature; 0 if it is not known, which means that it does not bound the step.
             open_: the field.
         """
         if open_.of == "x":
@@ -308,7 +308,7 @@ class AdaptiveSteps(Layer):
 
 
 def adaptive(algorithm: Algorithm, problem: Problem, remember: bool = True) -> Algorithm:
-    """Return a method, with AdaptiveSteps around it if some of its step sizes are None and are used on this problem.
+    """Return the method, with AdaptiveSteps around it if it uses step sizes that are None on this problem.
 
     Args:
         algorithm: the method.
@@ -325,7 +325,7 @@ def adaptive(algorithm: Algorithm, problem: Problem, remember: bool = True) -> A
 
 
 def adapted(method: Algorithm) -> set[str]:
-    """Return the names of the variables, among "x", "y" and "v", whose steps are adapted."""
+    """Return the names of the variables, among "x", "y" and "v", whose step sizes are adapted."""
     return {step.of for step in open_steps(method).values()}
 
 
@@ -337,7 +337,7 @@ def measures(method: Algorithm, phase: Phase) -> bool:
 def measured_at(phase: Phase, method: Algorithm, client: Client, message: PyTree, key: Array) -> tuple[PyTree, PyTree]:
     """Return the (x, y) at which a client measures its curvature.
 
-    A phase may declare a function that returns this point (`measures`); otherwise it is in the message.
+    A phase may declare a function that returns this point (`measures`). Otherwise the message contains the point.
     """
     choose: Any = getattr(phase, "__measures__", True)
     if callable(choose):
@@ -359,9 +359,9 @@ def clients_move_x(method: Algorithm) -> bool:
 
 
 def shared_steps(method: Algorithm) -> set[str]:
-    """Return the parts of replies that an adapted step multiplies, if this step is the same for all clients.
+    """Return the names of the parts of replies that are multiplied by an adapted step which all clients share.
 
-    They are among "y", "v" and "product", the products with the Hessian in the linear system for v.
+    The names are among "y", "v" and "product"; "product" are the products with the Hessian in the linear system for v.
     """
 
     def one(part: Any) -> bool:
@@ -410,7 +410,7 @@ def rescaled(phase: Phase, update: PyTree, kind: str, factors: Sequence[Any]) ->
 
 
 def with_steps(method: Algorithm, size: Callable[[OpenStep], Any]) -> Any:
-    """Return the method with a number in place of each step that is None; `size` returns the number."""
+    """Return the method with a number in place of each step size that is None; `size` returns the number."""
     changed: Any = method
     for path, open_ in open_steps(method).items():
         changed = replaced(changed, path.split("."), size(open_))

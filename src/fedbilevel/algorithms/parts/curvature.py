@@ -5,9 +5,9 @@ makes AGAIN steps of the power method at the x and y of the message, each on a n
 
     u ← (u_i + MIX w) / ‖u_i + MIX w‖,    u ← ∇²yy g_i(x, y) u / L_i  with  L_i = ‖∇²yy g_i(x, y) u‖,    u_i ← u
 
-On full batches L_i approaches the largest eigenvalue, in absolute value, from below. A client without a vector starts
-from w and makes FIRST steps. If a method adds terms to the inner loss in y (`Added`), ∇²yy g_i contains the Hessian of
-the share of f, and L_i the curvature of the other term.
+On full batches L_i approaches the largest absolute value of an eigenvalue, from below. A client that has no vector yet
+begins with w and makes FIRST steps. If a method adds terms to the inner loss in y (`Added`), ∇²yy g_i also contains the
+Hessian of the share of f, and L_i contains the curvature of the other term.
 
 The vector w is needed to detect a direction whose curvature has just become large. Once u_i has converged, its
 component in this direction has decayed to rounding error. If Hessians are diagonal, the power method alone does not
@@ -18,10 +18,10 @@ to a factor of 2.
 
 The server averages the reported curvatures in the same way as the replies. If this is the unbiased mean of a cohort,
 (M/P) Σ p_i, then curvature and reply are too large or too small by the same factor, so that a step of 1/L remains safe.
-The server's curvature follows a rise at once, and falls at most by the factor FALL in a round.
+The server's curvature follows a rise at once. In a round it falls at most to FALL times its value.
 
 If L_i rises because x has moved, steps of 1/L on y become shorter, and y follows x more slowly. Steps on x then become
-shorter too, so that x waits for y. Their factor is Σ p_i least_i / Σ p_i L_i, where least_i is the least L_i so far,
+shorter too, so that y can follow. Their factor is Σ p_i least_i / Σ p_i L_i, where least_i is the least L_i so far,
 which is raised by the factor RISE with each measurement. Without this, the weights of a network as x can grow until y
 no longer follows. Each client compares its curvature with its own earlier curvature, so that a new cohort with other
 clients does not shorten the steps.
@@ -54,8 +54,8 @@ class Added(NamedTuple):
     They are a share of f, and a term of constant curvature.
     """
 
-    outer: Any = None  # the weight of f; None: no share of f
-    constant: Any = 0.0  # the curvature of the other term
+    outer: Any = None  # the weight with which f is added; None: f is not added
+    constant: Any = 0.0  # the curvature of the term with constant curvature
 
 
 class PowerMethod(NamedTuple):
@@ -63,7 +63,7 @@ class PowerMethod(NamedTuple):
 
     vector: PyTree  # u_i, the client's unit vector; None: the client starts from a random vector each time
     largest: Array  # L_i, the client's curvature; 0 before the first measurement
-    least: Array  # the smallest L_i so far; it is multiplied by RISE at each measurement; 0 before the first one
+    least: Array  # the smallest L_i so far, multiplied by RISE at each measurement; 0 before the first measurement
 
     @classmethod
     def begin(cls, y: PyTree, keep: bool) -> PowerMethod:
@@ -79,10 +79,10 @@ class PowerMethod(NamedTuple):
         key: Array,
         added: Added = Added(),  # noqa: B008  # a tuple of constants
     ) -> tuple[PowerMethod, Array]:
-        """Continue the power method at x and y; return the new state and the number of products with a Hessian.
+        """Continue the power method at x and y. Return the new state, and the number of products with a Hessian.
 
-        `seed` draws w, the random vector. It is the same for all clients, so that an engine that simulates them draws w
-        once. `added` has the terms that the method adds to the inner loss.
+        `seed` is the random key of the vector w. It is the same for all clients, so that an engine that simulates them
+        draws w only once. `added` has the terms that the method adds to the inner loss.
         """
         key = jax.random.fold_in(key, STREAM)
         products: Any = FIRST
@@ -151,9 +151,9 @@ class ServerCurvature(NamedTuple):
         return ServerCurvature(largest, work, inverse, summed, slower.astype(agreement.dtype), agreement)
 
     def steps(self, fraction: Any) -> tuple[Array, Array]:
-        """Return (the server's step, a client's step) on y and v; both are 0 before any measurement.
+        """Return the step sizes of the server and of a client on y and v; both are 0 before any measurement.
 
-        `fraction` is c, which scales both: see `AdaptiveSteps`."""
+        `fraction` is c, by which both step sizes are multiplied: see `AdaptiveSteps`."""
         safe = over(fraction, jnp.maximum(self.largest * self.work, self.summed))
         own = jnp.sqrt(self.agreement) * over(fraction, self.largest)
         return jnp.maximum(safe, over(own, self.work * self.inverse)), own

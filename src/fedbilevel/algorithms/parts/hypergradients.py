@@ -52,14 +52,14 @@ class Exact(Part):
 
 
 class Estimate(NamedTuple):
-    """Hold an estimate of the hypergradient, like x, and diagnostics of its linear system."""
+    """Hold an estimate of the hypergradient, in the shape of x, and diagnostics of its linear system."""
 
     h: PyTree
     info: SolveInfo
 
 
 def outer_gradient(client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-    """Return a reply with ∇y f_i at (x, y), in the shape of y; the mean of these is the system's right-hand side."""
+    """Return a reply with ∇y f_i at (x, y), in the shape of y; the mean of all replies is the right-hand side."""
     return Reply(jax.grad(client.problem.outer, 1)(*at, client.outer_batch(key)), gradients=1)
 
 
@@ -93,7 +93,7 @@ class Hypergradient(Part):
 
     @property
     def fresh(self) -> int:
-        """Return the largest number of fresh cohorts that an estimate asks, in addition to the round's cohort."""
+        """Return the largest number of fresh cohorts that an estimate asks, besides the round's cohort."""
         return 0
 
     @property
@@ -145,8 +145,8 @@ class Implicit(SolvedSystem):
     Args:
         solver: the solver of ∇²yy G·v = ∇y F: a Neumann series or conjugate gradient.
         fresh_cohorts: whether each factor of a Neumann product comes from a fresh cohort. The expectation of the
-            product is then the product of the expectations, also under partial participation. Otherwise all factors
-            come from the round's cohort.
+            product is then the product of the expectations, also under partial participation. False: all factors come
+            from the round's cohort.
     """
 
     kind: ClassVar[str] = "implicit"
@@ -163,7 +163,7 @@ class Implicit(SolvedSystem):
     def estimate(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> Estimate:
         gradient_key, system_key, last_key = jax.random.split(key, 3)
         v, info, terms = None, SolveInfo.unknown(), self.solver.most_terms
-        if fed.problem.implicit_term != "none":  # b = ∇y F, which is v if H = I
+        if fed.problem.implicit_term != "none":  # b = ∇y F; if H = I, then v = b
             each = isinstance(self.solver, Neumann) and self.solver.sampling == "random_per_client"
             by_length = each and fed.problem.implicit_term == "inverse"  # each client draws its own length
             ask = self.outer_gradients_by_length if by_length else self.outer_gradient
@@ -184,9 +184,9 @@ class Implicit(SolvedSystem):
 
     @phase
     def outer_gradients_by_length(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """Draw the client's length N'_i, and reply with N s ∇y f_i at the place N'_i of a leading axis of N.
+        """Draw the client's length N'_i, and reply with N s ∇y f_i at index N'_i of a leading axis of length N.
 
-        At all other places the reply is 0. N is the number of terms and s the step of the Neumann series.
+        At all other indices the reply is 0. N is the number of terms and s the step of the Neumann series.
         """
         assert isinstance(self.solver, Neumann)
         draw_key, batch_key = jax.random.split(key)
@@ -247,7 +247,7 @@ class Implicit(SolvedSystem):
 
 
 class LocalEstimate(NamedTuple):
-    """Hold the hypergradient of a client's own f_i and g_i, like x, with its diagnostics and costs."""
+    """Hold the hypergradient of a client's own f_i and g_i, in the shape of x, with its diagnostics and costs."""
 
     h: PyTree
     info: SolveInfo
@@ -257,7 +257,7 @@ class LocalEstimate(NamedTuple):
 
 
 class LocalImplicit(SolvedSystem):
-    """Estimate the hypergradient by the mean of the clients' own hypergradients, which is biased if clients differ.
+    """Estimate the hypergradient by the mean of the clients' own hypergradients; it is biased if clients differ.
 
     A client computes its own hypergradient from its losses f_i and g_i alone.
 
@@ -284,13 +284,13 @@ class LocalImplicit(SolvedSystem):
         require(sampling != "random_per_client", "LocalImplicit.solver.sampling", sampling, allowed)
 
     def estimate(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> Estimate:
-        """Estimate ∇Φ(x) by the mean of the clients' own hypergradients, like x."""
+        """Estimate ∇Φ(x) by the mean of the clients' own hypergradients, in the shape of x."""
         h, means = fed.mean(self.local_hypergradient, (x, y), key, unbiased=True)
         return Estimate(h, SolveInfo.of_clients(means))
 
     @phase(takes=("x", "y"), gives=("x", Withheld((NUMBER, NUMBER))))
     def local_hypergradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """Reply with the hypergradient of the client's own f_i and g_i, like x."""
+        """Reply with the hypergradient of the client's own f_i and g_i, in the shape of x."""
         own = self.own(client, *at, key)
         update = own.h, own.info.to_average()
         return self.second_order.counted(Reply(update, None, {"outer_loss": own.loss}, own.gradients, own.hvps))
@@ -298,7 +298,7 @@ class LocalImplicit(SolvedSystem):
     def own(self, client: Client, x: PyTree, y: PyTree, key: Array) -> LocalEstimate:
         """Compute the client's own hypergradient ∇x f_i − ∇²xy g_i [∇²yy g_i]⁻¹ ∇y f_i at (x, y).
 
-        Products by differences of gradients also count as hvps here.
+        Products that are computed by differences of gradients are also counted as second-order products (hvps) here.
         """
         problem = client.problem
         outer_key, system_key, last_key = jax.random.split(key, 3)

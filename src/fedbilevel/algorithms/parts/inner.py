@@ -1,4 +1,4 @@
-"""Run the inner loop: rounds of local steps at a fixed x, with exchanges of their own, that bring y near y*(x)."""
+"""Run the inner loop, which brings y near y*(x): rounds of local steps on y at a fixed x, with their exchanges."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class InnerRounds(LocalWork):
         """Return y after a round of steps that start from `y` at a fixed x."""
 
     def descend(self, fed: Fed, x: PyTree, y: PyTree, key: Array, rounds: int | Array | None = None) -> PyTree:
-        """Return y after several rounds of steps that start from `y` at a fixed x; None: the field `rounds`."""
+        """Return y after `rounds` rounds of steps that start from `y` at a fixed x; None: as many as the field says."""
         number = self.rounds if rounds is None else rounds
         return fed.repeat(number, lambda fed, y, key: self.once(fed, x, y, key), y, key)
 
     def gradient_at(self, client: Client, x: PyTree, y: PyTree) -> Gradient:
-        """Return the function (y, draw) -> ∇y g_i(x, y), like y, on the samples of a draw."""
+        """Return the function (y, draw) -> ∇y g_i(x, y), in the shape of y, on the samples of a draw."""
         return inner_gradient(self, client, x, y)
 
 
@@ -49,9 +49,9 @@ class InnerSteps(InnerRounds):
     """Run rounds of local steps on y, in which the server changes y by the mean of the clients' changes.
 
     Args:
-        server_lr: the factor by which the mean change of y is multiplied, 1 in papers. If each entry of y appears in
-            the loss of one client only, the mean over M clients divides the change of this entry by M, and the factor
-            can be up to M. With submodels it can be up to the smallest number of clients that hold an entry.
+        server_lr: the factor by which the mean change of y is multiplied. In papers it is 1. If each entry of y appears
+            in the loss of only one client, the mean over M clients divides the change of this entry by M, and the
+            factor can be up to M. With submodels it can be up to the smallest number of clients that hold an entry.
     """
 
     server_lr: Number = positive(default=1.0)
@@ -63,7 +63,7 @@ class LocalSGD(InnerSteps):
     y_{i,ν+1} = y_{i,ν} − (β/τ_i) ∇y g_i(x, y_{i,ν}; ζ_ν),   y ← mean_i y_{i,τ_i}
 
     Args:
-        lr: β; a client's step is β/τ_i; None: it adapts during the run (`AdaptiveSteps`).
+        lr: β; a client's step size is β/τ_i. None: β adapts during the run (`AdaptiveSteps`).
     """
 
     kind: ClassVar[str] = "sgd"
@@ -83,7 +83,7 @@ class LocalSGD(InnerSteps):
 
 
 def inner_gradient(work: LocalWork, client: Client, x: PyTree, y: PyTree) -> Gradient:
-    """Return the function (y, draw) -> ∇y g_i(x, y), like y, prepared for the local steps of `work`."""
+    """Return the function (y, draw) -> ∇y g_i(x, y), in the shape of y, prepared for the local steps of `work`."""
     steps = work.local_steps
     if work.local_epochs is not None and client.batch_size is not None:
         steps = work.local_epochs * (client.inner.longest // client.batch_size)

@@ -27,7 +27,7 @@ from fedbilevel.core.tree import PyTree, epsilon, move
 
 
 class Standstill(NamedTuple):
-    """Hold the quantities that the stopping rule compares."""
+    """Hold the quantities that the stopping rule compares from one round to the next."""
 
     x: PyTree  # the x at which the last round began
     inner: Array  # F at this x, as a sum over all samples
@@ -36,7 +36,7 @@ class Standstill(NamedTuple):
 
     @classmethod
     def before(cls, x: PyTree) -> "Standstill":
-        """Return the quantities before the first round, which starts at x."""
+        """Return the quantities before the first round, which begins at x."""
         return cls(x, jnp.zeros(()), jnp.zeros(()), jnp.ones(()))
 
     def then(self, first: Array, x: PyTree, inner: Array, outer: Array) -> "Standstill":
@@ -77,7 +77,7 @@ class IterativeRegularization(Algorithm):
         regularization_decay: b in λ_k = λ₁/k^b, positive.
         tolerance: the run ends when max{‖Δx‖/(‖x‖ + 1), |ΔH|/(|H| + 1), |ΔF|/(|F| + 1)} is at most this number, where Δ
             is the change from one round to the next and F is the sum over all samples. F is computed only for this
-            rule, and is known a round later. None: the run does not end early.
+            rule, and the server gets it one round later. None: the run does not end early.
     """
 
     solves: ClassVar[tuple[type[Problem], ...]] = (SimpleBilevel,)
@@ -99,7 +99,7 @@ class IterativeRegularization(Algorithm):
 
     @abstractmethod
     def init_own(self, x: PyTree) -> Any:
-        """Return the method's own value in the server's state before round 0, in addition to x and its average."""
+        """Return the method's own value in the server's state before round 0, besides x and the average of x."""
 
     @property
     def asks(self) -> Asks:
@@ -107,7 +107,7 @@ class IterativeRegularization(Algorithm):
         return Asks(everyone=self.tolerance is not None)
 
     def allows_with(self, phase: str) -> Allows:
-        """Return the optional features: replies to the phase may be late unless there is a tolerance; no submodels."""
+        """Return the optional features: late replies to the phase, unless there is a tolerance; no submodels."""
         several = No("its tolerance compares F at one x, and late replies have F at earlier x")
         return Allows(
             late=(phase,) if self.tolerance is None else several,
@@ -196,13 +196,13 @@ class DecreasingSteps(IterativeRegularization):
 
 
 def strong_convexity(problem: SimpleBilevel, points: PyTree) -> float:
-    """Return the strong convexity μ of H: the problem's own, after a check, or the least curvature between two points.
+    """Return H's strong convexity μ: the problem's number, after a check, or the least curvature between two points.
 
     The curvature from u to v is 2 (H(v) − H(u) − ⟨𝓗(u), v − u⟩)/‖v − u‖², up to rounding errors.
 
     Args:
         problem: the problem with H.
-        points: points of X, as a tree with leaves (count, ...).
+        points: points of X, as a tree whose leaves have a leading axis of points.
 
     Raises:
         ConfigurationError: H or its subgradient is not finite, or a curvature is below μ or not positive.
@@ -228,7 +228,7 @@ def strong_convexity(problem: SimpleBilevel, points: PyTree) -> float:
 
 
 def _curvatures(h: np.ndarray, v: np.ndarray, slopes: np.ndarray, u: int, precision: float) -> np.ndarray:
-    """Return the curvatures from point u to all points away from it, and their rounding errors: (2, points)."""
+    """Return the curvatures from point u to all other points, and their rounding errors, as an array (2, points)."""
     away = v - v[u]
     square, rise = np.sum(away**2, axis=1) / 2, away @ slopes[u]
     size = np.abs(h) + np.abs(h[u]) + np.linalg.norm(slopes[u]) * np.sqrt(2 * square)

@@ -34,10 +34,11 @@ def checked(
         layer: the layer.
         function: the name of its function.
         returned: the result of the function.
-        slots: the states of all layers on this side, server or client, by the kind of layer.
-        inside: the Reply, the Total or the state that the layer got from inside; None: the layer did not ask for it.
-        undone: whether the layer also has a function on the other side, which reverses this function's changes of
-            updates.
+        slots: the states of all layers on the same side (server or client), by the kind of layer.
+        inside: the Reply, the Total or the state that the layer got from the layers inside it; None: the layer did not
+            ask for any.
+        undone: whether the layer also has a function on the other side that reverses the changes which this function
+            makes to updates.
 
     Raises:
         ConfigurationError: the result is not such a pair; the layer's new state differs from its first state in
@@ -100,7 +101,7 @@ def same_shapes(must: str, update: PyTree, like: PyTree) -> None:
 
 
 def check_declared(where: str, phase: str, declared: PyTree, update: PyTree, state: Any) -> None:
-    """Refuse an update whose parts are not shaped as its phase declares: like the state's x or y, or numbers."""
+    """Refuse an update whose parts have other shapes than its phase declares: those of x or y, or numbers."""
     must = f"{where}: Total.update must have the shapes of the update of {phase}"
 
     def one(kind: str, part: PyTree) -> None:
@@ -114,7 +115,7 @@ def check_declared(where: str, phase: str, declared: PyTree, update: PyTree, sta
 
 
 def _without(update: PyTree, like: PyTree) -> PyTree:
-    """Return `like` with None for the parts that are None in the update."""
+    """Return the tree `like` with None at the places where the update has None."""
     try:
         return jax.tree.map(lambda u, part: None if u is None else part, update, like, is_leaf=is_none)
     except ValueError:

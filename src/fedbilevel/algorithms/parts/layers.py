@@ -1,4 +1,4 @@
-"""Define layers, which change what happens around every exchange of a method, whatever the method is.
+"""Define layers, which change what happens around every exchange of a method, and do not depend on the method.
 
 A layer has a function for an exchange on the server, one for a reply at a client, and two for a round:
 
@@ -66,7 +66,7 @@ class Asked:
         message: the message to clients.
         key: on the server, the random key of the exchange; at a client, the random key of the phase.
         fresh: on the server, the number of a fresh cohort, in which clients keep no state; None: the round's cohort.
-        each: on the server, whether the total must contain every reply.
+        each: on the server, whether the total must contain the replies of all clients that were asked.
         first: on the server, after how many replies the exchange ends; None: it waits for all clients that it asked.
         unbiased: on the server, whether the method takes the unbiased mean of the total (`Total.mean`).
     """
@@ -85,7 +85,7 @@ PLACES = "steps", "kept", "privacy", "rule", "coded", "late", "outer", "state"
 Kept = Any
 """The state that a layer keeps, on the server or at a client."""
 Ask = Callable[[Asked], Total]
-"""A function that sends a message to the clients, and returns the sum of their replies."""
+"""A function that sends a message to the clients, and returns the sum of the replies (`Total`)."""
 Inside = Callable[[Asked, Client], Reply]
 """A function that runs the phase of a message on a client, with the layers inside."""
 
@@ -118,14 +118,14 @@ class Around(Part):
 
     @property
     def cannot(self) -> str:
-        """Return a phrase for errors that says what a method cannot do if it does not allow the layer."""
+        """Return a phrase for errors: what a method cannot do if it does not allow the layer."""
         return f"cannot have {self.label}"
 
     @abstractmethod
     def layer(self, among: Mapping[str, Around]) -> Layer | None:
-        """Return the layer for this object; None: the layer of another place also does the work of this one.
+        """Return the layer for this object; None: the layer at another place also does the work of this object.
 
-        `among` has the objects at all places, by place, so that two places can share one layer.
+        `among` has the objects at all places, by place, so that the objects at two places can share one layer.
         """
 
 
@@ -174,18 +174,18 @@ class Layer(Around):
 
     @property
     def whole(self) -> bool:
-        """Return whether the layer needs whole replies, so that submodels are refused: at "rule" and "coded"."""
+        """Return whether the layer needs whole replies, so that submodels are refused: true at "rule" and "coded"."""
         return self.place in ("rule", "coded")
 
     def fits(self, method: Algorithm) -> None:
         """Raise ConfigurationError if the layer cannot be put around the method."""
 
     def asks(self, inside: Asks) -> Asks:
-        """Return what rounds ask of an engine with the layer; `inside` is what they ask without the layer."""
+        """Return what rounds ask of an engine if they run with the layer; `inside` is what they ask without it."""
         return inside
 
     def allows(self, inside: Allows, method: Algorithm) -> Allows:
-        """Return the features that the method supports with the layer; `inside` has those without the layer."""
+        """Return the features that the method supports with the layer; `inside` has its features without the layer."""
         return inside
 
     def check(self, method: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> None:
@@ -204,21 +204,22 @@ class Layer(Around):
         return method, kept
 
     def exchange(self, asked: Asked, kept: Kept, ask: Ask) -> tuple[Total, Kept]:
-        """Make an exchange on the server; return its `Total`, and the layer's new state.
+        """Make an exchange on the server. Return its `Total`, and the layer's new state.
 
         `ask` sends a message on toward the clients, and returns a `Total`, which the layer may replace. `kept` is the
         layer's state. The returned update has the shapes of the update that `ask` returns. But if the layer changes
-        updates in `reply`, it has the shapes of the method's replies.
+        updates in `reply`, then the update that `exchange` returns has the shapes of the method's replies.
         """
         return ask(asked), kept
 
     def reply(self, asked: Asked, kept: Kept, client: Client, run: Inside) -> tuple[Reply, Kept]:
-        """Make a reply at a client; return it, and the layer's new state.
+        """Make a reply at a client. Return the reply, and the layer's new state.
 
-        `run` runs the layers inside and the phase, and returns a `Reply`, which the layer may replace. `kept` is the
-        layer's state; None in a fresh cohort, where clients have no states. Once `Coded` parts are decoded, the update
-        has the shapes of the update that `run` returns, unless the layer also has an `exchange` that restores these
-        shapes. A layer with `place` = "kept" may put None in place of a part.
+        The function `run` runs the phase with the layers inside this one, and returns a `Reply`, which the layer may
+        replace. `kept` is the layer's state, or None in a fresh cohort, where clients have no states. After `Coded`
+        parts are decoded, the returned update must have the shapes of the update that `run` returns. It may have other
+        shapes if the layer also has an `exchange`, which must restore these shapes on the server. A layer with
+        `place` = "kept" may put None in place of a part.
         """
         return run(asked, client), kept
 
@@ -230,7 +231,7 @@ class Layer(Around):
         return after, kept
 
     def findings(self, method: Algorithm, kept: Kept, found: Findings) -> Findings:
-        """Return the findings of the method and the layer. `found` has those of the method."""
+        """Return the findings of the method and the layer; `found` has the findings of the method."""
         return found
 
     def remarks(self, method: Algorithm, kept: Kept) -> tuple[str, ...]:
@@ -280,9 +281,9 @@ class Stack(NamedTuple):
             layer.fits(self.method)
 
     def slots(self, make: str, *given: Any) -> Slots:
-        """Return the first states of layers at the server or at a client, by kind; layers without a state are left out.
+        """Return the first states of layers at the server or at a client, by kind, without layers that have no state.
 
-        `make` is the name of the function that makes a layer's state, and `given` has its arguments.
+        `make` is the name of the function that makes a layer's state, and `given` has the arguments of this function.
         """
         made = {layer.kind: getattr(layer, make)(self.method, *given) for layer in self.layers}
         return {kind: slot for kind, slot in made.items() if slot is not None}
@@ -390,9 +391,9 @@ class Layered(Wrapper):
         return LayeredState(inside, slots) if isinstance(state, LayeredState) else inside
 
     def hypergradient_at(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
-        """Estimate the hypergradient at (x, y) as the method does, like x.
+        """Estimate the hypergradient at (x, y) as the method does, in the shape of x.
 
-        If a layer learns, a round at (x, y) runs first.
+        If a layer has to learn its state first (`Layer.learns`), a round at (x, y) runs before the estimate.
 
         Raises:
             ConfigurationError: replies are late or coded, so that they also depend on replies at other points.
@@ -437,10 +438,11 @@ class Layered(Wrapper):
 
 
 def cut(algorithm: Algorithm, place: str) -> tuple[Algorithm, Algorithm, tuple[Layer, ...]]:
-    """Divide a method in layers at a place; return three parts.
+    """Divide a method with layers at a place; return three parts.
 
-    The parts are the method in the layers before the place, the method without layers, and the layers from the place
-    on. A phase of the first part that runs inside `around(layers, …)` replies as a phase of the whole does.
+    The parts are the method with the layers before the place, the method without layers, and the layers from the place
+    on. A phase of the first part, run inside `around(layers, …)` with these layers, gives the same reply as the phase
+    of the whole method.
     """
     if isinstance(algorithm, Wrapper) and not isinstance(algorithm, Layered):
         inside, method, outside = cut(algorithm.algorithm, place)
@@ -458,7 +460,7 @@ def overrides(layer: Layer, function: str) -> bool:
 
 
 def run_inside(asked: Asked, client: Client) -> Reply:
-    """Run a phase of the method without its layers; return the reply.
+    """Run a phase of the method without its layers, and return the reply.
 
     The state of the reply contains the method's new state, and the states of the layers unchanged.
     """
@@ -471,7 +473,7 @@ def run_inside(asked: Asked, client: Client) -> Reply:
 
 
 def around(layers: Iterable[Layer], run: Inside) -> Inside:
-    """Return `run` within layers, of which the first is the innermost."""
+    """Return the function `run` with layers around it; the first layer is the innermost."""
 
     def one(layer: Layer, run: Inside, asked: Asked, client: Client) -> Reply:
         slots, inside = client_parts(client.state).slots, Noted(run)
@@ -487,7 +489,7 @@ def around(layers: Iterable[Layer], run: Inside) -> Inside:
 
 
 class LayersFed:
-    """Pass the exchanges of a method through its layers; loops carry the layers' states on the server."""
+    """Pass the exchanges of a method through its layers. Loops also carry the layers' states on the server."""
 
     def __init__(self, fed: Fed, stack: Stack, method: Algorithm, slots: Slots, at: Any) -> None:
         self.fed, self.stack, self.method, self.slots, self.state = fed, stack, method, slots, at
@@ -510,7 +512,7 @@ class LayersFed:
         return self.through(self.asked(phase, message, key, first=First(n, max_staleness))).update
 
     def through(self, asked: Asked) -> Total:
-        """Make an exchange through all layers; the first layer gets the message first and the total last."""
+        """Make an exchange through all layers. The first layer gets the message first and the total last."""
         ask: Ask = self.ask
         for layer in reversed(self.stack.layers):
             ask = partial(self.one, layer, ask)
@@ -562,8 +564,8 @@ def layered(algorithm: Algorithm, *layers: Around | None) -> Algorithm:
 
     Args:
         algorithm: the method, which may have other layers already.
-        layers: the layers, such as `fb.Asynchronous(wait_for=3)`, `fb.parts.TopK()` or a layer of your own. None is
-            left out.
+        layers: the layers, such as `fb.Asynchronous(wait_for=3)`, `fb.parts.TopK()` or a layer of your own. A None
+            among them is ignored.
 
     Raises:
         ConfigurationError: the method, or another layer, does not allow a layer; or two layers have the same place.

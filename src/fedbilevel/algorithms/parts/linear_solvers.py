@@ -42,7 +42,7 @@ Product = Callable[[Any, PyTree, Array, Any], PyTree]
 SAMPLES_FOR_CHECK, CLIENTS_FOR_CHECK = 1024, 8
 ENTRIES_FOR_CHECK = 10_000  # for a y with more entries, no method looks for negative curvature at the start
 FLAT = 1e-3  # a curvature below this share of the largest one counts as 0, because of rounding
-FAR = 100  # the distance of the far points from y, in units of the norm of y, or of 1 if the norm is below 1
+FAR = 100  # the distance of the far points from y is this number times the norm of y, or times 1 if that is larger
 
 
 class SolveInfo(NamedTuple):
@@ -81,14 +81,14 @@ class Neumann(Part):
     """Solve the linear system by a truncated Neumann series, or by a random product of its factors.
 
     Args:
-        terms: N, the number of terms. If each client solves its own system, this can also be a number N_i for each
-            client, in the order of clients. These numbers are not in `Clients.own`, since the largest is the length of
-            the compiled series. The truncation error is the share (1 − sμ)^N of v along the eigenvector of the smallest
-            eigenvalue μ of H.
+        terms: N, the number of terms. If each client solves its own system, this can also be several numbers N_i, one
+            for each client, in the order of clients. These numbers are not in `Clients.own`, since the largest is the
+            length of the compiled series. The truncation error is largest along the eigenvector of H's smallest
+            eigenvalue μ. There it is (1 − sμ)^N times v.
         step: s, often 1/ℓ and always below 2/ℓ, where ℓ is the largest eigenvalue of H. It is checked at the start of a
-            run. None: it adapts during the run (`AdaptiveSteps`).
-        sampling: None: the whole series; "random": a product of random length; "random_per_client": a product of random
-            length for each client, if all clients solve one system together.
+            run. None: s adapts during the run (`AdaptiveSteps`).
+        sampling: None: the whole series; "random": a product with a random number of factors; "random_per_client": a
+            product of a random length of its own for each client, if all clients solve one system together.
     """
 
     kind: ClassVar[str] = "neumann"
@@ -142,7 +142,7 @@ class Neumann(Part):
         return Solved(v, jnp.asarray(count), SolveInfo(negative, jnp.zeros(())))
 
     def findings(self, info: SolveInfo, where: str) -> Findings:
-        """Return a warning, not an error, if there was negative curvature: a truncated series has a sum anyway."""
+        """Return a warning if there was negative curvature. It is no error: a truncated series has a sum anyway."""
         return Findings(warning=negative_curvature(info, "product", where))
 
 
@@ -246,9 +246,9 @@ def check_neumann_step(
         step: the step.
         problem, clients, x, y: as for `solve`.
         local: whether ℓ is the largest eigenvalue of any client's ∇²yy g_i; otherwise it is that of ∇²yy G.
-        batch_size: the size of a batch of each client whose Hessian is taken, for methods in which one batch serves all
-            products. Other batches may have a larger ℓ, for example if they draw a sample more often. None: all
-            samples.
+        batch_size: for methods in which one batch serves all products, the number of samples of each client on which
+            the Hessian is taken. Other batches may have a larger ℓ, for example if they draw a sample more often. None:
+            all samples.
 
     Raises:
         ConfigurationError: the step is too long. The message has ℓ and the largest step.
@@ -282,7 +282,7 @@ def check_neumann_step(
 
 
 def warn_without_minimum(problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> None:
-    """Warn if G(x, ·) has negative curvature at the start and far away too, so that there is no y*(x)."""
+    """Warn if G(x, ·) has negative curvature at the start and also far away, so that there is no y*(x)."""
     try:
         smallest = without_minimum(problem, clients, x, y)
     except ConfigurationError:  # a sample on disk is not finite: the engine names it when it reads the sample
@@ -292,7 +292,7 @@ def warn_without_minimum(problem: Problem, clients: Clients, x: PyTree, y: PyTre
 
 
 def without_minimum(problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> float:
-    """Return the smallest curvature of G(x, ·) at y if it is negative at y and also at two far points, else 0.
+    """Return the smallest curvature of G(x, ·) at y if curvatures are negative at y and at two far points, else 0.
 
     The far points are at the distance FAR from y, on both sides, along the direction of the smallest curvature. The
     loss of a network can have negative curvature near a start, but is flat or rises far away.
@@ -315,7 +315,7 @@ def without_minimum(problem: Problem, clients: Clients, x: PyTree, y: PyTree) ->
 
 
 def product_at(whole: WeightedLoss, x: PyTree, y: PyTree, key: Any) -> partial[PyTree]:
-    """Return the function v -> ∇²yy G·v at (x, y), for trees like y."""
+    """Return the function v -> ∇²yy G·v at (x, y), for trees v with the shapes of y."""
     return partial(compiled(hess_v, whole, x, y, y, key=key), whole, x, y)
 
 

@@ -6,8 +6,9 @@ NeurIPS 2020, section 4: local optimizers whose total update is a linear combina
     z_0 − z_τ = η Σ_{k<τ} a_k d_k,   d_k taken at z_k.
 
 Except for plain steps, the a_k depend on τ: after k steps the iterate is z_k = z_0 − η Σ_{j<k} a_j d_j with the a_j of
-k steps. A client therefore carries the sum q of its steps so far and the memory of its optimizer, and not the a_k.
-Their sum ‖a‖₁ depends only on τ, and not on η and the gradients. q/‖a‖₁ is a weighted mean of the d_k.
+k steps. A client therefore does not store the a_k. It stores the sum q of its steps so far and the memory of its
+optimizer. The sum of the a_k, ‖a‖₁, depends only on τ, and not on η and the gradients. The quotient q/‖a‖₁ is a
+weighted mean of the d_k.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from fedbilevel.core.tree import XYV, PyTree, move, scaled
 from fedbilevel.oracles.products import Directions, directions, independent_directions
 
 Gradient = Callable[[PyTree, Draw], PyTree]
-"""A function (point, draw) -> the client's own gradient at this point, on the samples of the draw."""
+"""A function (point, draw) -> the gradient of the client's loss at this point, on the samples of the draw."""
 Count = int | Array
 LIKE_XYV = XYV("x", "y", "y")
 """The declaration of an `XYV` that a phase takes or gives: its entries have the shapes of x, y and y (see `phase`)."""
@@ -47,7 +48,7 @@ class LocalSteps(NamedTuple):
 
     @classmethod
     def drawn(cls, tau: Count, key: Array) -> LocalSteps:
-        """Return `tau` steps, each on samples that are drawn with replacement by its own key, derived from `key`."""
+        """Return `tau` steps. Each step draws samples with replacement, by its own key, derived from `key`."""
         return cls(tau, partial(jax.random.fold_in, key))
 
 
@@ -56,12 +57,12 @@ class LocalWork(Part):
 
     An epoch goes through a client's samples in a new random order, with a batch of B samples for each step. E epochs
     take E⌈n_i/B⌉ steps for n_i samples; without short batches they take E⌊n_i/B⌋ steps, and at least E. A short batch
-    counts as much as any other batch, with the mean over its samples.
+    has the same weight as any other batch: a step takes the mean over the samples of its batch.
 
     Args:
         local_steps: τ_i, the number of a client's local steps in a round; `Clients.local_steps` takes precedence.
         local_epochs: E, the number of passes through the client's samples without replacement, in place of
-            `local_steps`; None: `local_steps` counts.
+            `local_steps`; None: `local_steps` is used.
         drop_last: whether an epoch leaves out its short last batch, unless it has no other batch.
     """
 
@@ -107,7 +108,7 @@ def local_descent(gradient: Gradient, start: PyTree, steps: LocalSteps, lr: Any)
 
 
 def corrected_drift(gradient: Gradient, start: PyTree, mean_gradient: PyTree, steps: LocalSteps, lr: Any) -> PyTree:
-    """Return the drift of federated SVRG's local steps: their change minus −lr·q, the part common to all clients.
+    """Return the drift of federated SVRG's local steps: their change without the part −lr·q, which all clients share.
 
     A step has the size lr/τ and the direction ∇(point; ζ_ν) − ∇(start; ζ_ν) + q, where ∇ is the client's gradient, ζ_ν
     are the samples of step ν, and q is the mean gradient of all clients at the start. For τ = 1 the drift is zero.
@@ -142,12 +143,12 @@ class LocalOptimizer(Part):
     """
 
     anchored: ClassVar[bool] = False
-    """Whether d_k is d(z_k; ζ_k) − d(z_0; ζ_k) + d(z_0), with d(z_0) on all samples; otherwise it is d(z_k; ζ_k)."""
+    """Whether d_k is d(z_k; ζ_k) − d(z_0; ζ_k) + d(z_0), with d(z_0) on all samples; otherwise d_k is d(z_k; ζ_k)."""
 
     def begin(self, like: PyTree) -> PyTree:
         """Return the optimizer's memory before the first step; None: it has no memory.
 
-        `like` is a tree with the shapes of q and d.
+        `like` is a tree with the shapes of q and d, which are the same.
         """
         return None
 
@@ -226,7 +227,7 @@ class Proximal(LocalOptimizer):
 
 
 class Mixed(LocalOptimizer):
-    """Give each client its own local optimizer, by one rule: m ← μm + d, z ← z − ηm − α(z − z_0).
+    """Give each client a local optimizer of its own, all by the rule m ← μm + d, z ← z − ηm − α(z − z_0).
 
     If both numbers are 0, a client makes plain steps. If only μ is above 0, it makes the steps of heavy ball, and if
     only α is above 0, the steps of FedProx. The numbers of each client are set by
@@ -253,7 +254,7 @@ class Mixed(LocalOptimizer):
 
 
 def added_up(optimizer: LocalOptimizer, tau: Count) -> Array:
-    """Return Σ_{k<τ} a_k, computed as the q of τ gradients that are all 1.
+    """Return Σ_{k<τ} a_k, computed as the q that τ gradients of 1 would give.
 
     This sum of positive numbers is exact up to rounding. Closed forms, such as (1 − (1 − α)^τ)/α, lose all digits in
     float32 if α or 1 − μ is small.
@@ -295,16 +296,17 @@ class JointSteps(Algorithm):
     ) -> Directions:
         """Return q = Σ_k a_k d_k after `tau` local steps from `start`, and the sums of both losses over the steps.
 
-        The local iterate after some steps is start − η·q, with the q of these steps. With a `mean` m the iterates
-        follow d(z_k; ζ_k) − d(start; ζ_k) + m instead, and q is still the sum of the directions d(z_k; ζ_k) on this
-        path.
+        The local iterate after some steps is start − η·q, with the q of these steps. If a `mean` m is given, the client
+        steps along d(z_k; ζ_k) − d(start; ζ_k) + m instead, and q is still the sum of the directions d(z_k; ζ_k) on
+        this path.
         """
         anchor = mean
         if local_optimizer.anchored:
             anchor = self.directions(replace(client, batch_size=None), start, key).step
 
         def step(k: Array, carry: tuple[Directions, PyTree]) -> tuple[Directions, PyTree]:
-            # `sums` has the sum of steps on the path, and with a mean also the sum of the directions on the path
+            # `sums` has the sum of the steps on the path, and if there is a mean, also the sum of the directions on the
+            # path
             (sums, outer_loss, inner_loss), memory = carry
             local, samples = descend(start, self.client_lr, sums[0]), jax.random.fold_in(key, k)
             now = self.directions(client, local, samples)
@@ -322,7 +324,7 @@ class JointSteps(Algorithm):
         return total._replace(step=total.step[-1])
 
     def no_directions(self, client: Client, like: XYV, key: Array) -> Directions:
-        """Return zeros in the shapes of the directions at `like`, to begin a sum of directions."""
+        """Return zeros in the shapes of the directions at the point `like`, to begin a sum of directions."""
         shapes = jax.eval_shape(lambda key: self.directions(client, like, key), key)
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
@@ -336,7 +338,7 @@ class JointSteps(Algorithm):
         """Return how many gradients and products with ∇²g the directions of x, y and v take at one point."""
 
     def counted(self, total: Directions, tau: int | Array, evaluations: int = 1, more: int = 0) -> Reply:
-        """Return the reply with `total.step`, the mean losses, and the costs of evaluations·τ + `more` evaluations.
+        """Return a reply with `total.step`, the mean losses, and the costs of `evaluations`·τ + `more` evaluations.
 
         An evaluation computes the three directions at one point.
         """

@@ -11,9 +11,9 @@ asked for its last reply. After exchange t, the server keeps
 
     total = G        weight = Σ p_i        age = Σ p_i (t − t_i)         over the clients that have replied before
 
-From these it computes the mean delay, and the mean reply, total/weight, even before all clients have replied. The
-server has no values of a single client, and needs the memory of one model for any number of clients. A message also has
-the number t, and a reply has two more numbers.
+From these three it computes the mean delay, and the mean reply, total/weight, even before all clients have replied. The
+server has no values of a single client, and for any number of clients it needs only as much memory as one model. A
+message also has the number t, and a reply has two more numbers.
 
 With a compressor that sends only a part of the entries, replies are short. As the replies u_i converge, the g_i
 converge too, and G converges to the exact mean, even if few entries are sent. Without the memory, the mean of the
@@ -21,31 +21,32 @@ C(u_i) has an error if the limits of clients' replies are not 0, which is the ca
 Sokolov and I. Fatkhullin, "EF21: A New, Simpler, Theoretically Better, and Practically Faster Error Feedback", NeurIPS
 2021.)
 
-Old replies limit the steps. Suppose that all clients have the curvature λ, and that the replies in G have constant
+Old replies limit the step sizes. Suppose that all clients have the curvature λ, and that the replies in G have constant
 delays d, each with the share w_d. An error z of a variable, along which the server steps by η, then follows
 
     z_{t+1} = z_t − ηλ Σ_d w_d z_{t−d}
 
 Without delays this converges for ηλ < 2. A root e^{iθ} of the characteristic polynomial satisfies, after division by
-e^{iθ/2}, −2i sin(θ/2) = ηλ Σ_d w_d e^{−i(d + ½)θ}. Its imaginary part is 2 = ηλ Σ_d w_d sin((d + ½)θ)/sin(θ/2), and
-this quotient is Dirichlet's kernel, 1 + 2 cos θ + … + 2 cos dθ, at most 1 + 2d. No root can therefore leave the unit
-disc while ηλ (1 + 2D) < 2, where D = Σ_d w_d d is the mean delay: if a step is stable without delays, it is stable with
-them after division by 1 + 2D. This 2 is the default of `Asynchronous.delay_penalty`. With a smaller number, steps that
-were chosen without delays can diverge: if d = 1 for all clients, the bound is ηλ < 1. In a run the age of a reply is
-not constant: it grows until the next one arrives. The bound is then a guide and no guarantee. A client that never
-replies again makes D grow without end. The steps then tend to 0, since nothing new is known of this client's losses.
+e^{iθ/2}, −2i sin(θ/2) = ηλ Σ_d w_d e^{−i(d + ½)θ}. Its imaginary part is 2 = ηλ Σ_d w_d sin((d + ½)θ)/sin(θ/2). The
+quotient of the two sines is Dirichlet's kernel, 1 + 2 cos θ + … + 2 cos dθ, which is at most 1 + 2d. No root can
+therefore leave the unit disc while ηλ (1 + 2D) < 2, where D = Σ_d w_d d is the mean delay: a step size that is stable
+without delays is also stable with delays if it is divided by 1 + 2D. The factor 2 before D is the default of
+`Asynchronous.delay_penalty`. With a smaller factor, step sizes that were chosen without delays can diverge: if d = 1
+for all clients, the bound is ηλ < 1. In a run the age of a reply is not constant: it grows until the client's next
+reply arrives. The bound is then a guide and no guarantee. A client that never replies again makes D grow without end.
+The step sizes then tend to 0, since the server learns nothing new about this client's losses.
 
 g_i depends on earlier replies. The memory is therefore only for phases whose replies may be late (`Allows.late`).
 Replies to other phases and to fresh cohorts are sent whole. Marked parts of an update, such as public numbers, are not
 compressed.
 
-Rounding: the sum of a table would be computed anew in every exchange. G accumulates all rounding errors since the
-start, which grow as the square root of their number. This was measured with 18 clients of unequal weights, in 20,000
-exchanges of one reply each, for replies of mean 0 and standard deviation 1 that do not converge. In float32 the mean
-had an error of 1.0e-6 (root mean square), and the delay had a relative error of 1.5e-5. In float64 the errors were
-1.8e-15 and 1.3e-14. If replies converge, the differences vanish, and so do their rounding errors: with replies that
-shrink by 0.001 in every exchange, the error of the mean was 1.5e-7, all of it from the first 2,000 exchanges. Clients
-count exchanges in integers.
+Rounding: if the server kept a table of replies, it would compute their sum anew in every exchange. G instead
+accumulates the rounding errors of all exchanges since the start. Their sum grows as the square root of their number.
+This was measured with 18 clients of unequal weights, in 20,000 exchanges of one reply each, for replies of mean 0 and
+standard deviation 1 that do not converge. In float32 the mean had an error of 1.0e-6 (root mean square), and the delay
+had a relative error of 1.5e-5. In float64 the errors were 1.8e-15 and 1.3e-14. If replies converge, the differences
+vanish, and so do their rounding errors: with replies that shrink by 0.001 in every exchange, the error of the mean was
+1.5e-7, all of it from the first 2,000 exchanges. Clients count exchanges in integers.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import PyTree, join, over
 
-SHORTENED = 10  # if the age of replies divides steps by at least this number, a remark says so
+SHORTENED = 10  # a remark follows if step sizes were divided by at least this number because replies were old
 DELAY_PENALTY = 2.0  # the default of `Asynchronous.delay_penalty`, which is derived above
 ROUNDING = 1e-5  # the largest rounding error of a sum of all weights in float32
 
@@ -89,7 +90,7 @@ class Compressor(Around):
 
     Clients compress the difference between a reply and the replies that they sent before, so that parts that were not
     sent are sent later (`Memory`). Compression and decoding, v -> C(v), must be a contraction: ‖C(v) − v‖² ≤
-    (1 − δ)‖v‖² with some δ > 0 for every v. The smaller δ is, the smaller steps have to be.
+    (1 − δ)‖v‖² with some δ > 0 for every v. The smaller δ is, the smaller the step sizes have to be.
     """
 
     place = "coded"
@@ -112,10 +113,10 @@ class Asynchronous(Around):
         max_staleness: s, a number of exchanges of the same phase. An exchange also waits for every client that was
             asked s or more exchanges ago, and for every client that has been unavailable, or busy with another phase,
             for more than s exchanges. None: no bound.
-        delay_penalty: c; the mean of replies, and with it the server's step, is divided by 1 + c·(mean delay of these
-            replies, in exchanges of the phase). With c = 2, steps that are stable if every exchange waits for all
-            clients are also stable if clients are alike and their delays constant. A run with a smaller c can be
-            faster, but can also diverge. If clients keep x, c must be 0.
+        delay_penalty: c. The mean of replies, and with it the server's step, is divided by 1 + c·(mean delay of these
+            replies, in exchanges of the phase). Suppose that a step size is stable if every exchange waits for all
+            clients. With c = 2 it is also stable with late replies, if clients are alike and their delays constant. A
+            run with a smaller c can be faster, but can also diverge. If clients keep x, c must be 0.
     """
 
     place = "late"
@@ -152,7 +153,7 @@ class LastReplies(NamedTuple):
         return cls(total, jnp.zeros(()), jnp.zeros(()), jnp.zeros((), jnp.int32))
 
     def after(self, delta: ReplyDelta) -> LastReplies:
-        """Return the record after an exchange; `delta` is the sum of its replies, weighted by p_i.
+        """Return the record after an exchange; `delta` is the sum of the exchange's replies, weighted by p_i.
 
         The age of every earlier reply grows by one exchange. If a new reply replaces it, the age then falls by the
         difference between the new and the old t_i. A client's first reply has the age t − t_i, which is
@@ -165,7 +166,7 @@ class LastReplies(NamedTuple):
 
     @property
     def mean(self) -> PyTree:
-        """Return Σ p_i g_i / Σ p_i over the clients that have replied before; 0 if there are none."""
+        """Return Σ p_i g_i / Σ p_i over the clients that have replied before; 0 if no client has."""
         weight = jnp.where(self.weight > 0, self.weight, 1)
         return jax.tree.map(lambda leaf: leaf / weight.astype(leaf.dtype), self.total)
 
@@ -239,7 +240,7 @@ class Memory(Layer):
 
     Args:
         compressor: the compressor of the differences; None: they are sent whole.
-        late: the rule by which an exchange ends after the first replies; None: it waits for all clients.
+        late: the rule by which an exchange ends after the first replies; None: an exchange waits for all clients.
     """
 
     kind, place, needs = "memory", "coded", "late"
@@ -330,7 +331,7 @@ class Memory(Layer):
         return found._replace(columns=found.columns | delays)
 
     def remarks(self, method: Algorithm, kept: Kept) -> tuple[str, ...]:
-        """Say at the end of a run that old replies have shortened the steps to a tenth or less."""
+        """Return a sentence for the end of a run if old replies have shortened the steps to a tenth or less."""
         divided = [(float(last.age_in_mean), float(self._slower(last))) for last in kept.values()]
         age, slower = max(divided, default=(0.0, 1.0))
         if slower < SHORTENED:
@@ -345,8 +346,8 @@ class Memory(Layer):
 def warn_unless_contraction(compressor: Compressor, like: PyTree) -> None:
     """Warn if a compressor is not a contraction for a random tree v with the shapes of `like`, at three sizes of v.
 
-    It is no contraction if C(v), compressed and decoded, is further from v than 0 is. A compressor that passes this
-    check may still not be a contraction for other trees.
+    A compressor is no contraction if C(v), compressed and decoded, is further from v than 0 is from v. A compressor
+    that passes this check may still not be a contraction for other trees.
     """
     random = np.random.default_rng(0)
     tree = jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=jnp.shape(leaf)), jnp.result_type(leaf)), like)

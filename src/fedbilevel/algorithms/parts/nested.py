@@ -60,7 +60,7 @@ class Nested(Algorithm):
         return found
 
     def next_state(self, state: State, change: PyTree, y: PyTree, info: SolveInfo) -> State:
-        """Return the next state: x changes by `change`, unless negative curvature has ended the run; y is the new y."""
+        """Return the next state, with this y; x changes by `change`, unless negative curvature has ended the run."""
         before = state.info.negative_curvature
         first = jnp.where(before >= 0, before, info.negative_curvature)
         stays = (first >= 0) & self.hypergradient.stops
@@ -78,7 +78,7 @@ def allowed_by(method: Nested) -> Allows:
 
 
 def own_alone(method: Any, system: str) -> Mapping[str, OwnParts] | No:
-    """Return by phase how clients step on their own leaves of y, or `No` with the reason why they cannot.
+    """Return, for each phase, how clients step on their own leaves of y, or `No` with the reason why they cannot.
 
     This is for methods in which each client computes a hypergradient alone, in the phase `system`. If every leaf of y
     is a client's own, the mean of these hypergradients is the hypergradient of all clients.

@@ -21,8 +21,8 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, near
 
 PARALLEL = 1e-4  # vectors count as parallel if the cosine of their angle is below 1 by at most this
-SIZES = (0.1, 1e3)  # the sizes of the gradients, since a large one may be clipped
-STEPS = 3  # the number of updates for each, since a warm-up may begin with updates that are 0
+SIZES = (0.1, 1e3)  # the sizes of the gradients that are tried; an optimizer may clip a large gradient
+STEPS = 3  # the number of updates for each gradient, since a warm-up may begin with updates that are 0
 
 
 def require_direction(
@@ -32,25 +32,26 @@ def require_direction(
     like: PyTree,
     x_of: Callable[[PyTree], PyTree],
 ) -> None:
-    """Refuse an optimizer that does not step along the gradient in x, if x is in a set that is no box.
+    """Refuse an optimizer that does not step along the gradient in x, if x is kept in a set other than a box.
 
-    If a step with a size h_l for each entry l and a Euclidean projection leave x unchanged, the vector of h_l ∂Φ/∂x_l,
-    and not ∇Φ, is normal to the set. Unless the h_l are equal, x is then not the minimum of Φ in the set.
+    Suppose that a step with a size h_l for each entry l, followed by a Euclidean projection, leaves x unchanged. Then
+    the vector with the entries h_l ∂Φ/∂x_l is normal to the set, and ∇Φ is not. Unless the h_l are equal, this x is not
+    the minimum of Φ in the set.
 
     Args:
         field: the field that has the optimizer, for the message.
         optimizer: the optimizer.
-        problem: the problem, which knows whether its set of x couples entries.
-        like: a tree like the iterate that the optimizer moves.
+        problem: the problem. Its `couples_x` says whether the projection of an entry of x may depend on other entries.
+        like: a tree with the structure and shapes of the iterate that the optimizer moves.
         x_of: iterate -> its x.
 
     Raises:
-        ConfigurationError: one of the first updates for the same gradient is not parallel to it in x.
+        ConfigurationError: the part for x of one of the first updates is not parallel to the gradient in x.
     """
     if not problem.couples_x:
         return
     zero = optax.tree.zeros_like(like)
-    allowed = "an optimizer that steps along the gradient, such as optax.sgd, since x is in a set that is no box"
+    allowed = "an optimizer that steps along the gradient, such as optax.sgd, since x is kept in a set other than a box"
     for size in SIZES:
         gradient = jax.tree.map(lambda leaf, size=size: size * leaf, near(zero, np.random.default_rng(0)))
         state, x = optimizer.init(like), x_of(gradient)
@@ -65,15 +66,15 @@ class OuterOptimizer(Layer):
     """Let an optimizer make the steps on x: the method's change of x in a round takes the place of a gradient.
 
     S. Reddi and others, "Adaptive Federated Optimization", ICLR 2021. The optimizer gets x before the round minus x
-    after it, which is in proportion to the method's own step on x. This factor does not matter for Adam and AdaGrad,
-    nor for `dog` and `prodigy` of `optax.contrib`, which choose their step themselves.
+    after the round, which is in proportion to the method's own step size on x. This step size does not matter for Adam
+    and AdaGrad, nor for `dog` and `prodigy` of `optax.contrib`, which choose their step sizes themselves.
 
     `fb.OuterOptimizer(method, optimizer=…)` is short for `fb.layered(method, fb.OuterOptimizer(optimizer=…))`.
 
     Args:
-        optimizer: an optimizer of Optax; its learning rate is the step on x. If x is kept in a set other than a box
-            (`project_x`), the optimizer has to step along the gradient, as `optax.sgd` does: projected steps with a
-            size for each entry, as in Adam, would end at another point of the set.
+        optimizer: an optimizer of Optax; its learning rate is the step size on x. If `project_x` keeps x in a set other
+            than a box, use an optimizer that steps along the gradient in x, such as `optax.sgd`. Adam has a step size
+            for each entry, so that with the projection x would converge to a wrong point of the set.
     """
 
     kind, place = "outer_optimizer", "outer"

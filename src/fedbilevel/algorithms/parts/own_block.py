@@ -20,7 +20,8 @@ class OwnBlock(Layer):
     """Let every client keep its block of x.
 
     At the client, its block takes the place of x in messages. The client adds −lr·p_i·u to its block, where lr is the
-    server's step on x, p_i is the client's weight, and u is the part of the reply for x. It does not send this part.
+    server's step size on x, p_i is the client's weight, and u is the part of the reply for x. The client does not send
+    u.
     """
 
     kind, place, needs = "own_block", "kept", "local_x"

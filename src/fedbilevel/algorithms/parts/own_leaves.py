@@ -25,9 +25,9 @@ class OwnLeaves(Layer):
     """Let every client keep its own leaves of y.
 
     A message has only the shared leaves of y, and the client adds its own leaves. The reply of a phase has entries for
-    both. The client steps on its own leaves along their entries, and does not send these entries. The same holds for
-    other variables with the shape of y, such as v. `OwnParts.start_at_y` says which variables start at y0; all others
-    start at 0.
+    shared and for own leaves. The client takes a step on its own leaves along their entries, and does not send these
+    entries. The same holds for other variables with the shape of y, such as v. `OwnParts.start_at_y` says which
+    variables start at y0; all others start at 0.
     """
 
     kind, place, needs = "own_leaves", "kept", "own_y"

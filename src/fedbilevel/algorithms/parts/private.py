@@ -1,13 +1,13 @@
 """Simulate clients that reply under local differential privacy, as sites of a federation do.
 
 The noise of a reply is drawn from the key of the phase, which differs between clients, rounds and exchanges, and from
-the number of the client's reply. Clipping and noise are computed in the float type of the run: float32, or float64
-under x64. The metrics of clients are dropped, since a site would not send them. They are replaced, for each phase, by
-the mean norm of replies before clipping, quantiles of this norm, and the share of replies that are longer than the
-clip. These numbers are exact, so that a clip can be chosen by them. They are not covered by ε: only a simulation can
-report them, since it has the samples anyway. Quantiles are computed from the shares of replies whose norm is at most
-some bounds, since only sums over clients leave an exchange. Counts of work are kept: the simulated clock needs them,
-and a site does not hide the time of a reply either.
+the number of the client's reply. Clipping and noise are computed in the float type of the run: float32, or float64 if
+JAX's `jax_enable_x64` is on. The metrics of clients are dropped, since a site would not send them. They are replaced,
+for each phase, by the mean norm of replies before clipping, quantiles of this norm, and the share of replies that are
+longer than the clip. These numbers are exact, so that a clip can be chosen by them. The guarantee of ε does not cover
+them: only a simulation can report them, since it has the samples anyway. Quantiles are computed from the shares of
+replies whose norm is at most some bounds, since only sums over clients leave an exchange. Counts of work are kept: the
+simulated clock needs them, and a site does not hide the time of a reply either.
 
 Each client counts its replies for the privacy budget. A client cannot keep a count in fresh cohorts, nor if clients
 hold submodels. In these cases every exchange counts as a reply of every client, which is an upper bound. A method must
@@ -37,7 +37,7 @@ from fedbilevel.core.tree import PyTree
 
 NOISE = 0x6E6F6973  # the number that derives the key of the noise from the key of a phase
 BOUNDS = 2.0 ** (np.arange(-32, 33) / 4)
-"""Bounds of norms for quantiles, in units of the clip C: four in an octave, from C/256 to 256 C."""
+"""Bounds of norms for quantiles, in units of the clip C: four for each doubling, from C/256 to 256 C."""
 QUANTILES = (10, 50, 90)  # in per cent
 
 

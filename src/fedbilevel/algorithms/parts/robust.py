@@ -1,7 +1,8 @@
 """Replace the mean of clients' replies by robust rules, whose results a few faulty clients cannot change much.
 
-A rule needs every reply of an exchange, as rows (P, d), and the weights of the clients, (P,). A weight of 0 marks a row
-that only pads the cohort. The server needs memory for P·d numbers.
+A rule needs every reply of an exchange, as an array of shape (P, d) with a row for each reply, and the clients'
+weights, as an array of shape (P,). A weight of 0 marks a row that only pads the cohort. The server needs memory for P·d
+numbers.
 
 Sources: D. Yin, Y. Chen, K. Ramchandran and P. Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal
 Statistical Rates", ICML 2018 (trimmed mean, median). P. Blanchard, E. M. El Mhamdi, R. Guerraoui and J. Stainer,
@@ -47,7 +48,7 @@ class RobustRule(Layer):
 
     @abstractmethod
     def of(self, rows: Array, weights: Array) -> Array:
-        """Return a vector (d,) from the replies (P, d) of clients with these weights (P,)."""
+        """Return an array of shape (d,) from the replies, of shape (P, d), and the clients' weights, of shape (P,)."""
 
 
 def require_replies(path: str, bad: int, weights: Array, least: int) -> Array:
@@ -59,7 +60,7 @@ def require_replies(path: str, bad: int, weights: Array, least: int) -> Array:
     Args:
         path: the name of the field in messages.
         bad: the number of bad clients.
-        weights: the weights of the rows, (P,).
+        weights: the weights of the rows, as an array of shape (P,).
         least: the number of replies that the rule needs.
     """
     allowed = f"smaller: it needs {least} replies, and an exchange has {len(weights)}"
@@ -88,7 +89,7 @@ class TrimmedMean(RobustRule):
 
 
 class Median(RobustRule):
-    """Take the weighted median of each entry: the least value up to which clients have at least half of all weight."""
+    """Take the weighted median of each entry: the least value such that half of all weight is at or below it."""
 
     kind = "median"
 

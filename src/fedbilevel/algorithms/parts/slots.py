@@ -54,7 +54,7 @@ def with_slot(slots: Slots, kind: str, slot: Any) -> Slots:
 
 
 def only_slots(state: PyTree, kinds: Iterable[str]) -> PyTree:
-    """Return a client's state with the slots of layers of these kinds only, and without the state of the method."""
+    """Return a client's state with only the slots of layers of these kinds, and without the state of the method."""
     slots = client_parts(state).slots
     return LayeredClient(None, {kind: slots[kind] for kind in kinds if kind in slots})
 

@@ -20,7 +20,7 @@ from fedbilevel.core.tree import PyTree
 
 @dataclass(frozen=True)
 class Scatter:
-    """Put values at their places in a vector of zeros; places out of range are ignored, since a site may send any."""
+    """Put values at their places in a vector of zeros. Places out of range are ignored: a site may send any number."""
 
     unravel: Callable[[Array], PyTree]
     size: int

@@ -78,7 +78,7 @@ class Wrapper(Algorithm):
 
 
 class Submodels(UnitPolicy, Wrapper):
-    """Choose the units that clients of limited capacity hold by another policy than the method's ("importance").
+    """Choose another policy by which clients of limited capacity hold units than the method's ("importance").
 
     If clients have no capacities, this wrapper changes nothing.
 
