@@ -64,8 +64,8 @@ def phase(
 
     A phase can read only its arguments and the fields of `self`. `takes` and `gives` are needed by `Asynchronous`, by
     clients of limited capacity, and by problems whose clients keep x. Each of them is a pytree with one word for each
-    part of the message or of the update: "x" or "y" for a part that is shaped like this variable; "number" for a single
-    number; and "whole" for any other part, which is never cut to a submodel.
+    part of the message or of the update: "x" or "y" for a part that has the shape of this variable; "number" for a
+    single number; and "whole" for any other part, which is never cut to a submodel.
 
     Args:
         function: the method.
@@ -89,7 +89,7 @@ def phase(
 
 
 def is_phase(value: object) -> bool:
-    """Tell whether a function or method is marked with `@phase`."""
+    """Return whether a function or method is marked with `@phase`."""
     return callable(value) and hasattr(value, "__phase__")
 
 
@@ -122,7 +122,7 @@ class Part(ABC):
     """
 
     kind: ClassVar[str]
-    """The name of the part in specs. Among the parts that a field may have, no other has this name."""
+    """The name of the part in specs. No other part that the same field may contain has this name."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -154,7 +154,7 @@ class Part(ABC):
 
 @cache
 def _hints(cls: type[Part]) -> dict[str, Any]:
-    """Resolve the annotations of a class; the result is cached."""
+    """Return the annotations of a class, with names resolved to types; the result is cached."""
     return get_type_hints(cls)
 
 
@@ -181,7 +181,7 @@ class Listed(Part):
     """The costs, needs and uses of the method; the text is appended to the docstring of the class."""
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """For each task, by its name: values of fields that work there. Runs from the command line start with them."""
+    """For each task, by its name: values of fields that work on it. Runs on the command line use them as defaults."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -230,8 +230,8 @@ class Algorithm(Listed):
 
     A subclass is a frozen dataclass with keyword-only fields, and a pytree whose leaves are its step sizes and other
     real numbers. Counts, and fields made by `static`, are constants of the compiled program. A subclass has to define
-    `init` and `round`; all other methods of this class have a default. A method marked with `@phase` is what a client
-    runs when the server names it.
+    `init` and `round`; all other methods of this class have a default. A method of the class that is marked with
+    `@phase` is a phase: a client runs it when the server asks for it by name.
     """
 
     def validate(self) -> None:
@@ -242,7 +242,7 @@ class Algorithm(Listed):
 
     @abstractmethod
     def init(self, x: PyTree, y: PyTree) -> Any:
-        """Return the server's state before round 0. It has the attributes `x` and `y`, like x0 and y0."""
+        """Return the server's state before round 0. Its attributes `x` and `y` have the shapes of x0 and y0."""
 
     @abstractmethod
     def round(self, fed: Fed, state: Any, key: Array) -> Any:
@@ -281,20 +281,20 @@ class Algorithm(Listed):
         return Allows()
 
     def client_state(self, problem: Problem, x: PyTree, y: PyTree) -> PyTree:
-        """Return a client's state before round 0: `init_client` of the parts of x and y that the server has."""
+        """Return a client's state before round 0: `init_client` at the parts of x and y that the server has."""
         return self.init_client(local_x.server_x(problem, x), server_y(problem.own, y))
 
     def hypergradient_at(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
         """Estimate the hypergradient at (x, y), in the shape of x, by the exchanges of a round.
 
-        A method that defines it can be checked against the exact hypergradient (`check_hypergradient`).
+        A method that defines this function can be checked against the exact hypergradient (`check_hypergradient`).
         """
         raise ConfigurationError(
             f"{self.label} estimates no hypergradient apart from its rounds: it does not define hypergradient_at"
         )
 
     def finished(self, state: Any) -> Any:
-        """Tell whether the run may end at this state because nothing is left to do."""
+        """Return whether the run may end at this state because nothing is left to do."""
         return False
 
     def findings(self, state: Any) -> Findings:
@@ -302,7 +302,7 @@ class Algorithm(Listed):
         return Findings()
 
     def remarks(self, state: Any) -> tuple[str, ...]:
-        """Return remarks for the user about the server's state at the end of a run, a sentence each."""
+        """Return remarks for the user about the server's state at the end of a run; each remark is a sentence."""
         return ()
 
     def run_phase(self, name: str, client: Client, message: PyTree, key: Array) -> Reply:
@@ -321,7 +321,7 @@ class Algorithm(Listed):
 
     @classmethod
     def estimates_hypergradient(cls) -> bool:
-        """Tell whether the class defines `hypergradient_at`."""
+        """Return whether the class defines `hypergradient_at`."""
         return cls.hypergradient_at is not Algorithm.hypergradient_at
 
 
@@ -358,7 +358,7 @@ def check_solves(algorithm: Algorithm, problem: Problem) -> None:
 
 
 def check_fields(algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree, rounds: int) -> None:
-    """Raise ConfigurationError if the fields of the algorithm do not fit the problem, its clients or their numbers."""
+    """Raise ConfigurationError if the algorithm's fields do not fit the problem, the clients or their own numbers."""
     check_own(algorithm, clients.own, len(clients), rounds)
     if problem.whole:
         why = f"None: the {' and the '.join(problem.whole)} loss takes all of a client's samples (WholeLoss)"

@@ -78,7 +78,7 @@ def listed(parts: Sequence[str], width: int = WIDTH - 30) -> str:
 
 
 def aligned(table: Sequence[Sequence[str]]) -> str:
-    """Return a table as text with aligned columns; all lines of the table have the same number of cells."""
+    """Return a table as text with aligned columns. All lines of `table` must have the same number of cells."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table)
     return "\n".join(line.rstrip() for line in lines)

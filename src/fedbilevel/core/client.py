@@ -46,16 +46,17 @@ class Clients(Shown):
     - A pytree of arrays with leading axes (client, sample).
     - A `Ragged`.
     - A list of data frames or of datasets of Hugging Face, which become dicts of columns; or of datasets of PyTorch,
-      which become the pytree of their items, each read once. If the items are pairs, a batch has `batch[0]` and
-      `batch[1]`.
+      each of which becomes the pytree of its items. Each item is read once. If the items are pairs, a batch has
+      `batch[0]` and `batch[1]`.
     - A grouped pandas frame, whose groups are the clients in their order, or a partitioner of flwr-datasets.
 
     The numbers of local steps, and other own numbers of clients, can have one of these forms:
 
     - A number for all clients.
-    - An array: (M,) with a number for each client, (T, M) for each round and client, or (T, K, M) for each round, inner
-      round and client.
-    - (low, high), or {"low": …, "high": …}: drawn uniformly for each client and round, both ends included.
+    - An array of shape (M,), with a number for each client; of shape (T, M), with a number for each round and client;
+      or of shape (T, K, M), with a number for each round, inner round and client.
+    - A pair (low, high), or {"low": …, "high": …}: numbers are drawn uniformly for each client and round, and both ends
+      can be drawn.
     - A function of (round, client, key), or of (round, client, key, k) with the inner round k, written with operations
       of JAX.
 
@@ -63,15 +64,18 @@ class Clients(Shown):
         outer: the samples of the outer loss.
         inner: the samples of the inner loss, in the same form as `outer`; None: both losses use the same samples
             (minimax problems), or there is only an outer loss (single-level problems).
-        weights: (M,) positive numbers p_i, which are scaled to sum to 1; None: 1/M each; "size": proportional to the
-            numbers of inner samples.
-        outer_sizes: (M,) the true numbers of samples in `outer`, if it has stacked arrays that are padded at the end.
-        inner_sizes: (M,) the true numbers of samples in `inner`, if it has stacked arrays that are padded at the end.
+        weights: M positive numbers p_i, which are scaled so that their sum is 1; None: 1/M each; "size": proportional
+            to the clients' numbers of inner samples.
+        outer_sizes: each client's true number of samples in `outer`, M numbers, if `outer` has stacked arrays that are
+            padded at the end.
+        inner_sizes: each client's true number of samples in `inner`, M numbers, if `inner` has stacked arrays that are
+            padded at the end.
         local_steps: the number of local steps of a client; None: the algorithm's number.
         own: other numbers of the method that differ between clients, by the path of the method's field, such as
             `{"outer_steps": [1, 5], "client_lr.x": (0.01, 0.1)}`.
-        capacity: the share of the model's units that clients can hold, above 0 and at most 1: a number, (M,) numbers
-            for the clients, or (T, M) for rounds and clients; None: all units.
+        capacity: the share of the model's units that clients can hold, above 0 and at most 1: one number, an array of
+            shape (M,) with a number for each client, or an array of shape (T, M) with a number for each round and
+            client; None: all units.
 
     Raises:
         ConfigurationError: a client has no samples, samples are not finite or not numbers, leaves have different
@@ -134,9 +138,10 @@ class Clients(Shown):
         Args:
             samples: the samples of all clients, in a form that `Clients` takes as `outer`.
             fraction: the share of each client's samples that the inner loss gets, strictly between 0 and 1. The number
-                of these samples is rounded; both losses get at least one sample of each client.
+                of these samples is rounded. Both losses get at least one sample of each client.
             seed: the seed of the draw, a whole number from 0 on.
-            sizes: (M,) the true numbers of samples, if `samples` has stacked arrays that are padded at the end.
+            sizes: each client's true number of samples, M numbers, if `samples` has stacked arrays that are padded at
+                the end.
             weights, local_steps, own, capacity: as in `Clients`.
 
         Raises:
@@ -168,13 +173,14 @@ class Clients(Shown):
         return self.outer.example(), self.inner.example()
 
     def pooled(self) -> Clients:
-        """Return one client with the samples of all clients: the same problem without a federation.
+        """Return a population of one client that has the samples of all clients: the same problem without a federation.
 
-        Every sample has the same weight. The problems are therefore equal if the weights of clients are proportional to
-        their numbers of samples.
+        Every sample has the same weight. The problem is therefore the same only if the weights of clients are
+        proportional to their numbers of samples.
 
         Raises:
-            ConfigurationError: own numbers differ between clients or rounds.
+            ConfigurationError: one of the clients' own numbers, such as `local_steps`, differs between clients or
+                rounds.
         """
         own = {
             name: values for name, values in self.own.items() if isinstance(values, Given) and not values.values.ndim
@@ -192,15 +198,15 @@ class RemoteClients(Shown):
 
     Args:
         count: the number of clients, M.
-        outer: an example of samples of the outer loss: a pytree with leaves (any number, ...). Only shapes and dtypes
-            matter.
+        outer: an example of samples of the outer loss: a pytree whose leaves have a leading axis of samples, of any
+            length. Only the other axes and the dtypes matter.
         inner: an example of samples of the inner loss, in the same form; None: both losses use the same samples.
-        weights: (M,) positive numbers p_i, which are scaled to sum to 1; None: 1/M each.
+        weights: M positive numbers p_i, which are scaled so that their sum is 1; None: 1/M each.
         local_steps: the number of local steps of a client, in one of the forms that `Clients` takes.
         own: other numbers of the method that differ between clients, by the path of the method's field, in the same
             forms.
-        capacity: the share of the model's units that clients can hold, above 0 and at most 1: a number, or (M,) numbers
-            for the clients; None: all units.
+        capacity: the share of the model's units that clients can hold, above 0 and at most 1: one number, or M numbers,
+            one for each client; None: all units.
     """
 
     outer: PyTree
@@ -333,7 +339,7 @@ def _own(where: str, count: int, local_steps: Any, own: Mapping[str, Any] | None
 
 
 def read_capacity(where: str, count: int, capacity: Any) -> np.ndarray | None:
-    """Return the clients' capacities, (M,) or (T, M).
+    """Return the clients' capacities, as an array of shape (M,) or (T, M).
 
     Capacities must be fixed numbers, since programs are compiled for the shapes of each capacity.
     """
@@ -368,15 +374,15 @@ def check_samples(problem: Problem, clients: Any) -> None:
 
 
 class Places(NamedTuple):
-    """Select a batch by the places of its samples among the client's samples."""
+    """Select a batch by the indices of its samples among the client's samples."""
 
-    places: Array  # (batch,)
-    valid: Array | None  # (batch,), True for samples and False for padding; None: no padding
+    places: Array  # the indices of the samples, as an array of shape (batch,)
+    valid: Array | None  # an array of shape (batch,): True for samples, False for padding; None: there is no padding
     key: Array  # for a loss that draws random numbers: the key from which each sample's key is made
 
 
 Draw = Array | Places
-"""The selection of a batch: a key that draws the samples, or their places."""
+"""The selection of a batch: a key that draws the samples, or the samples' indices."""
 
 
 @jax.tree_util.register_dataclass
@@ -384,19 +390,19 @@ Draw = Array | Places
 class Samples:
     """Hold a client's samples for a loss inside an engine, as a window of flat arrays."""
 
-    values: PyTree  # leaves (total, ...), shared by all clients
-    start: Array  # the first place of the window, a scalar
-    size: Array  # the number of samples, a scalar
-    longest: int = field(metadata={"static": True})  # the largest size of any client
-    equal: bool = field(metadata={"static": True})  # whether all clients have the same size
-    floor: int = field(default=1, metadata={"static": True})  # the client refuses to draw fewer samples
+    values: PyTree  # the samples of all clients, with leaves of shape (total, ...)
+    start: Array  # the index at which this client's samples begin, a scalar
+    size: Array  # the number of this client's samples, a scalar
+    longest: int = field(metadata={"static": True})  # the largest number of samples of any client
+    equal: bool = field(metadata={"static": True})  # whether all clients have the same number of samples
+    floor: int = field(default=1, metadata={"static": True})  # the smallest batch that the client agrees to draw
     unbatched: bool = field(default=True, metadata={"static": True})  # whether the client runs alone, not vectorised
 
     def batch(self, draw: Draw, batch_size: int | None) -> PyTree:
-        """Return a batch, with leaves (batch, ...).
+        """Return a batch, with leaves of shape (batch, ...).
 
         If `draw` is a key, the batch has `batch_size` samples drawn uniformly with replacement, or, if `batch_size` is
-        None, every sample once. If `draw` is `Places`, the batch has the samples there.
+        None, every sample once. If `draw` is `Places`, the batch has the samples at these indices.
         """
         if isinstance(draw, Places):
             rows = rows_at(self.values, self.start + draw.places)
@@ -407,7 +413,7 @@ class Samples:
         return whole.samples if self.equal else whole
 
     def drawn(self, key: Array, batch_size: int) -> Array:
-        """Draw the places of a batch among this client's samples, (batch_size,) from 0 to size − 1."""
+        """Draw a batch; return indices of this client's samples, below size, as an array of shape (batch_size,)."""
         self.check_floor(batch_size)
         return computed_once(uniform_below(key, self.size, (batch_size,)))
 
@@ -423,7 +429,7 @@ class Samples:
             raise FloorError(f"this client's floor of {self.floor} samples refuses draws whose size a server chooses")
 
     def shuffled(self, key: Array) -> Array:
-        """Return the places of all samples in random order, followed by those of the padding, (longest,)."""
+        """Return all samples' indices in random order, then those of the padding, as an array of shape (longest,)."""
         drawn = jax.random.bits(key, (self.longest,), jnp.uint32)
         last = jnp.where(jnp.arange(self.longest) < self.size, drawn, jnp.uint32(2**32 - 1))
         return jnp.argsort(last)
@@ -467,11 +473,12 @@ class Samples:
 
         Args:
             key: draws a random order; None: the stored order.
-            steps: the number of samples, at most all; it needs a key. None: all samples.
+            steps: the number of samples, at most the number that the client has; it can only be given with a key. None:
+                all samples.
 
         Returns:
-            A function from j to the j-th sample, with leaves (1, ...); a bound of j that is the same for all clients;
-            and the number of samples.
+            A function from j to the j-th sample, with leaves of shape (1, ...); an upper bound of j that is the same
+            for all clients; and the number of samples.
         """
         if steps is not None:
             self.check_floor(steps)
@@ -516,10 +523,12 @@ class Client:
         inner: the client's samples for the inner loss.
         id: the client's number, from 0 to M − 1.
         weight: the client's weight p_i. The engine multiplies replies by it, so that a phase rarely needs it.
-        state: the client's state between rounds, which `init_client` made at first. It is never sent.
+        state: the client's state between rounds, which is never sent. Before the first round it is the result of
+            `init_client`.
         own: the client's own numbers in this round, by the path of the method's field. The method's fields already
             have these values in a phase.
-        batch_size: the default number of samples of a batch, the method's field of this name; None: all samples.
+        batch_size: the default number of samples in a batch, which is the method's field of this name; None: all
+            samples.
     """
 
     problem: Problem = field(metadata={"static": True})
@@ -532,14 +541,14 @@ class Client:
     batch_size: int | None = field(default=None, metadata={"static": True})
 
     def outer_batch(self, key: Draw, batch_size: int | Default | None = DEFAULT) -> PyTree:
-        """Return a batch of the outer loss, with leaves (batch, ...).
+        """Return a batch of the outer loss, with leaves of shape (batch, ...).
 
         `batch_size` is the number of draws with replacement; None: all samples; left out: the method's `batch_size`.
         """
         return self._batch("outer", key, batch_size)
 
     def inner_batch(self, key: Draw, batch_size: int | Default | None = DEFAULT) -> PyTree:
-        """Return a batch of the inner loss, with leaves (batch, ...).
+        """Return a batch of the inner loss, with leaves of shape (batch, ...).
 
         `batch_size` is the number of draws with replacement; None: all samples; left out: the method's `batch_size`.
         """

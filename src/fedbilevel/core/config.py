@@ -44,8 +44,8 @@ StepKind = Literal["x", "local x", "shared", "total", "local", "drift", "short"]
 - "shared": a step on y or v that the server and all clients share.
 - "total": the total of a client's local steps on y.
 - "local": one local step on x, y or v; the server moves along the sum of these steps.
-- "drift": one local step that only determines how far clients drift apart. It is longer if clients' directions agree;
-  on x it is 0.
+- "drift": one local step that only determines how far clients drift apart. It is longer if clients' directions agree.
+  On x its size is 0.
 - "short": as "drift", but equal to the server's step times TIED (core/hyperparameters.py).
 """
 T = TypeVar("T", bound=type)
@@ -84,7 +84,7 @@ def positional(function: Callable[..., Any]) -> int | None:
 
 
 def static(*, default: Any = dataclasses.MISSING) -> Any:
-    """Make a field that shapes the compiled program: a count, a flag or a choice. Without a default it is required.
+    """Make a field that the compiled program fixes: a count, a flag or a choice. Without a default it is required.
 
     If the default is a flag or an optimizer, only values of this kind are allowed.
     """
@@ -107,9 +107,9 @@ def positive_integer(
 
     Args:
         default: the default.
-        optional: whether it may be None.
+        optional: whether the value may be None.
         own: whether clients may have own values (`Clients.own`), which phases then find in the field.
-        scheduled: whether it may be a function of the round.
+        scheduled: whether the value may be a function of the round.
     """
 
     def prepare(name: str, value: Any) -> Any:
@@ -133,11 +133,11 @@ def step_sizes(
     """Make a field for the step sizes of x, y and v. A single number or schedule is used for all three.
 
     Args:
-        default: the default; without one the field is required.
+        default: the default; without a default the field is required.
         own: whether clients may have own values (`Clients.own`), which phases then find in the field.
-        adaptive: the use of the steps. A step may then be None, and `AdaptiveSteps` chooses it.
-        tied: the name of another field with step sizes. A step may then be None, which means a twentieth of the step in
-            that field for the same variable. Such a step only determines how far clients drift apart.
+        adaptive: the use of the step sizes. A step size may then be None, and `AdaptiveSteps` chooses it.
+        tied: the name of another field with step sizes. A step size may then be None, which means a twentieth of the
+            step size in that field for the same variable. Such a step size only determines how far clients drift apart.
     """
     prepare = functools.partial(_prepare_step_sizes, bool(adaptive or tied))
     metadata = {"prepare": prepare, "own": own, "adaptive": adaptive, "tied": tied}
@@ -159,13 +159,13 @@ def positive(
 
     Args:
         default: the default.
-        optional: whether it may be None.
+        optional: whether the value may be None.
         own: whether clients may have own values (`Clients.own`), which phases then find in the field.
-        several: whether it may be a list of numbers and schedules, stored as a tuple.
-        by_k: whether it may be a function of the round and the inner round.
-        adaptive: the use of the step. It may then be None, and `AdaptiveSteps` chooses it.
-        tied: the name of another field with a step size. The step may then be None, which means a twentieth of the step
-            in that field.
+        several: whether the value may be a list of numbers and schedules, which is stored as a tuple.
+        by_k: whether the value may be a function of the round and the inner round.
+        adaptive: the use of the step size. The step size may then be None, and `AdaptiveSteps` chooses it.
+        tied: the name of another field with a step size. The step size may then be None, which means a twentieth of the
+            step size in that field.
     """
     optional = bool(optional or adaptive or tied)
 
@@ -350,7 +350,7 @@ def _entries(docstring: str) -> dict[str, str]:
 def _with_fields(written: str, cls: type, fields: list[str]) -> str:
     """Return a class's docstring, `written`, with the entries of inherited fields added to its section "Args:".
 
-    The entry of a field is that of the nearest class that has one.
+    The entry of a field comes from the nearest base class whose docstring has an entry for it.
     """
     explained: dict[str, str] = {}
     for base in reversed(cls.__mro__[1:]):

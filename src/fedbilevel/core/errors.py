@@ -53,7 +53,7 @@ class ConfigurationError(FedbilevelError, ValueError):
         path: the dotted path of the field, or the kind of an unknown name; "" if the error has only a text.
         got: the value, or the unknown name.
         allowed: the allowed values in words, or the valid names.
-        near: the valid name nearest to `got`; "" if none is near.
+        near: the valid name that is most similar to `got`; "" if none is similar.
         message: a text to show in place of the message that is made from `path`, `got` and `allowed`; "" to show that
             message.
     """
@@ -102,10 +102,10 @@ class NumericalError(FedbilevelError, ArithmeticError):
     """Report numbers from which a run cannot continue; the message names the round and the problem.
 
     Attributes:
-        costs: the costs of rounds that the run's ledger does not have, the failed round included; None if the engine
-            does not know them.
-        ledger: the `Ledger` of all that the run has cost; None if it is not known. It has the failed round, too, unless
-            the engine does not know its costs, as over Flower.
+        costs: the costs of the rounds that are not in the run's ledger, the failed round included; None if the engine
+            does not know these costs.
+        ledger: the `Ledger` of everything that the run has cost; None if it is not known. It includes the failed round,
+            unless the engine does not know the costs of this round, as over Flower.
     """
 
     costs: Any = None
@@ -118,7 +118,7 @@ class NonFiniteError(NumericalError):
     carry: object = None  # the carry before the round, if the engine still has it; `solve` saves it
     result: Any = None
     """The result of the run before that round, with finite x and y; None if it is not known any more."""
-    of_iterate: bool = False  # whether a round, and not only a metric of a row, is not finite; `solve` adds remedies
+    of_iterate: bool = False  # whether the round itself is not finite, and not only a metric; `solve` adds remedies
 
 
 class NumericalWarning(UserWarning):
@@ -156,7 +156,7 @@ class ExchangeError(FedbilevelError):
 
 
 class FloorError(FedbilevelError):
-    """Report that a client refuses to draw fewer samples than its rule allows; the message names the rule, no data."""
+    """Report that a client refuses to draw fewer samples than its rule allows; the message has the rule and no data."""
 
 
 class CheckError(FedbilevelError, AssertionError):
@@ -172,7 +172,7 @@ class InUse(CheckpointError):
 
 
 def unknown(kind: str, name: object, allowed: Iterable[str]) -> ConfigurationError:
-    """Return the error for an unknown name, with the nearest valid name and all valid names.
+    """Return the error for an unknown name, with the most similar valid name and all valid names.
 
     Args:
         kind: the kind of the name, such as "layout", for the message.
@@ -184,7 +184,7 @@ def unknown(kind: str, name: object, allowed: Iterable[str]) -> ConfigurationErr
 
 
 def explain_misspelt(cls: T, kind: str = "argument") -> T:
-    """Make a class, and its subclasses, suggest the nearest name for a wrong argument, as `explain_call` does."""
+    """Make a class and its subclasses suggest the most similar name for a wrong argument, as `explain_call` does."""
     original: Any = cls.__init__  # type: ignore[misc]
     signature = inspect.signature(original)
 
@@ -198,7 +198,7 @@ def explain_misspelt(cls: T, kind: str = "argument") -> T:
 
 
 def explain_call(function: F) -> F:
-    """Make a function suggest the nearest name for a misspelt keyword, and name missing arguments.
+    """Make a function suggest the most similar name for a misspelt keyword, and name missing arguments.
 
     Its calls then raise ConfigurationError where Python raises TypeError.
     """
@@ -222,14 +222,14 @@ def _require_bound(name: str, kind: str, signature: inspect.Signature, given: An
 
 
 def refuse_together(wrong: Iterable[ConfigurationError]) -> None:
-    """Raise one error for all errors in `wrong`, with a line for each different mistake; return if there is none."""
+    """Raise one error for all errors in `wrong`, with a line for each different mistake; do nothing without errors."""
     each = list({str(mistake): mistake for error in wrong for mistake in error.wrong}.values())
     if each:
         raise each[0] if len(each) == 1 else ConfigurationError(wrong=each)
 
 
 def diverged(where: str, what: str) -> NonFiniteError:
-    """Return the error for a quantity that is no longer finite in the course of a run.
+    """Return the error for a quantity that has become NaN or infinite during a run.
 
     `where` begins the message, such as "round 3: ", and `what` names the quantity.
     """

@@ -34,9 +34,10 @@ class Facts:
 
     Args:
         paper: the first author, year and number of the paper: "Yang et al. 2023, arXiv:2305.19442".
-        good_for: the problems for which to try the method first, and those for which not.
+        good_for: the problems for which to try the method first, and the problems for which to choose another.
         exchanges: the number of exchanges between server and clients in a round.
-        up: the vectors that a client sends in a round, of the shapes of x and of y.
+        up: the number of vectors that a client sends in a round: how many have the shape of x ("1 like x") and how many
+            have the shape of y ("2 like y").
         bias: the error that remains after any number of rounds; "nothing" if there is none.
         cost: the cost of a local step, in gradients and second-order products on a batch.
         needs: the assumptions on the losses besides the kind of problem; "" if there are none.
@@ -75,12 +76,12 @@ class No(NamedTuple):
 
 
 class OwnParts(NamedTuple):
-    """Name the variables in a phase's message and update that are shaped like y, for clients that keep leaves of y.
+    """Name the variables in a phase's message and update that have the shape of y, for clients that keep leaves of y.
 
     Args:
-        takes: the variables in the message that are shaped like y, in their order: "y", "v", or another variable.
-        gives: for each part of the update that is shaped like y, the variable that the client changes along this part,
-            and a function of the method that returns the size of this step: variable ← variable − size·part.
+        takes: the variables in the message that have the shape of y, in their order: "y", "v", or another variable.
+        gives: for each part of the update that has the shape of y: the variable that the client changes along this
+            part, and a function of the method that returns the size of this step: variable ← variable − size·part.
         alone: whether the phase solves a linear system of each client alone, which is only right if no leaf is shared.
         start_at_y: the variables whose own leaves start at the leaves of y0. The own leaves of other variables start at
             0.
@@ -96,14 +97,14 @@ class Allows(NamedTuple):
     """Declare the optional features that a method supports; `No(reason)` for a feature that it does not support.
 
     Args:
-        late: for `Asynchronous`: the names of all phases of a round, whose replies may be those of earlier exchanges.
-            The decorator `phase` must declare their replies, with only the leaves "x", "y" and "number".
+        late: for `Asynchronous`: the names of all phases of a round. Their replies may come from earlier exchanges. The
+            decorator `phase` must declare the replies, with only the leaves "x", "y" and "number".
         submodels: for clients of limited capacity: the default policy by which they hold units; `UnitPolicy()` means
             the units of largest weights. Every phase must declare its message and its reply.
         noise: whether replies may be clipped and noised.
-        local_x: for problems whose clients keep x: the size of the server's step on x along the part of a reply that is
-            shaped like x. Each client makes this step on its own block. Every phase must declare its message and its
-            reply.
+        local_x: for problems whose clients keep x: the size of the server's step on x along the part of a reply that
+            has the shape of x. Each client makes this step on its own block. Every phase must declare its message and
+            its reply.
         project_x: whether x may be projected onto a set at the end of a round.
         own_y: for problems with leaves of y that are each client's own (`Bilevel.own`): an `OwnParts` for each phase
             for which a round asks, by the name of the phase. Every phase must declare its message and its reply.
@@ -123,7 +124,7 @@ class Asks(NamedTuple):
     Args:
         first: the number of replies for which an asynchronous exchange waits (`Fed.sum_first`); None: exchanges wait
             for all replies.
-        everyone: whether all clients must take part in every round; in asynchronous methods they always must.
+        everyone: whether all clients must take part in every round. In asynchronous methods all clients always must.
         fresh_cohorts: the largest number of fresh cohorts in a round; `fresh` in `Fed.mean` must be less than this.
     """
 

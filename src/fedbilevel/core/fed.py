@@ -56,11 +56,11 @@ class Total(NamedTuple):
         update: Σ p_i u_i, where p_i is the weight of client i and u_i its update.
         weight: Σ p_i, the sum of the weights of the clients that replied.
         responders: P, the number of clients that replied.
-        population: M, the number of all clients. If some clients are never available, it is M'/Σ p_i instead, where M'
-            is the number of the available clients, and the sum is over these clients.
+        population: M, the number of all clients. If some clients are never available, this is M'/Σ p_i instead, where
+            M' is the number of the available clients, and the sum is over these clients.
         held: for submodels, Σ p_i over the clients that hold an entry, for each entry of the update.
-        rows: if every reply was asked for, the updates with leaves (P, ...) and the weights (P,), which are 0 for rows
-            that only pad the cohort.
+        rows: None, unless every reply was asked for. Then the updates, with leaves of shape (P, ...), and the weights,
+            of shape (P,), which are 0 for rows that only pad the cohort.
     """
 
     update: PyTree
@@ -134,7 +134,7 @@ class Fed(Protocol):
 
     @property
     def repetition(self) -> int | Array:
-        """Return the number of the present repetition of the innermost `repeat`; outside of `repeat` 0."""
+        """Return the number of the present repetition in the innermost `repeat`, from 0 on; outside of `repeat`, 0."""
         ...
 
     def mean(
@@ -155,7 +155,7 @@ class Fed(Protocol):
     def sum(
         self, phase: Phase, message: PyTree, key: Array, *, fresh: int | Array | None = None, each: bool = False
     ) -> Total:
-        """Make an exchange as `mean` does, and return the `Total`; with `each` it also contains every single update.
+        """Make an exchange as `mean` does, and return the `Total`. With `each` the total also has every single update.
 
         Layers use it; methods use `mean`.
         """
@@ -166,19 +166,20 @@ class Fed(Protocol):
     ) -> PyTree:
         """Make an exchange that ends with the first n replies, and return Σ p_i u_i, the weighted sum of their updates.
 
-        Idle clients get this message. Busy clients finish their work on an earlier message, and their reply to that
-        message counts. A client works on one message at a time, and has at most one reply in an exchange. A client that
-        has replied gets its next message when the next exchange begins. If n = M in every exchange, and no client is
-        lost, the result is that of `mean`.
+        Idle clients get this message. Busy clients first finish their work on an earlier message, and their reply to
+        the earlier message is one of the n replies. A client works on one message at a time, and has at most one reply
+        in an exchange. A client that has replied gets its next message when the next exchange begins. If n = M in every
+        exchange, and no client is lost, the result is that of `mean`.
 
         A client that is busy with another phase gets this message as soon as it has finished. Its reply to the other
-        phase counts in the next `sum_first` of that phase, which then waits for fewer replies.
+        phase is one of the replies to the next `sum_first` of that other phase, which then waits for fewer replies.
 
         With `max_staleness` = s, the exchange also waits for every client that was asked s or more exchanges of this
         phase ago, so that no reply is older. It also waits for every client that was away, or busy with other phases,
-        for more than s exchanges of this phase. Replies that arrive in that time count, too.
+        for more than s exchanges of this phase. All replies that arrive in that time are in the sum, even if there are
+        more than n.
 
-        Only algorithms that declare it in `asks` may call this method. In such algorithms there are no
+        Only algorithms that declare `first` in their `asks` may call this method. In such algorithms there are no
         cohorts: all clients take part.
         """
         ...

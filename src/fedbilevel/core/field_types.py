@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     Constant = float | np.number[Any] | Array
     Function = Callable[..., Any]
-    """A schedule, which takes the round, or the round and the inner round."""
+    """A schedule: a function of the round, or of the round and the inner round."""
 
     Number = Converted[float, Constant | Function]
     Step = Converted[float, Constant | Function | None]
@@ -41,16 +41,16 @@ if TYPE_CHECKING:
     Count = Converted[int, int | Function]
 else:
     Number = float
-    """A number, or a schedule of it."""
+    """A number, or a schedule of numbers."""
 
     Step = float
-    """A step size, or a schedule of it; None where it adapts."""
+    """A step size, or a schedule of step sizes; None if the step size adapts."""
 
     StepByRound = float | tuple[float, ...]
-    """A step size, or one for each inner round, which may also be a function of the round and the inner round."""
+    """A step size; several, one for each inner round; or a function of the round and the inner round."""
 
     StepSizes = XYV
     """The step sizes of x, y and v; a single number or schedule is used for all three."""
 
     Count = int
-    """A positive integer, or a function of the round that returns one."""
+    """A positive integer, or a function of the round that returns a positive integer."""

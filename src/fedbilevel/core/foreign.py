@@ -44,7 +44,7 @@ def _columns_read(dataset: Any) -> PyTree:
 
 
 def _items(dataset: Any) -> PyTree:
-    """Return all items of a dataset of PyTorch, each read once and stacked; tensors of a TensorDataset as a whole."""
+    """Return all items of a dataset of PyTorch, each read once, stacked; a TensorDataset gives its tensors."""
     torch = sys.modules["torch.utils.data"]
     if type(dataset) is torch.TensorDataset:
         return dataset[:]
@@ -95,7 +95,7 @@ def kind_of(data: object) -> Kind | None:
 def tree_of(field: str, data: Any, whose: str = "") -> tuple[PyTree, str]:
     """Return a client's table or dataset as a pytree of arrays, and the call that encodes one of its columns.
 
-    Any other value is returned as it is, with "". `whose` names the client in messages.
+    Any other value is returned as it is, together with "". `whose` names the client in messages.
 
     Raises:
         ConfigurationError: a dataset has no length, samples differ in shape, or a pytree contains tables.

@@ -25,14 +25,14 @@ TIED = 0.05
 """The ratio of a client's step size to the server's, if the client's is None and therefore tied to the server's."""
 
 Keys = tuple[str | int, ...]
-"""The names of nested fields from outside to inside; for a field with several values, then x, y, v or an index."""
+"""The names of nested fields, the outermost first; then x, y, v or an index if a field has several values."""
 
 
 class FieldEntry(NamedTuple):
     """Describe a value in a field of a configuration or of one of its parts."""
 
     keys: Keys
-    holders: tuple[Any, ...]  # the configuration, its part, …, and last the part that has the field
+    holders: tuple[Any, ...]  # the configuration, then its part, and so on; the last one has the field
     field: dataclasses.Field[Any]
     value: Any
 
@@ -54,18 +54,18 @@ class FieldEntry(NamedTuple):
 
     @property
     def tied_to(self) -> Any:
-        """Return the server's step that this step is tied to, or None."""
+        """Return the server's step size to which this step size is tied, or None."""
         name = self.field.metadata.get("tied")
         step = getattr(self.holders[-1], name) if name else None
         return getattr(step, self.of) if self.of and step is not None else step
 
 
 class OpenStep(NamedTuple):
-    """Describe a step that is None and adapts."""
+    """Describe a step size that is None, so that it adapts."""
 
     part: Any  # the method or the part that has the field
     kind: str  # a StepKind, or "alone" if each client solves its own system
-    of: str  # "x", "y" or "v"
+    of: str  # the variable that the step changes: "x", "y" or "v"
 
 
 def entries(
@@ -90,7 +90,7 @@ def entries(
 
 
 def _values(field: dataclasses.Field[Any], value: Any) -> Iterator[tuple[Keys, Any]]:
-    """Yield the values of a field with their keys; a static field counts as one value."""
+    """Yield the values of a field with their keys; a static field is yielded as one value."""
     if isinstance(value, XYV):
         yield from (((name,), size) for name, size in value._asdict().items())
     elif type(value) is tuple and not field.metadata.get("static"):
@@ -125,8 +125,8 @@ def replaced(node: Any, keys: Sequence[str | int], value: Any) -> Any:
 def at(configuration: Any, round: Array | int) -> Any:
     """Return the configuration with every schedule replaced by its value in a round, where 0 is the first round.
 
-    A schedule that also depends on the inner round becomes a schedule of the inner round alone. Values of schedules are
-    not checked, since a step size may begin or end at 0.
+    A schedule that also depends on the inner round becomes a schedule that depends only on the inner round. Values of
+    schedules are not checked, since a step size may begin or end at 0.
     """
     for entry in entries(configuration):
         if isinstance(entry.value, Schedule):
@@ -135,7 +135,7 @@ def at(configuration: Any, round: Array | int) -> Any:
 
 
 def halved(configuration: Any) -> Any:
-    """Return the configuration with all step sizes halved, also those of its parts."""
+    """Return the configuration with all step sizes halved, including the step sizes of its parts."""
 
     def half(size: Any) -> Any:
         if not isinstance(size, Schedule):
@@ -149,9 +149,9 @@ def halved(configuration: Any) -> Any:
 
 
 def tied(configuration: Any) -> Any:
-    """Return the configuration with a number in place of every step that is None and tied to another step.
+    """Return the configuration with a number in place of every step size that is None and tied to another.
 
-    Steps in the configuration's parts are included.
+    Step sizes in the configuration's parts are included.
     """
     for entry in entries(configuration):
         server = entry.tied_to
@@ -170,14 +170,14 @@ def is_step(name: str) -> bool:
 
 
 def given_steps(configuration: Any, halvings: int = 0) -> list[str]:
-    """Return the paths of the step sizes that the user gave, also in parts; x, y and v share one path.
+    """Return the paths of the step sizes that the user set, including those in parts; x, y and v share one path.
 
-    A step counts as given if it differs from the default of its field. If no step was given and none adapts, the paths
-    of all steps are returned.
+    The user has set a step size if it differs from the default of its field. If the user set none and none adapts, the
+    paths of all step sizes are returned.
 
     Args:
         configuration: a method or a part.
-        halvings: how often its steps were halved since the user gave it.
+        halvings: how often the run has halved the step sizes that the user set.
     """
     steps = list(_steps(configuration))
     given = [step for step in steps if isinstance(step.value, Schedule) or step.value * 2**halvings != step.default]
@@ -191,7 +191,7 @@ def _steps(configuration: Any) -> Iterator[FieldEntry]:
 
 
 def schedules(configuration: Any) -> Iterator[tuple[str, Schedule]]:
-    """Yield the schedules with their paths, also those in parts."""
+    """Yield the schedules with their paths, including those in parts."""
     return ((entry.path, entry.value) for entry in entries(configuration) if isinstance(entry.value, Schedule))
 
 
@@ -216,17 +216,17 @@ def hyperparameters(configuration: Any) -> dict[str, Any]:
 
 
 def local_epochs(configuration: Any) -> dict[str, int]:
-    """Return the fields `local_epochs` that are not None, by path, also those in parts."""
+    """Return the fields `local_epochs` that are not None, by path, including those in parts."""
     fields = {path: value for path, value in _choices(configuration).items() if path.split(".")[-1] == "local_epochs"}
     return {path: epochs for path, epochs in fields.items() if epochs is not None}
 
 
 def _choices(configuration: Any) -> dict[str, Any]:
-    """Return the static fields whose values JSON can hold, by path, also those in parts."""
+    """Return the static fields whose values JSON can hold, by path, including those in parts."""
     values: dict[str, Any] = {}
     for entry in entries(configuration):
         value = entry.value
-        several = isinstance(value, tuple) and all(map(is_count, value))  # an optimizer of Optax is a tuple as well
+        several = isinstance(value, tuple) and all(map(is_count, value))  # an optimizer of Optax is a tuple too
         if entry.field.metadata.get("static") and (several or isinstance(value, int | float | str | None)):
             values[entry.path] = list(value) if several else value
     return values

@@ -87,7 +87,7 @@ def explained(what: str, **arguments: PyTree) -> Iterator[None]:
 
 
 def _advice(error: Exception, arguments: dict[str, PyTree]) -> str:
-    """Return the remedy if PyTorch was called, or if a dict, list or tuple was used as an array; "" otherwise."""
+    """Return a remedy if PyTorch was called, or if a dict, list or tuple was used as an array; "" otherwise."""
     message = str(error)
     if _calls_torch(error):
         how = "fedbilevel.torch.from_torch(module, example) turns a module into a function that can"
@@ -145,7 +145,7 @@ def require_start(name: str, given: PyTree, variable: PyTree) -> None:
 
     Args:
         name: "x0" or "y0", for messages.
-        given: the starting point as the user gave it.
+        given: the starting point in the form in which the user gave it.
         variable: the floating arrays of `given`, which the run optimises.
 
     Raises:
@@ -276,7 +276,7 @@ def _shapes_by_key(entry: PyTree) -> dict[str, tuple[int, ...]]:
 
 
 def _odd_one(values: Sequence[Hashable]) -> tuple[int, int] | None:
-    """Return two indices: the first with an unusual value, and the first with the most frequent; None if all agree."""
+    """Return the first index with an unusual value and the first with the most frequent value; None if all agree."""
     (usual, count), *_ = Counter(values).most_common(1)
     if count == len(values):
         return None

@@ -18,7 +18,7 @@ received: list[int] = []
 
 @contextmanager
 def held() -> Iterator[list[int]]:
-    """Hold back the first signal in the block, so that a run can be saved; yield a list that gets the signal's number.
+    """Hold back the first signal in the block, so that a run can be saved. Yield a list that gets the signal's number.
 
     A second signal acts at once. Signals that this process ignores stay ignored.
     """
@@ -33,7 +33,7 @@ def held() -> Iterator[list[int]]:
 
 
 def end(came: list[int], words: str) -> NoReturn:
-    """End the run after signals that were held back, as the first of them would have ended it at once.
+    """End the run after signals that were held back, in the way in which the first of them would have ended it.
 
     SIGTERM is passed to its handler; without a handler, the exit status is 143.
 
@@ -55,7 +55,7 @@ def end(came: list[int], words: str) -> NoReturn:
 
 @contextmanager
 def raised() -> Iterator[None]:
-    """Raise KeyboardInterrupt for each signal in the block, also for SIGTERM."""
+    """Raise KeyboardInterrupt for each signal in the block, for SIGINT and for SIGTERM."""
     received.clear()
 
     def note(number: int, frame: Any) -> None:
@@ -87,7 +87,7 @@ def unmixed() -> Iterator[None]:
 
 
 def exit_code() -> int:
-    """Return the exit code that shells give for a process that a signal ended: 128 plus the number of the signal."""
+    """Return the exit code that a shell reports for a process ended by a signal: 128 plus the signal's number."""
     return 128 + (received or [signal.SIGINT])[0]
 
 

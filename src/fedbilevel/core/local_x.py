@@ -1,8 +1,9 @@
 """Let clients keep the outer variable x, if it has a block for each client.
 
-The leaves of x are (M, ...), with a block for each of M clients. A client's losses read only the client's own block,
-and get it as (1, ...). The gradient of Σ p_i f_i in block i is p_i times the gradient of client i. So the client can
-make the server's step on block i by itself, and no message needs to contain x or a gradient in x.
+The leaves of x have the shape (M, ...), with a block for each of M clients. A client's losses read only the client's
+own block, and get it with leaves of shape (1, ...). The gradient of Σ p_i f_i in block i is p_i times the gradient of
+client i. So the client can make the server's step on block i by itself, and no message needs to contain x or a gradient
+in x.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 class LocalX(NamedTuple):
     """Hold the block of x that a client keeps."""
 
-    x: PyTree  # its block, leaves (1, ...)
+    x: PyTree  # the block, with leaves of shape (1, ...)
 
 
 def server_x(problem: Problem, x: PyTree) -> PyTree:
@@ -33,12 +34,12 @@ def server_x(problem: Problem, x: PyTree) -> PyTree:
 
 
 def local_block(x: PyTree) -> PyTree:
-    """Return the block with which every client starts, leaves (1, ...)."""
+    """Return the block with which every client starts, with leaves of shape (1, ...)."""
     return jax.tree.map(lambda leaf: leaf[:1], x)
 
 
 def gather_x(clients: PyTree) -> PyTree:
-    """Return x, leaves (M, ...), from the blocks in the clients' states."""
+    """Return x, with leaves of shape (M, ...), from the blocks in the clients' states."""
     nodes = jax.tree.leaves(clients, is_leaf=lambda node: isinstance(node, LocalX))
     (blocks,) = (node.x for node in nodes if isinstance(node, LocalX))
     return jax.tree.map(lambda leaf: leaf[:, 0], blocks)

@@ -16,10 +16,10 @@ MetricFunction = Callable[[PyTree, PyTree], Any]
 @explain_misspelt
 @dataclass(frozen=True)
 class Metric:
-    """Hold the function of a metric, and say whether a larger value is better; a call evaluates the function.
+    """Hold the function of a metric, and whether a larger value is better. A call evaluates the function.
 
-    A plain function needs no `Metric` if a smaller value is better, as for losses and errors. A metric with None does
-    not judge a run: it selects no best row, and its growth is no sign of divergence.
+    A plain function needs no `Metric` if a smaller value is better, as for losses and errors. A metric with
+    larger_is_better=None does not judge a run: it selects no best row, and its growth is no sign of divergence.
 
     Args:
         function: a function from (x, y) to one number; for a per-client metric, from (x, y, batch) to one number.
@@ -46,9 +46,9 @@ def require_direction(field: str, got: object, optional: bool = False) -> None:
 
 
 def directions(metrics: Mapping[str, Any]) -> dict[str, bool]:
-    """Return for each metric whether a larger value is better. For a plain function, a smaller value is better.
+    """Return, for each metric, whether a larger value is better. For a plain function, a smaller value is better.
 
-    Metrics with None are left out.
+    Metrics with larger_is_better=None are left out.
 
     Raises:
         ConfigurationError: the name of a plain function contains "accuracy", so that a larger value may be better.
@@ -67,12 +67,12 @@ def directions(metrics: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def larger_is_better(name: str, declared: bool | None = None) -> bool:
-    """Return whether a larger value of a metric is better. If `declared` is None, this holds for accuracies only."""
+    """Return whether a larger value of a metric is better. If `declared` is None, this is true only for accuracies."""
     return in_percent(name) if declared is None else declared
 
 
 def in_percent(metric: str) -> bool:
-    """Return whether a metric is written in percent: its name is accuracy or ends in _accuracy, before any dot."""
+    """Return whether a metric is written in percent: the part of its name before a dot is or ends in "accuracy"."""
     return re.search(r"(^|_)accuracy($|\.)", metric) is not None
 
 

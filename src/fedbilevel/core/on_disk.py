@@ -24,8 +24,8 @@ import numpy as np
 from fedbilevel.core.errors import CheckpointError
 from fedbilevel.core.tree import PyTree, is_table
 
-BLOCK = 2**22  # bytes that are read or written at once
-FEW = 16  # scattered rows that are read or written at once: each of them may map a megabyte of pages around it
+BLOCK = 2**22  # the number of bytes that are read or written at once
+FEW = 16  # the number of scattered rows that are read or written at once: each row may map a megabyte of pages
 
 
 def table(shape: tuple[int, ...], dtype: Any, pieces: Iterable[bytes]) -> np.memmap:
@@ -62,7 +62,7 @@ def on_disk(tree: PyTree) -> PyTree:
 
 
 def repeated(tree: PyTree, rows: int) -> PyTree:
-    """Return a table (rows, ...) for each leaf of a tree; every row of the table is a copy of the leaf."""
+    """Return a table of shape (rows, ...) for each leaf of a tree; every row of the table is a copy of the leaf."""
     return jax.tree.map(lambda leaf: _table_like(np.broadcast_to(leaf, (rows, *np.shape(leaf)))), tree)
 
 
@@ -89,7 +89,7 @@ def read(tables: PyTree, rows: np.ndarray) -> PyTree:
 
 
 def write(tables: PyTree, rows: np.ndarray, values: PyTree) -> None:
-    """Replace these rows of all tables by `values`, leaves (rows, ...), in place."""
+    """Replace these rows of all tables in place by `values`, whose leaves have the shape (rows, ...)."""
 
     def put(leaf: np.memmap, new: Any) -> None:
         new = np.asarray(new)
@@ -108,7 +108,7 @@ def let_go(tree: PyTree) -> None:
 
 @contextmanager
 def _with_remedy(folder: Path, size: int) -> Iterator[None]:
-    """Turn an OSError of the block into a CheckpointError that says what a table of `size` bytes needs."""
+    """Turn an OSError in the block into a CheckpointError that says what a table of `size` bytes needs."""
     try:
         yield
     except OSError as error:

@@ -1,6 +1,6 @@
 """Read and evaluate clients' own numbers: numbers of a method, such as local steps and step sizes, that can differ.
 
-They can differ between clients, between rounds, or both. Each of them can be given in one of these forms:
+These numbers can differ between clients, between rounds, or both. Each number can be given in one of these forms:
 
     a number                              the same for every client and round
     (M,) numbers                          one for each client
@@ -40,7 +40,7 @@ OwnNumbers = Mapping[str, int | float]
 """A client's own numbers in a round, by the path of the method's field."""
 LARGEST = 2.0**31
 PROBES = 10**6
-"""The largest number of values of a function that are checked before a run: of all rounds, or of some of them."""
+"""The largest number of a function's values that are checked before a run; if there are more, not all are checked."""
 FORMS = "a number, one for each client, one for each round and client, (low, high), or a function"
 RULES = "a function (round, client, key) or (round, client, key, k) that returns a number"
 AXES = "", ", one for each client", ", one for each round and client", ", one for each round, inner round and client"
@@ -49,7 +49,7 @@ AXES = "", ", one for each client", ", one for each round and client", ", one fo
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Given:
-    """Hold numbers that the user has listed: of shape (), (M,), (T, M) or (T, K, M)."""
+    """Hold numbers that the user has listed, as an array of shape (), (M,), (T, M) or (T, K, M)."""
 
     values: Any
 
@@ -81,7 +81,7 @@ class Given:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Drawn:
-    """Draw a number uniformly for each client and round, between two bounds that are included."""
+    """Draw a number uniformly for each client and round, from one bound to the other, both included."""
 
     low: Any
     high: Any
@@ -117,7 +117,7 @@ class Computed:
 
     @property
     def by_k(self) -> bool:
-        """Tell whether the function takes the inner round, as a fourth argument without a default."""
+        """Return whether the function takes the inner round, as a fourth argument without a default."""
         return positional(self.function) == 4
 
     def __str__(self) -> str:
@@ -197,8 +197,8 @@ def check_rule(
 def check_inner_rounds(path: str, name: str, values: Values, method: Any, rounds: int) -> None:
     """Refuse numbers for each inner round that do not fit the method.
 
-    They do not fit if inner rounds do not use their field, or if they are an array for another number of inner rounds
-    than the method makes.
+    The numbers do not fit if inner rounds do not use their field, or if the numbers are an array for another number of
+    inner rounds than the method makes.
     """
     whose = method.label
     got = f"of shape {np.shape(values.values)}" if isinstance(values, Given) else str(values)
@@ -231,13 +231,13 @@ def changing(own: Mapping[str, Values]) -> dict[str, Values]:
 def numbers_of(
     own: Mapping[str, Values], key: Array, round: Array | int, ids: Array, k: Array | int = 0
 ) -> dict[str, Array]:
-    """Return the own numbers of some clients in a round, by name, each of shape (P,) for P clients.
+    """Return the own numbers of P clients in a round, by name, each as an array of shape (P,).
 
     Args:
         own: the own numbers of all clients, by name.
         key: the random key of this round for own numbers.
         round: the round.
-        ids: (P,) the numbers of the clients.
+        ids: the numbers of the P clients, as an array of shape (P,).
         k: the inner round.
     """
 
@@ -262,7 +262,7 @@ def positive_number(path: str, number: Any) -> None:
 
 
 def in_python(name: str) -> str:
-    """Return the name of an own number in messages, as it is written in Python."""
+    """Return the name that messages give to a client's own number: the name by which it is set in Python."""
     return f"Clients.own[{name!r}]"
 
 
@@ -296,7 +296,7 @@ def check_own(
 
 
 def refuse_local_steps(name: str, own: Mapping[str, Values], instead: str) -> None:
-    """Refuse clients' own numbers of local steps for a method without local steps; `instead` says what it has."""
+    """Refuse clients' own numbers of local steps for a method without local steps; `instead` says what it does."""
     steps = own.get(LOCAL_STEPS)
     require(steps is None, "Clients.local_steps", str(steps), f"left out: {name} makes none; {instead}")
 

@@ -36,7 +36,7 @@ IsOwn = Callable[[str], bool]
 class OwnY(NamedTuple):
     """Hold the leaves of y, and of v, that a client keeps for itself."""
 
-    leaves: dict[str, PyTree]  # for each variable, "y" first: a tree like y, with None in place of shared leaves
+    leaves: dict[str, PyTree]  # for each variable, "y" first: its tree, with None in place of shared leaves
 
 
 def path_of(path: tuple[jax.tree_util.KeyEntry, ...]) -> str:
@@ -45,7 +45,7 @@ def path_of(path: tuple[jax.tree_util.KeyEntry, ...]) -> str:
 
 
 def parted_y(own: IsOwn | None, y: PyTree) -> tuple[PyTree, PyTree]:
-    """Divide y into (shared leaves, own leaves); each tree has None where the other one has a leaf."""
+    """Divide y into (shared leaves, own leaves): each of these trees has None where the other tree has a leaf."""
     if own is None:
         return y, jax.tree.map(lambda _: None, y)
     leaves, structure = jax.tree_util.tree_flatten_with_path(y)
@@ -79,13 +79,13 @@ def own_paths(own: IsOwn | None, y: PyTree) -> tuple[str, ...]:
 
 
 def own_leaves(clients: PyTree) -> PyTree:
-    """Return the own leaves of y, (M, ...), in the clients' states; None if no leaf is own."""
+    """Return the own leaves of y from the clients' states, with a leading axis of M clients; None if no leaf is own."""
     nodes = jax.tree.leaves(clients, is_leaf=lambda node: isinstance(node, OwnY))
     return next((node.leaves["y"] for node in nodes if isinstance(node, OwnY)), None)
 
 
 def gathered(y: PyTree, clients: PyTree) -> PyTree:
-    """Return y with copies of every client's own leaves, (M, ...); y itself if no leaf is own.
+    """Return y with copies of all clients' own leaves, which have a leading axis of M; y itself if no leaf is own.
 
     Tables on disk are not copied: they change with the rounds that follow.
     """

@@ -40,7 +40,7 @@ class PrivacyAccount:
     message at a time: an account that overwrites a newer one would forget replies.
 
     Args:
-        releases: the number of replies, at least 1, by noise multiplier z.
+        releases: a mapping from a noise multiplier z to the number of replies that were sent with it, at least 1.
     """
 
     releases: Mapping[float, int] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class PrivacyAccount:
         return PrivacyAccount({**self.releases, z: self.releases.get(z, 0) + replies})
 
     def epsilon(self, delta: float) -> float:
-        """Return ε of all replies together at `delta`, by the RDP accountant of dp-accounting; 0.0 without replies.
+        """Return ε of all replies together at `delta`, by the RDP accountant of dp-accounting; 0.0 without any reply.
 
         A reply is a Gaussian mechanism with noise zC and sensitivity 2C (see `Privacy`), so that its noise multiplier
         is z/2. The result is an upper bound. The exact ε solves δ = Φ(−ε/μ + μ/2) − e^ε·Φ(−ε/μ − μ/2), where μ² is the
@@ -89,10 +89,10 @@ class PrivacyAccount:
 
     @classmethod
     def from_json(cls, text: str) -> PrivacyAccount:
-        """Return the account in a text that `to_json` wrote.
+        """Return the account from a text that `to_json` wrote.
 
         Raises:
-            ConfigurationError: the text is not a stored account. It is never taken for an empty account.
+            ConfigurationError: the text is not a stored account. Such a text is never read as an empty account.
         """
         try:
             return cls({float(noise_multiplier): count for noise_multiplier, count in parse_json(text).items()})
@@ -112,7 +112,7 @@ def check_noise(where: str, algorithm: Algorithm) -> None:
 
 
 def positive_below(below: float, **default: Any) -> Any:
-    """Make a field for a positive number below a bound, or for None if that is the default.
+    """Make a field for a positive number below a bound; None is also allowed if it is the default.
 
     The field may be passed by position.
     """
@@ -149,7 +149,7 @@ class Privacy:
     Args:
         clip: C > 0, the bound on the L2 norm of a reply.
         noise_multiplier: z > 0; every entry of a reply gets noise of standard deviation zC.
-        delta: δ in (0, 1), for which ε is stated.
+        delta: δ, strictly between 0 and 1: the probability in the guarantee (ε, δ) for which ε is computed.
         budget: the largest ε of the account, above 0. A client does not send a reply that would exceed it. None: no
             limit.
     """
@@ -184,7 +184,7 @@ class Privacy:
         return after
 
     def noised(self, update: PyTree, normal: Callable[[Any], Any], xp: Any) -> PyTree:
-        """Return an update after clipping and noise, with the same structure, shapes and dtypes.
+        """Return an update after clipping and noise; structure, shapes and dtypes stay the same.
 
         Parts marked `Public` do not change, and parts marked `Withheld` become zeros (see core/fed.py). All other parts
         form the vector that is clipped and noised.
@@ -192,8 +192,8 @@ class Privacy:
         Args:
             update: a pytree of floating arrays; its public parts may have other types.
             normal: a function that gets the clipped vector and draws a standard normal number for each of its entries.
-            xp: `numpy`, which computes in float64, or `jax.numpy`, which computes in float64 only with x64. Each array
-                is then rounded to its own dtype.
+            xp: `numpy`, which computes in float64, or `jax.numpy`, which computes in float64 only if `jax_enable_x64`
+                is on. Each array is then rounded to its own dtype.
 
         Raises:
             ConfigurationError: a leaf is not floating, since noise cannot hide an integer.

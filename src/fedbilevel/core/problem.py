@@ -28,8 +28,8 @@ Loss = Callable[[PyTree, PyTree, PyTree], Array]
 """(x, y, batch) -> scalar: the mean over the batch, whose arrays have a leading axis of samples.
 
 A loss that draws random numbers (dropout, augmentation, noise) declares a fourth argument, (x, y, batch, key). It is
-called with one sample at a time, arrays (1, ...), and with a key that depends on the client, the round, the step and
-the sample. All derivatives on a batch use the same keys."""
+called with one sample at a time, as arrays of shape (1, ...), and with a key that depends on the client, the round, the
+step and the sample. All derivatives on a batch use the same keys."""
 
 OF_LOSSES = 0x6C6F7373  # folded into the key that draws a batch's samples, to make another key, for the losses' draws
 F = TypeVar("F", bound=Callable[..., Any])
@@ -85,7 +85,7 @@ class DrawingLoss:
     """Average over a batch a function that draws random numbers.
 
     The function has the arguments (*point, sample, key), and this object has the arguments (*point, batch). Each sample
-    has a key of its own. If a batch comes without keys, the keys are the same in every call.
+    has a key of its own. If a batch has no keys, the same keys are used in every call.
     """
 
     def __init__(self, function: Callable[..., PyTree]) -> None:
@@ -99,7 +99,7 @@ class DrawingLoss:
 
 
 def read_loss(field: str, function: Any, arguments: str) -> Any:
-    """Check a function of these arguments; return it as a `DrawingLoss` if it declares a `key` after them."""
+    """Check that a function takes these arguments; return it, as a `DrawingLoss` if it also takes a `key`."""
     if declares_key(function, arguments):
         return DrawingLoss(function)
     require_function(field, function, arguments, f", or ({arguments}, key) if it draws random numbers")
@@ -115,7 +115,7 @@ class Problem(Shown):
             "identity": v is ∇y F, since ∇²yy G is the identity. "none": v is not needed, since ∇y F is 0.
         inner_is_mean: whether the inner loss is the mean of its values on single samples. If it is not, it accepts
             padded batches itself.
-        own_losses: the names of the losses that the user has given. The other loss is derived from these, or is 0.
+        own_losses: the names of the losses that the user has written. The other loss is derived from these, or is 0.
     """
 
     outer: Loss
@@ -176,19 +176,22 @@ class Problem(Shown):
         vars(self).update(project_x=project_x, couples_x=project_x is not None, key=None)
 
     def with_couples_x(self, couples_x: bool) -> Self:
-        """Return a copy with another value of `couples_x`, which is also part of the copy's key."""
+        """Return a copy with this value of `couples_x`, which is also part of the copy's key.
+
+        The value says whether the projection of an entry of x may depend on other entries of x.
+        """
         changed = copy.copy(self)
         vars(changed).update(couples_x=couples_x, key=self.key and (self.key, couples_x))
         return changed
 
     def with_x_in(self, project_x: Project | None) -> Self:
-        """Return a copy of this problem whose x stays in the set onto which `project_x` projects; None: no set."""
+        """Return a copy of this problem whose x stays in the set onto which `project_x` projects; None: in no set."""
         changed = copy.copy(self)
         changed._keep_x_in(project_x)
         return changed
 
     def with_losses(self, change: Callable[[Loss], Loss], inner: Callable[[Loss], Loss] | None = None) -> Self:
-        """Return a copy of this problem with both losses changed by `change`; the inner loss by `inner`, if given."""
+        """Return a copy of this problem with losses changed by `change`; if given, `inner` changes the inner loss."""
         changed = copy.copy(self)
         vars(changed).update(
             outer=change(self.outer), inner=(inner or change)(self.inner), takes_padded=False, key=None
@@ -198,7 +201,8 @@ class Problem(Shown):
     def with_fixed(self, x_fixed: PyTree, y_fixed: PyTree) -> Self:
         """Return a copy of this problem whose losses take only the floating arrays of x and y.
 
-        The losses add all other leaves of x and y, `x_fixed` and `y_fixed`, themselves.
+        Before the user's losses are called, all other leaves of x and y, which are `x_fixed` and `y_fixed`, are put
+        back in their places.
         """
         if not jax.tree.leaves((x_fixed, y_fixed)):
             return self
@@ -210,7 +214,7 @@ class Problem(Shown):
         return made if made.project_x is None else made.with_x_in(_jitted(made.project_x))
 
     def traced(self, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree]) -> dict[str, ClosedJaxpr]:
-        """Check the losses as `check_losses` does, and return the traced programs of all functions, by name.
+        """Check the losses as `check_losses` does, and return the traced programs of the problem's functions, by name.
 
         Losses are traced on two samples, since on a single sample a sum looks like a mean. If a loss cannot be
         evaluated on two samples, both are traced on one.
@@ -228,9 +232,9 @@ class Problem(Shown):
     def keyed(self, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree], programs: Mapping[str, ClosedJaxpr]) -> Self:
         """Return a copy with a key; problems with equal keys share their compiled programs.
 
-        The key depends on what the functions of the problem compute, which `programs` has as `traced` returns it. If a
-        loss contains functions with their own rules for derivatives, the key also depends on the first and second
-        derivatives of this loss.
+        The key depends on what the functions of the problem compute: on their traced programs, which `traced` returns
+        and `programs` contains. If a loss contains functions with their own rules for derivatives, the key also depends
+        on the first and second derivatives of this loss.
         """
         with_rules = [
             program
@@ -282,8 +286,8 @@ class Bilevel(Problem):
     """Minimise F(x, y*(x)) over x, with y*(x) = argmin over y of G(x, y); F and G are weighted means over clients.
 
     A loss may have terms that need no samples, such as penalties. A loss that draws random numbers (dropout,
-    augmentation, noise) is a function (x, y, batch, key). It is called with one sample at a time, arrays (1, ...), and
-    with a key that depends on the client, the round, the step and the sample.
+    augmentation, noise) is a function (x, y, batch, key). It is called with one sample at a time, as
+    arrays of shape (1, ...), and with a key that depends on the client, the round, the step and the sample.
 
     Args:
         outer: f(x, y, batch) -> scalar, the validation loss, a mean over the samples of the batch.
@@ -291,15 +295,16 @@ class Bilevel(Problem):
             so that y*(x) is a single point.
         structure: which parts of x and y can be left out, for clients of limited capacity; None: no part.
         local: "x" if x has a block for each client, and a client's losses read only the client's own block. The leaves
-            of x are then (M, ...), and losses get a client's block as (1, ...). Each client keeps its block: no message
-            contains a part of x, and the server of a federation never sees x. None: the server has x.
+            of x then have the shape (M, ...), and losses get a client's block with leaves of shape (1, ...). Each
+            client keeps its block: no message contains a part of x, and the server of a federation never sees x. None:
+            the server has x.
         project_x: x -> the nearest point of a closed convex set, in which x stays; `fedbilevel.projections` has such
             functions, for example `projections.box(-8, 4)`. The server projects x at the end of every round. If x is a
             model, the function gets its floating arrays, with None in place of all other leaves. None: x is not
             constrained.
         own: path -> whether a leaf of y is each client's own, such as `lambda path: path.startswith("head/")`. A path
             is a text like "head/weight", or "" if y is a single array. A client keeps its own leaves and trains them by
-            itself; they are in no message. The other leaves are shared. None: all of y is shared.
+            itself; no message contains them. The other leaves are shared. None: all of y is shared.
     """
 
     implicit_term: ClassVar[ImplicitTerm] = "inverse"
@@ -348,7 +353,7 @@ class Compositional(Bilevel):
 
     Args:
         outer: f(y, batch) -> scalar, a mean over the samples of the batch.
-        inner: r(x, batch) -> a pytree like y, a mean over the samples of the batch.
+        inner: r(x, batch) -> a pytree with the shapes of y, a mean over the samples of the batch.
         structure: which parts of x and y can be left out, for clients of limited capacity; None: no part.
         project_x: x -> the nearest point of a closed convex set, in which x then stays; None: x may go anywhere.
     """
@@ -415,19 +420,19 @@ class SimpleBilevel(Problem):
     Args:
         outer: H(x) -> scalar, strongly convex. Only the server needs it; None at the clients of a federation.
         inner: f(x, batch) -> scalar, a mean over the samples of the batch; convex.
-        subgradient: x -> 𝓗(x), a subgradient of H, like x; it gets x in the form in which `project` does. None: JAX's
-            gradient of H.
+        subgradient: x -> 𝓗(x), a subgradient of H, in the shape of x. It gets x in the same form as `project`. None:
+            JAX's gradient of H.
         project: x -> the nearest point of X, a compact convex set; `fedbilevel.projections` has such functions. If x is
             a model, the function gets its floating arrays, with None in place of all other leaves.
-        strong_convexity: μ > 0 with H(u) ≥ H(v) + ⟨𝓗(v), u − v⟩ + (μ/2)‖u − v‖² for all u and v in X; None: measured at
-            random points of X.
+        strong_convexity: μ > 0 with H(u) ≥ H(v) + ⟨𝓗(v), u − v⟩ + (μ/2)‖u − v‖² for all u and v in X; None: μ is
+            measured at random points of X.
     """
 
     implicit_term: ClassVar[ImplicitTerm] = "none"
     project: Project
     subgradient: Callable[[PyTree], PyTree] | None
     strong_convexity: float | None
-    known: bool  # whether H is known, as on the server
+    known: bool  # whether the problem has H; the server's problem has it, and the clients' problem may lack it
 
     def __init__(
         self,
@@ -466,7 +471,7 @@ class SimpleBilevel(Problem):
         return super().traced(x, y, examples) | found
 
     def preference(self, x: PyTree) -> tuple[Array, PyTree]:
-        """Return H(x), and a subgradient 𝓗 ∈ ∂H(x), like x."""
+        """Return H(x), and a subgradient 𝓗 ∈ ∂H(x), in the shape of x."""
         if self.subgradient is not None:
             return self.outer(x, None, None), self.subgradient(x)
         return jax.value_and_grad(self.outer)(x, None, None)
@@ -515,7 +520,7 @@ def _spoiling(loss: Loss) -> Loss:
 
 
 def _jitted(function: F) -> F:
-    """Return a new function that JAX traces once for arguments of the same shapes.
+    """Return a new function that computes the same, and that JAX traces once for arguments of the same shapes.
 
     It is a new function object, since JAX caches traces by the function object.
     """
@@ -548,13 +553,13 @@ def check_losses(
 
 
 def why_it_vanishes(problem: Problem, moves: Mapping[str, bool]) -> str:
-    """Say why x does not move, or does not move through y*; return "" if nothing is wrong.
+    """Return the reason why x does not move, or does not move through y*; "" if nothing is wrong.
 
     The reason is derived from the gradient ∇x F − ∇²xy G·v, where v = 0 if ∇y F = 0.
 
     Args:
         problem: the problem.
-        moves: whether the derivatives "f_x", "f_y", "g_x", "g_y" and "g_xy" are other than 0 anywhere.
+        moves: for each of the derivatives "f_x", "f_y", "g_x", "g_y" and "g_xy", whether it differs from 0 anywhere.
     """
     f_x, f_y, g_x, g_y, g_xy = (moves[name] for name in ("f_x", "f_y", "g_x", "g_y", "g_xy"))
     if isinstance(problem, SimpleBilevel):

@@ -25,7 +25,7 @@ from fedbilevel.machinery.kept import compiled
 __all__ = ["ball", "box", "half_space", "intersection", "simplex"]
 
 POINTS = 20  # the number of random points around x0, and around 0, on which a projection is checked
-ENTRIES = 10_000_000  # the largest number of entries of all these points; for a large x there are fewer points
+ENTRIES = 10_000_000  # the largest number of entries of all these points together; a large x has fewer points
 INEXACT = 1e-6  # the relative error that a user's projection may have, for example if it is iterative
 
 
@@ -33,7 +33,7 @@ def box(lower: Any, upper: Any) -> Project:
     """Return the projection onto a box, {x : lower ≤ x ≤ upper} for all entries.
 
     Args:
-        lower, upper: numbers, or trees like x. An infinite bound leaves its side open.
+        lower, upper: numbers, or trees with the shapes of x. On a side with an infinite bound, x is not bounded.
 
     Raises:
         ConfigurationError: a bound is NaN or not a number, or the box is empty.
@@ -55,7 +55,7 @@ def ball(radius: float, center: PyTree = 0.0) -> Project:
 
     Args:
         radius: a positive number.
-        center: a tree like x, or a number for all entries.
+        center: a tree with the shapes of x, or one number for all entries.
     """
     _require_size("ball.radius", radius)
     middle = _numbers(center)
@@ -78,7 +78,7 @@ def half_space(normal: PyTree, offset: float) -> Project:
     """Return the projection onto a half-space, {x : ⟨normal, x⟩ ≤ offset}.
 
     Args:
-        normal: a tree like x, or a number for all entries; not zero.
+        normal: a tree with the shapes of x, or one number for all entries; not zero.
         offset: a number.
     """
     entries = _numbers(normal)
@@ -93,9 +93,9 @@ def intersection(first: Project, second: Project, *, max_steps: int = 10_000) ->
 
     The algorithm ends when its corrections change by at most 10 ε·(1 + ‖x‖) in a step, where ε is the precision of x
     (the criterion of E. G. Birgin and M. Raydan, 2005). If it does not end within `max_steps`, for example because the
-    sets do not meet, the result is NaN. The number of steps grows with the distance of x from the sets. Source:
-    J. P. Boyle, R. L. Dykstra, "A Method for Finding Projections onto the Intersection of Convex Sets in Hilbert
-    Spaces", 1986.
+    sets have no common point, the result is NaN. The number of steps grows with the distance of x from the sets.
+    Source: J. P. Boyle, R. L. Dykstra, "A Method for Finding Projections onto the Intersection of Convex Sets in
+    Hilbert Spaces", 1986.
 
     Args:
         first, second: projections onto the two sets.
@@ -141,7 +141,7 @@ def check_set(field: str, project: Project, x: PyTree, anywhere: bool = False) -
         anywhere: whether x0 may be outside the set.
 
     Returns:
-        Points of the set, with leaves (count, ...).
+        Points of the set, as a tree whose leaves have a leading axis of points.
     """
     points = points_for(x)
     images = check_projection(field, project, x, points)
@@ -153,7 +153,7 @@ def check_set(field: str, project: Project, x: PyTree, anywhere: bool = False) -
 
 
 def check_projection(field: str, project: Project, x: PyTree, points: PyTree) -> PyTree:
-    """Refuse a function that is not a projection onto a convex set, by a check on `points`; return their images.
+    """Refuse a function that is not a projection onto a convex set, by a check on `points`; return the points' images.
 
     The projection p = P(u) onto a convex set satisfies P(p) = p, and ⟨u − p, q − p⟩ ≤ 0 for all points q of the set. If
     the image of the first point is not finite, the set may be empty, and the function is refused. Other points whose
@@ -163,7 +163,7 @@ def check_projection(field: str, project: Project, x: PyTree, points: PyTree) ->
         field: the name of the function in messages.
         project: the function.
         x: a point, whose shapes and types the function must keep.
-        points: points on which the function is checked, with leaves (count, ...).
+        points: points on which the function is checked, as a tree whose leaves have a leading axis of points.
     """
     shapes = [jax.eval_shape(function, x) for function in (lambda x: x, project)]
     mine, its = (jax.tree.map(lambda a: (a.shape, str(a.dtype)), tree) for tree in shapes)
@@ -222,7 +222,7 @@ def points_for(x: PyTree) -> PyTree:
 def points_around(x: PyTree, count: int) -> PyTree:
     """Return x, and `count` random points around x whose entries differ from those of x by about 0.1 to 1,000.
 
-    They are the same in every call. The leaves are (1 + count, ...).
+    The points are the same in every call. The leaves of the result have the shape (1 + count, ...).
     """
     leaves, structure = jax.tree.flatten(x)
     rng, away = np.random.default_rng(0), 10.0 ** (np.arange(count) % 5 - 1)
@@ -235,12 +235,12 @@ def points_around(x: PyTree, count: int) -> PyTree:
 
 
 def of_each(function: Callable[[PyTree], PyTree], points: PyTree) -> PyTree:
-    """Apply a function to each point, with leaves (count, ...)."""
+    """Apply a function to each point of a tree whose leaves have the shape (count, ...)."""
     return jax.tree.map(np.asarray, compiled(partial(lax.map, function), points)(points))
 
 
 def as_rows(points: PyTree) -> np.ndarray:
-    """Return points with leaves (count, ...) as rows of a matrix, in float64."""
+    """Return points, given as leaves of shape (count, ...), as the rows of a matrix, in float64."""
     leaves = [np.asarray(leaf).astype(np.float64) for leaf in jax.tree.leaves(points)]
     return np.concatenate([leaf.reshape(len(leaf), -1) for leaf in leaves], axis=1)
 
@@ -261,7 +261,7 @@ def _numbers(tree: PyTree) -> list[np.ndarray]:
 
 
 def _like(x: PyTree, field: str, given: Any) -> PyTree:
-    """Return a tree like x with the entries of `given`, broadcast to the arrays of x and in their types."""
+    """Return a tree with the shapes and types of x, to which the entries of `given` are broadcast."""
     if jax.tree_util.all_leaves([given]):
         given = jax.tree.map(lambda _, b=given: b, x, is_leaf=is_none)
 

@@ -20,12 +20,13 @@ from fedbilevel.core.tree import PyTree, shapes
 class Ragged(Shown):
     """Hold rows of unequal length in flat arrays: row i is `values[start[i] : start[i] + size[i]]` of every leaf.
 
-    A row is the samples of a client. No padding is stored, so a client with ten samples needs the memory of ten.
+    A row contains the samples of one client. No padding is stored, so a client with ten samples needs the memory of
+    ten.
 
     Args:
         values: a pytree of arrays (total, ...), which may be memory maps.
-        start: (rows,) int64, the first index of each row.
-        size: (rows,) int64, the length of each row, at least 1.
+        start: the first index of each row, as an int64 array of shape (rows,).
+        size: the length of each row, at least 1, as an int64 array of shape (rows,).
     """
 
     values: PyTree
@@ -34,7 +35,7 @@ class Ragged(Shown):
 
     @classmethod
     def stacked(cls, name: str, arrays: PyTree, sizes: np.ndarray | None) -> Ragged:
-        """Make rows from leaves (clients, samples, ...) without a copy; client i has its first sizes[i] samples."""
+        """Make rows from leaves of shape (clients, samples, ...), without a copy; client i has sizes[i] samples."""
         called, hint = type(arrays).__name__, ""
         if isinstance(arrays, dict | tuple):
             make = "list(samples.values())" if isinstance(arrays, dict) else "list(samples)"
@@ -57,7 +58,7 @@ class Ragged(Shown):
 
     @classmethod
     def listed(cls, name: str, entries: Sequence[PyTree]) -> Ragged:
-        """Make rows from a pytree for each client, with leaves (samples, ...)."""
+        """Make rows from a pytree for each client, with leaves of shape (samples, ...)."""
         entries = [arrays_of(f"Clients.{name}", entry, f" of client {i}") for i, entry in enumerate(entries)]
         require_alike(f"Clients.{name}", entries)
         size = np.array(
@@ -106,7 +107,7 @@ class Ragged(Shown):
         return f"{int(self.size.sum()):,}, {span(self.size)} a {owner}, each {shapes}"
 
     def taken(self, places: Sequence[np.ndarray]) -> Ragged:
-        """Return new rows; row i has the samples at the places `places[i]` of the flat arrays."""
+        """Return new rows: row i has the samples at the indices `places[i]` of the flat arrays."""
         size, chosen = np.array([len(of_row) for of_row in places], np.int64), np.concatenate(places)
         return Ragged(jax.tree.map(lambda leaf: leaf[chosen], self.values), np.cumsum(size) - size, size)
 
@@ -118,11 +119,11 @@ class Ragged(Shown):
         return Ragged(values, np.zeros(1, np.int64), np.array([total]))
 
     def example(self) -> PyTree:
-        """Return the shapes and types of one sample, leaves (1, ...)."""
+        """Return the shapes and types of one sample, with leaves of shape (1, ...)."""
         return jax.tree.map(one_sample, self.values)
 
     def row(self, i: int) -> PyTree:
-        """Return the samples of row i, leaves (size[i], ...)."""
+        """Return the samples of row i, with leaves of shape (size[i], ...)."""
         start, stop = int(self.start[i]), int(self.start[i] + self.size[i])
         return jax.tree.map(lambda leaf: leaf[start:stop], self.values)
 

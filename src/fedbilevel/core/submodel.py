@@ -10,7 +10,7 @@ static       The first units, always the same. (HeteroFL: Diao, Ding, Tarokh, IC
              features by the capacity, its static batch normalisation and its masked cross-entropy.)
 rolling      A window that moves on by one unit each round and wraps around. (FedRolex: Alam et al., NeurIPS 2022. Its
              program has the three additions that `static` leaves out.)
-random       Units that each client draws anew in each round; with `fixed`, once.
+random Units that each client draws anew in each round; with `fixed`, once.
 covered      One of the segments into which the units of a group are divided, each as long as a client can hold. The
              segments are dealt out evenly to the clients of a capacity, so that the least coverage of a unit is as
              large as possible. They are dealt anew in each round, so that in time every weight between two groups is
@@ -43,7 +43,7 @@ from fedbilevel.core.tree import PyTree
 WHOLE, NUMBER = "whole", "number"
 Pruned = Literal["both", "x", "y"]
 Units = Mapping[str, Any]
-"""The units that a client holds, by group: (kept,) ascending indices, or `HeldWeights` for the policy "weights"."""
+"""The units that a client holds, by group: an array of ascending indices; for the policy "weights", `HeldWeights`."""
 Policy = Literal["importance", "weights", "static", "rolling", "random", "covered"]
 
 
@@ -55,9 +55,9 @@ class Structure:
     y = {"weight": "hidden _", "bias": "_"}. Here the group "hidden" has axes in x and in y.
 
     Args:
-        x: a tree like x with a string for each array, which has a word for each axis: "_" for an axis that is never
-            cut, the name of a group for an axis with one entry per unit, or "49*name" for an axis with 49 entries per
-            unit, such as a flattened (49, units). None: x is never cut.
+        x: a tree with the structure of x that has a string for each array. The string has a word for each axis: "_" for
+            an axis that is never cut, the name of a group for an axis with one entry per unit, or "49*name" for an axis
+            with 49 entries per unit, such as a flattened (49, units). None: x is never cut.
         y: the same for the arrays of y; None: y is never cut.
     """
 
@@ -78,7 +78,7 @@ class ClientSlot(NamedTuple):
 class HeldWeights(NamedTuple):
     """Hold the places of the weights of x, or of y, that a client has."""
 
-    places: Array  # (kept,) ascending indices among all weights that can be cut
+    places: Array  # ascending indices among all weights that can be cut, as an array of shape (kept,)
     least: Array  # the least magnitude of these weights
 
 
@@ -104,7 +104,8 @@ class UnitLayout:
     def of(cls, structure: Structure, x: PyTree, y: PyTree, pruned: Pruned = "both") -> UnitLayout:
         """Check a structure against x and y, and return its layout.
 
-        With `pruned` = "x", groups with axes in y are never cut; with "y", groups with axes in x are never cut.
+        With `pruned` = "x", groups that have axes in y are never cut; with "y", groups that have axes in x are never
+        cut.
 
         Raises:
             ConfigurationError: the axes of an array disagree with the structure or with another array; the message
@@ -166,7 +167,7 @@ class UnitLayout:
         return jax.tree.map(lambda kind, part: self._each(kind, part, units, self._put), kinds, tree)
 
     def held(self, kinds: PyTree, tree: PyTree, units: Units, amount: Array) -> PyTree:
-        """Return whole arrays with `amount` inside the submodel and 0 outside; only the shapes of `tree` matter."""
+        """Return whole arrays, in the shapes of `tree`, with the number `amount` inside the submodel and 0 outside."""
 
         def fill(leaf: Any, axes: tuple[Axis, ...], shape: tuple[int, ...], units: Units) -> Array:
             full = jnp.asarray(amount, leaf.dtype)
@@ -179,7 +180,7 @@ class UnitLayout:
         return jax.tree.map(lambda kind, part: self._each(kind, part, units, fill, amount), kinds, tree)
 
     def importance(self, x: PyTree, y: PyTree) -> dict[str, Array]:
-        """Return the sum of squares of all weights of each unit, (units,), by group."""
+        """Return the sum of squares of each unit's weights, as an array of shape (units,) for each group."""
         total = {group: jnp.zeros(size) for group, size in self.sizes.items()}
         for part, tree in (("x", x), ("y", y)):
             for leaf, axes in zip(jax.tree.leaves(tree), self.axes[part], strict=True):
@@ -191,7 +192,7 @@ class UnitLayout:
         return total
 
     def _each(self, kind: str, part: PyTree, units: Units, change: Any, whole: Any = None) -> PyTree:
-        """Apply `change` to each leaf of a part of this kind; a whole part stays, or is filled with `whole`."""
+        """Apply `change` to each leaf of a part of this kind; a part that is never cut stays, or becomes `whole`."""
         if kind in (WHOLE, NUMBER):
             return part if whole is None else jax.tree.map(lambda leaf: jnp.full(leaf.shape, whole, leaf.dtype), part)
         leaves, tree = jax.tree.flatten(part)
@@ -278,11 +279,11 @@ class UnitPolicy:
             weights of all units; "static": the first units; "rolling": a window that moves on by one unit each round;
             "random": units that each client draws; "covered": segments of units that are dealt out so that as many
             clients as possible hold each unit.
-        pruned: the variable whose units may be left out, "both", "x" or "y"; with "x", groups of units that also have
+        pruned: the variable whose units may be left out: "x", "y" or "both". With "x", groups of units that also have
             axes in y are never cut.
         fixed: whether "random" and "covered" choose the same units in every round.
-        min_coverage: for "covered": the number of clients of a capacity that get each segment except one; all other
-            clients of this capacity get that one. None: segments are dealt evenly.
+        min_coverage: for "covered": each segment except one goes to this number of clients of a capacity. The remaining
+            segment goes to all other clients of this capacity. None: segments are dealt evenly.
     """
 
     policy: Policy = static(default="importance")
@@ -314,7 +315,7 @@ class UnitPolicy:
     def units(
         self, unit_layout: UnitLayout, kept: Mapping[str, int], importance: Mapping[str, Array], holder: ClientSlot
     ) -> Units:
-        """Return the units that a client holds, with the numbers `kept` of units in each group."""
+        """Return the units that a client holds; `kept` has the number of units in each group."""
         key = holder.key if self.fixed else jax.random.fold_in(holder.key, holder.round)
         chosen: dict[str, Any] = {}
         for number, (group, count) in enumerate(sorted(kept.items())):
@@ -337,7 +338,7 @@ class UnitPolicy:
     def segment(self, size: int, count: int, key: Array, holder: ClientSlot) -> Array:
         """Return the segment of `count` units that a client gets in a group of `size` units.
 
-        There are ⌈size/count⌉ segments; the last may overlap the one before it.
+        There are ⌈size/count⌉ segments. The last segment may overlap the segment before it.
         """
         segments = -(-size // count)
         dealt = holder.rank % segments

@@ -4,9 +4,9 @@
 fields. It collects all mistakes with their paths. `merged` makes one table of several.
 
 A table contains values of TOML. A part is a table with its kind under "name": {name = "momentum", decay = 0.9}. A name
-alone means the part with the defaults of its class. A table without a name changes the present part. Schedules and
-optimizers are those of Optax, by their names: {schedule = "linear_schedule", init_value = 0.1, end_value = 0.0,
-transition_steps = 100}, {name = "adam", b1 = 0.8}.
+without a table means the part with the defaults of its class. A table without a name changes the present part.
+Schedules and optimizers are those of Optax, by their names: {schedule = "linear_schedule", init_value = 0.1, end_value
+= 0.0, transition_steps = 100}, {name = "adam", b1 = 0.8}.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def changed(base: Any, table: Fields, path: str, wrong: Wrong) -> Any:
         base: an object; or a class, whose defaults are then used.
         table: values by the names of fields.
         path: the path of the object, for errors.
-        wrong: a list to which all mistakes in the table are added. If there is one, the result is `base`.
+        wrong: a list to which all mistakes in the table are added. If the table has a mistake, the result is `base`.
     """
     cls = base if isinstance(base, type) else type(base)
     fields, hints = {field.name: field for field in dataclasses.fields(cls)}, hints_of(cls)
@@ -161,7 +161,7 @@ def _read(of: Any, value: Any, path: str, base: Any, wrong: Wrong) -> Any:
 
 
 def _part(options: Mapping[str, Any], value: Any, path: str, base: Any, wrong: Wrong) -> Any:
-    """Make a part. A table with a name starts from the defaults of its class; without one it changes `base`."""
+    """Make a part. A table with a name changes the defaults of this class; a table without a name changes `base`."""
     table = {"name": value} if isinstance(value, str) else value
     require(isinstance(table, Mapping), path, value, f'a table like {{name = "{next(iter(options))}", …}}')
     if "name" in table:
@@ -251,7 +251,7 @@ def hints_of(annotated: Any) -> dict[str, Any]:
     """Return the annotations of a class's fields or of a function's arguments.
 
     Raises:
-        ConfigurationError: an annotation names something that its module imports for type checkers alone.
+        ConfigurationError: an annotation names something that its module imports only for type checkers.
     """
     try:
         return typing.get_type_hints(annotated)
@@ -261,7 +261,7 @@ def hints_of(annotated: Any) -> dict[str, Any]:
 
 
 def names_of(cls: Any) -> list[str]:
-    """Return the names of a class's fields."""
+    """Return the names of a class's fields, in order."""
     return [field.name for field in dataclasses.fields(cls)]
 
 

@@ -48,7 +48,7 @@ def move(point: PyTree, size: Any, direction: PyTree) -> PyTree:
 
 @np.errstate(invalid="ignore", over="ignore")  # for entries that are infinite or nearly so
 def near(tree: PyTree, rng: np.random.Generator) -> PyTree:
-    """Move floating arrays at random by a tenth of their root mean square, or by a tenth if it is 0.
+    """Move floating arrays at random, by about a tenth of their root mean square, or by about 0.1 if that is 0.
 
     No two entries are then equal. The results are arrays of NumPy.
     """
@@ -73,9 +73,9 @@ def over(numerator: Any, denominator: Any) -> Array:
 
 
 def rows_at(tree: PyTree, index: Array) -> PyTree:
-    """Return the entries of leaves (n, ...) at the places `index`.
+    """Return the entries of leaves of shape (n, ...) at the indices `index`.
 
-    Places must be from 0 to n − 1; this is not checked.
+    Indices must be from 0 to n − 1. This is not checked.
     """
 
     def taken(leaf: Any) -> Array:
@@ -121,15 +121,15 @@ def epsilon(*trees: PyTree) -> float:
 
 
 def split(tree: PyTree, varies: Callable[[Any], bool] = is_floating) -> tuple[PyTree, PyTree]:
-    """Split a model into its variables and all other leaves; each tree has None in place of the other's leaves.
+    """Split a model into two trees, its variables and all other leaves. Each has None in place of the other's leaves.
 
     Variables are the leaves for which `varies` is true, by default floating arrays. Other leaves are, for example, the
     activation functions of an Equinox module, and Python numbers in its fields, such as a dropout rate. Variables
     become arrays of JAX, except tables on disk.
 
     Raises:
-        ConfigurationError: a leaf is of PyTorch, or JAX cannot compute in this process. The process is checked here
-            because every call that computes begins with this function.
+        ConfigurationError: a leaf is a tensor or parameter of PyTorch, or JAX cannot compute in this process. The
+            process is checked here because every call that computes begins with this function.
     """
     refuse_forked_child()
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
@@ -151,7 +151,7 @@ def split(tree: PyTree, varies: Callable[[Any], bool] = is_floating) -> tuple[Py
 
 
 def dtype_of(leaf: Any) -> Any:
-    """Return the dtype that JAX gives to an array or a number; it is not weak, not even for a Python number."""
+    """Return the dtype that JAX gives to an array or a number. It is never a weak type, also for a Python number."""
     given = getattr(leaf, "dtype", None)
     return jnp.result_type(leaf) if given is None else jax.dtypes.canonicalize_dtype(given, allow_extended_dtype=True)
 
@@ -175,15 +175,15 @@ def is_of(library: str, value: object) -> bool:
 
 
 def is_table(leaf: object) -> bool:
-    """Return whether a leaf is a table on disk (core/on_disk.py): memory-mapped, of a file that has no name.
+    """Return whether a leaf is a table on disk (core/on_disk.py): a memory map of a file that has no name.
 
-    A copy of such a table in memory is a `numpy.memmap` as well, but no file is mapped.
+    A copy of such a table in memory is also a `numpy.memmap`, but it maps no file.
     """
     return isinstance(leaf, np.memmap) and leaf.filename is None and getattr(leaf, "_mmap", None) is not None
 
 
 def is_none(leaf: object) -> bool:
-    """Return whether a leaf is None: the `is_leaf` of trees that have None in place of leaves that are elsewhere."""
+    """Return whether a leaf is None; used as `is_leaf` for trees that have None in place of leaves kept elsewhere."""
     return leaf is None
 
 

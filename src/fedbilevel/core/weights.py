@@ -6,9 +6,10 @@ A capacity is a share of the weights. With units, by contrast, a client holds a 
 both ends, so that its share of the weights of a deep network is about the square of its capacity. A client holds the
 weights whose magnitude is at least a threshold θ; there is one threshold for all of x and one for all of y. On a
 single-level problem this is one threshold for the whole model, as in the paper by default; its variant has a threshold
-for each layer. A client gets the vector of the weights of x that it holds, a bit for each weight of the whole x that
-says whether the client holds it, and θ; the same for y. It replies with vectors of the weights that it holds. Bytes are
-counted for what is sent. Operations are those of the whole model, since zeros do not make a dense product faster.
+for each layer. For x, a client gets the vector of the weights that it holds, a bit for each weight of the whole x that
+says whether the client holds this weight, and θ. It gets the same for y. It replies with vectors of the weights that it
+holds. Bytes are counted for what is sent. Operations are those of the whole model, since zeros do not make a dense
+product faster.
 
 On a single-level problem, the gradient of a client is the threshold-controlled biased gradient of the paper (TCB-GD):
 
@@ -55,7 +56,7 @@ class WeightLayout(UnitLayout):
 
     @classmethod
     def over(cls, unit_layout: UnitLayout, x: PyTree, y: PyTree, pruned: Pruned, *, biased: bool) -> WeightLayout:
-        """Return the layout of all weights in those arrays that `unit_layout` can cut; `pruned`: "x", "y" or "both"."""
+        """Return the layout of all weights in the arrays that `unit_layout` can cut; `pruned` is "x", "y" or "both"."""
         like = dict(zip("xy", jax.eval_shape(lambda *trees: trees, x, y), strict=True))
         masked = {
             part: tuple(
@@ -112,7 +113,7 @@ class WeightLayout(UnitLayout):
         return jax.tree.map(fill, kinds, tree)
 
     def importance(self, x: PyTree, y: PyTree) -> dict[str, Array]:
-        """Return the magnitudes of the weights of "x" and of "y", (weights,) each."""
+        """Return the magnitudes of the weights of "x" and of "y", each as an array of shape (weights,)."""
         trees = {"x": x, "y": y}
         return {part: jnp.abs(self._vector(part, trees[part])) for part in self.sizes}
 
@@ -146,7 +147,7 @@ class PlacedWeights:
     """Hold a message to a client that has only some weights, together with the places of these weights."""
 
     content: PyTree
-    bits: Mapping[str, Array]  # for "x" and "y": a bit for each weight of the whole, True if the client holds it
+    bits: Mapping[str, Array]  # for "x" and "y": a boolean for each weight, True if the client holds this weight
     least: Mapping[str, Array]  # for "x" and "y": θ, the least magnitude of the held weights at the start of the round
     layout: WeightLayout = field(metadata={"static": True})
 

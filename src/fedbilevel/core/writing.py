@@ -16,10 +16,10 @@ def write_atomically(path: Path, write: Any, keep: Path | None = None) -> None:
     Args:
         path: the file.
         write: a function that writes to an open binary file.
-        keep: the path under which the previous file is kept; None: it is replaced.
+        keep: the path under which the previous file is kept; None: the previous file is replaced.
 
     Raises:
-        CheckpointError: the operating system refuses; the previous file is unchanged.
+        CheckpointError: the operating system refused to write; the previous file is unchanged.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path):
@@ -53,7 +53,7 @@ def write_json(path: Path, content: Any) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block into a CheckpointError that names the path and the reason."""
+    """Turn an OSError in the block into a CheckpointError that names the path and the reason."""
     try:
         yield
     except OSError as error:
@@ -61,7 +61,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _keep(path: Path, other: Path) -> None:
-    """Link the file `path` to the name `other` as well; if links are not supported, rename it to `other`."""
+    """Give the file `path` the second name `other`, by a link; if links are not supported, rename it to `other`."""
     temporary = other.with_name(f".{other.name}.{os.getpid()}.tmp")
     try:
         os.link(path, temporary)

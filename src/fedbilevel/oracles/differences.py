@@ -1,9 +1,9 @@
 """Approximate products with second derivatives by differences of gradients, if exact products cost too much or fail.
 
 Let η be the length of a difference and ε the machine precision, and suppose that third derivatives are about as large
-as second ones. A central difference in y has a truncation error of η²/6 and a rounding error of ε(1 + ‖y‖)/η. Their sum
-is least near η = (ε(1 + ‖y‖))^⅓. A forward difference in x has the errors η/2 and ε(1 + ‖x‖)/η, whose sum is least near
-η = (ε(1 + ‖x‖))^½.
+as second derivatives. A central difference in y has a truncation error of η²/6 and a rounding error of ε(1 + ‖y‖)/η.
+Their sum is least near η = (ε(1 + ‖y‖))^⅓. A forward difference in x has the errors η/2 and ε(1 + ‖x‖)/η, whose sum is
+least near η = (ε(1 + ‖x‖))^½.
 """
 
 from collections.abc import Callable
@@ -26,8 +26,8 @@ from fedbilevel.oracles.fixed_x import inner_loss_on
 class Differences(Part):
     """Approximate products with second derivatives by central differences: two gradients, at y + μv and y − μv.
 
-    Use it for losses that JAX cannot differentiate twice. The truncation error grows as the square of the length of a
-    difference; a very short difference loses digits to rounding.
+    Use it for losses that JAX cannot differentiate twice. The truncation error grows as the square of the difference's
+    length. A very short difference loses digits to rounding.
 
     Args:
         perturbation: the length of the difference on each side of y, ‖μv‖; None: (ε(1 + ‖y‖))^⅓, which balances the
@@ -112,14 +112,14 @@ def value_and_derivative(function: Callable[[PyTree], PyTree], y: PyTree, v: PyT
 def coordinate_slopes(
     function: Callable[[PyTree], PyTree], x: PyTree, weight: PyTree, places: Array, mu: float | Array | None = None
 ) -> PyTree:
-    """Return Σ_p ⟨δ_p, weight⟩ e_p over the places p, where δ_p = [function(x + μ e_p) − function(x)]/μ.
+    """Return Σ_p ⟨δ_p, weight⟩ e_p over the indices p, where δ_p = [function(x + μ e_p) − function(x)]/μ.
 
-    e_p is the unit vector of entry p of x. The result has the shape of x, and is 0 at all other places. `function` is
-    evaluated at one place after the other, so that memory does not grow with the number of places.
+    Here e_p is the unit vector of entry p of x. The result has the shape of x, and is 0 at all other indices.
+    `function` is evaluated for one index after the other, so that memory does not grow with the number of indices.
 
     Args:
         function: returns a tree of the shape of `weight`.
-        places: (n,) different indices into the flattened x.
+        places: different indices into the flattened x, as an array of shape (n,).
         mu: μ; None: (ε(1 + ‖x‖))^½, which balances the errors of truncation and rounding.
     """
     flat, unravel = ravel_pytree(x)

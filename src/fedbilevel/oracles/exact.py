@@ -31,9 +31,9 @@ NEWTON_STEPS = 60  # the largest number of Newton steps
 class ExactHypergradient(NamedTuple):
     """Hold the implicit gradient at (x, y), which equals ∇Φ(x) if y = y*(x)."""
 
-    hypergradient: PyTree  # ∇x F − ∇²xy G·v, like x
-    v: PyTree  # (∇²yy G)⁻¹ ∇y F, like y
-    inner_gradient: PyTree  # ∇y G, like y; zero if y = y*(x)
+    hypergradient: PyTree  # ∇x F − ∇²xy G·v, in the shape of x
+    v: PyTree  # (∇²yy G)⁻¹ ∇y F, in the shape of y
+    inner_gradient: PyTree  # ∇y G, in the shape of y; zero if y = y*(x)
 
 
 @jax.jit
@@ -53,7 +53,7 @@ def dense_implicit(population: Population, x: PyTree, y: PyTree) -> ExactHypergr
 def implicit_by_cg(
     population: Population, x: PyTree, y: PyTree, *, tolerance: float = 1e-10
 ) -> tuple[ExactHypergradient, Solution]:
-    """Compute the implicit gradient by conjugate gradient, whatever the dimension of y.
+    """Compute the implicit gradient by conjugate gradient, for a y of any dimension.
 
     The second result, a `Solution`, says how accurate v is.
     """
@@ -78,7 +78,7 @@ class Inner(NamedTuple):
     gradient_norm: Array  # the norm of the gradient at y: ‖∇y G‖, with the pull's term if there is a pull
     iterations: Array
     products: Array  # the number of Hessian-vector products
-    negative_curvature: Array  # whether the Hessian was found not to be positive definite; y may then be no minimiser
+    negative_curvature: Array  # whether a Hessian was not positive definite; then y may not be a minimiser
 
 
 class _Newton(NamedTuple):
@@ -93,9 +93,9 @@ def solve_inner(
     """Minimise G(x, z) + ½ pull ‖z − y‖² over z by Newton's method from z = y; with pull = 0 the minimiser is y*(x).
 
     Conjugate gradient solves each system to a relative residual of `tolerance`. A step is halved until it reduces the
-    norm of the gradient. If the Hessian is positive definite, a short enough step reduces it, since the derivative of
-    ½‖∇y G‖² along the step is at most −(1 − tolerance)‖∇y G‖². The method ends when no step reduces the norm, because
-    of rounding errors.
+    norm of the gradient. If the Hessian is positive definite, a short enough step reduces the norm, since the
+    derivative of ½‖∇y G‖² along the step is at most −(1 − tolerance)‖∇y G‖². The method ends when no step reduces the
+    norm, because of rounding errors.
     """
 
     def gradient(z: PyTree) -> PyTree:
@@ -149,9 +149,9 @@ def inner_solution(problem: Problem, clients: Clients, x: PyTree, y0: PyTree) ->
 class Slopes(NamedTuple):
     """Hold directional derivatives of Φ, as arrays of shape (directions,)."""
 
-    directions: np.ndarray  # (directions, dim x), of unit norm, entries in the order of ravel_pytree
+    directions: np.ndarray  # unit vectors, of shape (directions, dim x), with entries in the order of ravel_pytree
     values: np.ndarray
-    errors: np.ndarray  # the change of each value if the width is halved: a bound on its error, except for rounding
+    errors: np.ndarray  # how much each value changes if the width is halved: its error is smaller, except for rounding
 
 
 def slopes(population: Population, x: PyTree, y: PyTree, seed: int, *, directions: int, width: float) -> Slopes:
@@ -160,7 +160,7 @@ def slopes(population: Population, x: PyTree, y: PyTree, seed: int, *, direction
     Richardson extrapolation combines the differences for h = width and h = width/2, which leaves an error of order h⁴.
 
     Args:
-        y: where the inner solver starts.
+        y: the point at which the inner solver starts.
         seed: the seed of the random vectors.
         directions: the number of vectors d.
         width: the larger h.
@@ -184,7 +184,7 @@ def slopes(population: Population, x: PyTree, y: PyTree, seed: int, *, direction
 class Unrolled(NamedTuple):
     """Hold y after N steps of gradient descent on G, and the derivative of F through these steps."""
 
-    hypergradient: PyTree  # dF(x, y_N(x))/dx, like x
+    hypergradient: PyTree  # dF(x, y_N(x))/dx, in the shape of x
     y: PyTree  # y_N
 
 
@@ -193,8 +193,9 @@ def unrolled_gradient(population: Population, x: PyTree, y: PyTree, *, steps: in
     """Return d/dx F(x, y_N(x)) with y_0 = y fixed and y_{n+1} = y_n − lr·∇y G(x, y_n), by reverse mode.
 
     Let N be the number of steps, μ the strong convexity and L the smoothness of G in y. For lr ≤ 1/L the result tends
-    to ∇Φ(x) like (1 − lr·μ)^N. From y = y*(x) it equals the hypergradient by a Neumann series of N terms. N copies of y
-    are kept in memory; other intermediate values are computed again in the backward pass.
+    to ∇Φ(x), with an error in proportion to (1 − lr·μ)^N. From y = y*(x) it equals the hypergradient by a Neumann
+    series of N terms. N copies of y are kept in memory; other intermediate values are computed again in the backward
+    pass.
     """
     require_count("unrolled steps", steps)
 

@@ -19,8 +19,8 @@ from fedbilevel.core.problem import Loss, Problem
 from fedbilevel.core.tree import PyTree, join, split
 
 BYTES_AT_ONCE = 2**24
-"""The bytes of intermediate values of a client's features that are computed together; more would not fit a cache."""
-FIXED, SAMPLE, VARIABLE = range(3)  # an operation depends on x and constants only; also on the sample; also on y
+"""The bytes of a client's intermediate values that are computed together; more would not fit into a cache."""
+FIXED, SAMPLE, VARIABLE = range(3)  # an operation depends only on x and constants; also on the sample; also on y
 
 
 class InnerLoss(NamedTuple):
@@ -30,7 +30,7 @@ class InnerLoss(NamedTuple):
     loss: Callable[[PyTree, PyTree], Array]
 
     def gradient(self, y: PyTree, draw: Draw) -> PyTree:
-        """Return ∇y g_i(x, y) on the samples that `draw` selects, of the shape of y."""
+        """Return ∇y g_i(x, y) on the samples that `draw` selects, in the shape of y."""
         return jax.grad(self.loss)(y, self.take(draw))
 
 
@@ -102,7 +102,7 @@ def inner_loss_on(problem: Problem, x: PyTree, y: PyTree, batch: PyTree) -> OnBa
 def loss_at_points(
     loss: Loss, x: PyTree, y: PyTree, batch: PyTree
 ) -> Callable[[PyTree, Sequence[PyTree]], list[Array]]:
-    """Return the function (x, several y) -> [loss(x, y, batch) for each y], which can be differentiated in all of them.
+    """Return the function (x, several y) -> [loss(x, y, batch) for each y], which is differentiable in x and each y.
 
     Values that do not depend on y are computed once, and differentiated once. The points y are evaluated one after the
     other, which is quicker on a CPU than a `vmap`: in a `vmap`, matrix products would have other weights for each

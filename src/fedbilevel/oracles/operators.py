@@ -26,8 +26,10 @@ class Solution(NamedTuple):
 
     v: PyTree
     residual: Array  # ‖H v − b‖ / ‖b‖, computed by a product with H and not by a recurrence; 0 if b = 0
-    iterations: Array  # the number of products with H that v took
-    negative_curvature: Array  # the first iteration with pᵀHp ≤ 0, which shows that H is not positive definite; or -1
+    iterations: Array  # the number of products with H that were computed for v
+    negative_curvature: (
+        Array  # the first iteration with pᵀHp ≤ 0, so that H is not positive definite; -1: there was none
+    )
 
 
 def neumann(operator: Operator, b: PyTree, *, terms: int, step: float | Array) -> PyTree:
@@ -54,7 +56,7 @@ class Iteration(NamedTuple):
     rr: Array  # ⟨r, r⟩
     target: Array  # the iteration ends at ⟨r, r⟩ ≤ target
     spent: Array  # the number of products so far
-    negative: Array  # the first iteration with pᵀHp ≤ 0, or -1
+    negative: Array  # the first iteration with pᵀHp ≤ 0; -1 if there was none
 
     @classmethod
     def start(cls, b: PyTree, tolerance: float | Array) -> "Iteration":
@@ -65,7 +67,7 @@ class Iteration(NamedTuple):
 
     def ended(self) -> Array:
         """Return whether the residual is small enough, or a direction had non-positive curvature."""
-        return ~(self.rr > self.target) | (self.negative >= 0)  # True for a NaN as well
+        return ~(self.rr > self.target) | (self.negative >= 0)  # also True for a NaN
 
     def advanced(self, hp: PyTree) -> "Iteration":
         """Take a step along p, given hp = H p. Along a direction of non-positive curvature the step has length 0."""
@@ -161,7 +163,7 @@ def _flat(tree: PyTree) -> np.ndarray:
 
 
 def _shaped(entries: np.ndarray, like: PyTree) -> PyTree:
-    """Return a tree of NumPy arrays with the shapes and types of `like`, from its entries, (dim,)."""
+    """Return a tree of NumPy arrays with the shapes and types of `like`, from all entries as an array (dim,)."""
     leaves, structure = jax.tree.flatten(like)
     parts = np.split(entries, np.cumsum([leaf.size for leaf in leaves])[:-1])
     shaped = [part.reshape(leaf.shape).astype(leaf.dtype) for part, leaf in zip(parts, leaves, strict=True)]

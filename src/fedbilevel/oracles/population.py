@@ -46,8 +46,8 @@ class WeightedLoss:
     differs from G by a function of x alone, while ∇y G and all products with second derivatives are exact.
     """
 
-    samples: PyTree  # leaves of shape (chunks, size, ...)
-    weights: Array  # (chunks, size): the weights w_s, and 0 for the padding of the last chunk
+    samples: PyTree  # the samples, with leaves of shape (chunks, size, ...)
+    weights: Array  # the weights w_s, of shape (chunks, size), with 0 for the padding of the last chunk
     loss: Loss = field(metadata={"static": True})
 
     @jax.jit
@@ -57,17 +57,17 @@ class WeightedLoss:
 
     @jax.jit
     def gradients(self, x: PyTree, y: PyTree) -> tuple[PyTree, PyTree]:
-        """Return ∇x F, like x, and ∇y F, like y."""
+        """Return ∇x F, in the shape of x, and ∇y F, in the shape of y."""
         return self.stream(lambda loss: jax.grad(loss, (0, 1))(x, y))
 
     @jax.jit
     def products(self, x: PyTree, y: PyTree, v: PyTree) -> tuple[PyTree, PyTree]:
-        """Return ∇²xy F·v, like x, and ∇²yy F·v, like y, by a single forward-over-reverse pass."""
+        """Return ∇²xy F·v and ∇²yy F·v, in the shapes of x and y, by a single forward-over-reverse pass."""
         return self.stream(lambda loss: jax.jvp(lambda y: jax.grad(loss, (0, 1))(x, y), (y,), (v,))[1])
 
     @jax.jit
     def hess_v(self, x: PyTree, y: PyTree, v: PyTree) -> PyTree:
-        """Return ∇²yy F·v, like y."""
+        """Return ∇²yy F·v, in the shape of y."""
         return hess_v(self, x, y, v)
 
     def stream(self, of_chunk: Callable[[Callable[[PyTree, PyTree], Array]], PyTree]) -> PyTree:
@@ -96,7 +96,7 @@ class WeightedLoss:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Population:
-    """Hold F and G over all clients' samples, or over a subsample of these."""
+    """Hold F and G over the samples of all clients, or over a subsample of them."""
 
     outer: WeightedLoss
     inner: WeightedLoss
@@ -105,7 +105,7 @@ class Population:
     def of(cls, problem: Problem, clients: Clients, max_samples: int | None = None) -> Population:
         """Build F and G from all samples, or from at most `max_samples` of each loss, spread evenly over all samples.
 
-        A subsample keeps the weights of the clients that have samples in it, scaled to sum to 1. Of memory-mapped
+        A subsample keeps the weights of the clients that have samples in it, scaled to sum to 1. From memory-mapped
         arrays, only the rows of these samples are read.
         """
         require_count("max_samples", max_samples, optional=True)
@@ -121,7 +121,7 @@ class Population:
 
     @classmethod
     def each(cls, problem: Problem, clients: Clients, ids: Sequence[int], max_samples: int | None = None) -> Population:
-        """Stack the losses of single clients: every leaf has a leading axis of len(ids), for vmap or lax.map.
+        """Stack the losses of single clients: every leaf has a leading axis of length len(ids), for vmap or lax.map.
 
         With `max_samples`, each client gives at most max_samples/len(ids) samples of each loss, and at least one.
         """
@@ -139,7 +139,7 @@ class Population:
     def batches(cls, problem: Problem, clients: Clients, ids: Sequence[int], size: int, seed: int) -> Population:
         """Stack the losses of single clients, each on a batch of `size` samples drawn with replacement.
 
-        Every leaf has a leading axis of len(ids), as in `each`.
+        Every leaf has a leading axis of length len(ids), as in `each`.
         """
 
         def total(name: str) -> WeightedLoss:
@@ -157,16 +157,16 @@ class Population:
 
     @jax.jit
     def hypergradient(self, x: PyTree, y: PyTree, v: PyTree) -> tuple[PyTree, PyTree]:
-        """Return ∇x F − ∇²xy G·v, like x, and the residual of the linear system for v, ∇²yy G·v − ∇y F, like y."""
+        """Return ∇x F − ∇²xy G·v, in x's shape, and the residual ∇²yy G·v − ∇y F of v's linear system, in y's shape."""
         (f_x, f_y), (cross, hess) = self.outer.gradients(x, y), self.inner.products(x, y, v)
         return jax.tree.map(jnp.subtract, f_x, cross), jax.tree.map(jnp.subtract, hess, f_y)
 
 
 def chosen(rows: Ragged, ids: np.ndarray, p: np.ndarray, limit: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Return the places of samples of some clients in the flat arrays, and the weights of these samples.
+    """Return the indices of samples of some clients in the flat arrays, and the weights of these samples.
 
     If k of a client's samples are taken, each has the weight p_i/k. The weights are then scaled to sum to 1. So if no
-    sample of a client is taken, its weight is distributed over the others.
+    sample of a client is taken, the client's weight is distributed over the other clients.
 
     Args:
         rows: the samples of all clients.
@@ -194,7 +194,7 @@ def _stacked(loss: Loss, rows: Ragged, parts: Sequence[tuple[np.ndarray, np.ndar
 def _chunked(
     rows: Ragged, index: np.ndarray, weights: np.ndarray, length: int | None = None
 ) -> tuple[PyTree, np.ndarray]:
-    """Return the samples at `index`, (chunks, size, ...), and their weights, (chunks, size).
+    """Return the samples at `index`, with leaves of shape (chunks, size, ...), and their weights, (chunks, size).
 
     The padding repeats the first sample, with weight 0.
     """

@@ -14,7 +14,7 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import XYV, PyTree
 
 NOT_DIFFERENTIABLE = re.compile("differentiat|support JVP", re.IGNORECASE)
-"""Words of JAX's errors for a function that has no derivative; its errors for wrong shapes do not have them."""
+"""Words that JAX's errors contain for a function without a derivative, but not for wrong shapes."""
 FIRST_DERIVATIVES = "fb.F2SA, fb.MEHA and fb.RAFBO need only first derivatives"
 
 
@@ -69,7 +69,7 @@ def cross_of(loss: Callable[[PyTree, PyTree], Array], x: PyTree, y: PyTree, v: P
 def hypergradient(
     problem: Problem, x: PyTree, y: PyTree, v: PyTree, outer_batch: PyTree, inner_batch: PyTree
 ) -> tuple[Array, PyTree]:
-    """Return f(x, y) and ∇x f − ∇²xy g·v, like x, by a single reverse pass; with v = None, f(x, y) and ∇x f."""
+    """Return f(x, y) and ∇x f − ∇²xy g·v, in x's shape, by one reverse pass; with v = None, f(x, y) and ∇x f."""
 
     def surrogate(x: PyTree) -> tuple[Array, Array]:
         loss = problem.outer(x, y, outer_batch)
