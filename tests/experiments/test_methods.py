@@ -167,7 +167,7 @@ def test_own_numbers_of_one_method_of_a_comparison() -> None:
         ([], [], "algorithms = [] is not allowed: it must be one or more names"),
         (["simfbo", "simfbo"], [], "names that are all different"),
         (TWO, ["algorithm.rdius=3"], "unknown field 'rdius' of the algorithms; did you mean 'radius'"),
-        (TWO, ["momentum=0.5"], "'momentum', a field of bi-fista (allowed: simfbo: batch_size, client_lr,"),
+        (TWO, ["momentum=0.5"], "unknown field 'momentum'; bi-fista has one (allowed: simfbo: batch_size, client_lr,"),
         (TWO, ["rdius=3"], "unknown field 'rdius'; did you mean 'radius'"),
         (TWO, ["shrofbo.rdius=3"], "shrofbo: unknown field 'rdius' of algorithm; did you mean 'radius'"),
         (TWO, ["lfednest.inner.lr=3"], "for one of the algorithms that are compared: simfbo, shrofbo"),

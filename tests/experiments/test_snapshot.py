@@ -298,7 +298,7 @@ def test_wrong_options_are_refused(tmp_path, run, given) -> None:
 def test_an_empty_name_is_refused_since_it_would_mean_the_current_folder(run) -> None:
     code, _, said = run("watch", "")
     assert code == 2
-    assert "a folder, or the URL of a page" in said
+    assert "a folder, or the URL that `fedbilevel watch --serve` has printed" in said
 
 
 def test_a_search_shows_the_values_that_were_drawn(tmp_path) -> None:

@@ -343,6 +343,8 @@ def _swept(options: argparse.Namespace, folder: Path, trackers: Sequence[Tracker
     from fedbilevel.experiments.search import Range, search_specs
     from fedbilevel.experiments.sweep import parse_values, sweep_specs
 
+    file = options.base if (options.base or "").endswith(".toml") else None
+    base = shared.spec_tables(Path(file), None, options.algorithm) if file else None
     fields = _fields(options)
     grid = {name: parse_values(text) for name, (option, text) in fields.items() if option == "--grid"}
     space = {
@@ -355,7 +357,7 @@ def _swept(options: argparse.Namespace, folder: Path, trackers: Sequence[Tracker
         (lambda line: None) if options.quiet else partial(print, flush=True)
     )  # lines that rich prints itself would break the progress bar
     given |= {"say": say, "progress": False if options.quiet else None, "trackers": trackers}
-    spec_of = _spec_of(options, fields)
+    spec_of = _spec_of(options, base, fields)
     for name, value in drawing.items():
         require(bool(space), f"--{name}", value, "left out without --search")
     if not space:
@@ -384,14 +386,12 @@ def _bare(field: str) -> str:
     return re.sub(r"^(run|task|algorithm)\.", "", field)
 
 
-def _spec_of(options: argparse.Namespace, fields: Collection[str]) -> SpecOf:
-    """Return a function that makes the spec of a point, from the options and the point's values."""
+def _spec_of(options: argparse.Namespace, base: dict[str, Any] | None, fields: Collection[str]) -> SpecOf:
+    """Return a function that makes the spec of a point, from the base spec, the options and the point's values."""
     from fedbilevel.experiments import configure
     from fedbilevel.experiments.runner import algorithm_of
 
-    file = options.base if (options.base or "").endswith(".toml") else None
-    base = shared.spec_tables(Path(file), None, options.algorithm) if file else None
-    named = {"task": None if file else options.base, "algorithm": options.algorithm, "data": options.data}
+    named = {"task": None if base else options.base, "algorithm": options.algorithm, "data": options.data}
     given = shared.settings(options)
     for setting in given:
         if _bare(setting.partition("=")[0].strip()) in map(_bare, fields):

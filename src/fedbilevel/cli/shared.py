@@ -317,6 +317,8 @@ def check_names(options: argparse.Namespace) -> None:
         if given and (place != "what" or options.algorithms):  # without --algorithms, `what` is a list of folders
             found = [known(kind, name) for name in given] if isinstance(given, list) else known(kind, given)
             setattr(options, place, found)
+    if (base := getattr(options, "base", None)) and not base.endswith(".toml"):
+        options.base = known("task", base)
 
 
 def settings(options: argparse.Namespace) -> list[str]:

@@ -88,7 +88,7 @@ def _reader(place: str, on_terminal: bool) -> Callable[[], Snapshot]:
 
     A page of another `fedbilevel watch` can be shown only on a terminal, and not be served again.
     """
-    require(bool(place.strip()), "FOLDER", place, "a folder, or the URL of a page")
+    require(bool(place.strip()), "FOLDER", place, "a folder, or the URL that `fedbilevel watch --serve` has printed")
     if "://" not in place:
         from fedbilevel.experiments.folder_reader import FolderReader
 

@@ -93,7 +93,7 @@ class ConfigurationError(FedbilevelError, ValueError):
             return f"{message}; {text}" if text else message
         kind, *place = re.split(r" (?=(?:in|of|on|to|with|for) )", self.path, maxsplit=1)
         named = " ".join([f"unknown {kind} {str(self.got)[:200]!r}", *place])
-        message = f"{named}{near}{f', {text}' if text else ''}"
+        message = f"{named}{near}{f'; {text}' if text else ''}"
         names = ", ".join(self.allowed) or "none"
         return f"{message} (allowed: {printable(names, len(names))})"
 

@@ -30,7 +30,7 @@ from fedbilevel.core.algorithm import ALGORITHMS, Algorithm
 from fedbilevel.core.config import Schedule
 from fedbilevel.core.errors import ConfigurationError, refuse_together, require, unknown
 from fedbilevel.core.tree import XYV
-from fedbilevel.wording import nearest
+from fedbilevel.wording import nearest, printable
 
 Fields = Mapping[str, Any]
 """The values of fields by name."""
@@ -59,7 +59,8 @@ def changed(base: Any, table: Fields, path: str, wrong: Wrong) -> Any:
                 hint |= None
             new[name] = _accepted(hint, value, f"{path}.{name}", getattr(base, name, None), rule, mine)
         else:
-            mine.append(unknown_field(path, name, fields))
+            holder = next((known for known, algorithm in ALGORITHMS.items() if algorithm is cls), path)
+            mine.append(unknown_field(path, name, fields, holder))
     if cls is base:
         needed = [name for name, field in fields.items() if field.default is field.default_factory]
         mine += [_missing(f"{path}.{name}") for name in needed if name not in table]
@@ -266,19 +267,28 @@ def names_of(cls: Any) -> list[str]:
 
 
 def owners_of(name: str) -> str:
-    """Return in words the algorithms that have a field of this name; "" if there is none."""
+    """Say which algorithms have a field of this name, such as "adbo has one"; "" if there is none."""
     owners = sorted(owner for owner, cls in ALGORITHMS.items() if name in names_of(cls))
-    return f"a field of {', '.join(owners)}" if owners else ""
+    return f"{', '.join(owners)} {'has' if len(owners) == 1 else 'have'} one" if owners else ""
 
 
-def unknown_field(path: str, name: str, known: Iterable[str]) -> ConfigurationError:
-    """Return the error for an unknown field, which names the algorithms that have a field of this name."""
+def unknown_field(path: str, name: str, known: Iterable[str], holder: str = "") -> ConfigurationError:
+    """Return the error for an unknown field, which names the algorithms that have a field of this name.
+
+    Args:
+        path: the path of the object that lacks the field.
+        name: the unknown name.
+        known: the names of the object's fields.
+        holder: the name of the object in a message that also names algorithms; "": its path.
+    """
     names = sorted(known)
     if not names:
         return ConfigurationError(f"{path}.{name} cannot be set: this {path} has no fields")
-    owners = owners_of(name)
+    owners, holder = owners_of(name), holder or path
     near = "" if owners else nearest(name, names)
-    return ConfigurationError(owners, path=f"field of {path}", got=name, allowed=names, near=near)
+    text = f"{holder} has no field {name!r}; {owners}. Fields of {holder}: {printable(', '.join(names), None)}"
+    message = text if owners else ""
+    return ConfigurationError(path=f"field of {path}", got=name, allowed=names, near=near, message=message)
 
 
 # ------------------------------------------------------------------------------------------------ functions of Optax

@@ -435,14 +435,17 @@ def begin_app(folder: Path) -> tuple[str, Path]:
     """Make the folder of an app, with its package. Return the package's name and folder.
 
     Raises:
-        ConfigurationError: the folder is not empty, or its name cannot become the name of a Python package.
+        ConfigurationError: the folder is not empty or cannot be made, or its name cannot become that of a package.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigurationError(f"cannot write an app to {folder}: it exists and is not empty")
     package = re.sub(r"[^a-z0-9_]", "_", folder.resolve().name.lower())
     require(package.isidentifier(), "DIR", str(folder), "a name that begins with a letter, for a Python package")
     inside = folder / package
-    inside.mkdir(parents=True)
+    try:
+        inside.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigurationError(f"cannot make the folder {folder}: {error.strerror or error}") from error
     write_text(inside / "__init__.py", "")
     return package, inside
 

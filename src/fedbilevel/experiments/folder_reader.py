@@ -49,7 +49,12 @@ class FolderReader:
         Raises:
             ConfigurationError: the folder contains no run, or a file in it is damaged.
         """
-        require(self.path.is_dir(), "FOLDER", str(self.path), "an existing folder, or the URL of a page")
+        require(
+            self.path.is_dir(),
+            "FOLDER",
+            str(self.path),
+            "an existing folder, or the URL that `fedbilevel watch --serve` has printed",
+        )
         places = self._runs()
         if (self.path / PLAN).is_file() or len(places) > 1:
             return self._several(places)

@@ -20,6 +20,9 @@ SEARCHES = "fedbilevel.experiments.outer_search"
 RIVALS = {"random": f"{SEARCHES}:Random", "tpe": f"{SEARCHES}:TPE", "halving": f"{SEARCHES}:Halving", "fedex": "fedex"}
 """A name in --against -> the search algorithm that a comparison also runs."""
 
+OF_FILES = "`fedbilevel run` takes a spec as --spec FILE.toml, and a task of your own as FILE.py:NAME"
+"""The ways in which a command takes a task from a file."""
+
 
 def is_file(place: str) -> bool:
     """Return whether a place is the path of a file rather than the name of a module."""
@@ -47,7 +50,10 @@ def known(kind: str, name: str) -> str:
     """Return the library's spelling of a name, or a user's own name. Other names raise a ConfigurationError."""
     found = spelled(kind, name)
     if not is_own(found) and found not in library(kind):
-        raise unknown(kind, name, library(kind))
+        error = unknown(kind, name, library(kind))
+        if kind == "task" and "." in name:
+            error.message = f"unknown task {name!r}: {OF_FILES}"
+        raise error
     return found
 
 
