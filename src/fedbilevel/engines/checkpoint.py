@@ -24,7 +24,7 @@ from fedbilevel.reading import newer_format, parse_json, require_regular
 from fedbilevel.wording import in_a_line, printable
 
 META = "__meta__"
-FORMAT = 3  # the format of files; a file of a later format is refused, one of an earlier format if its leaves differ
+FORMAT = 3  # the format of files; later formats are refused, and earlier formats if the leaves differ
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -72,7 +72,7 @@ def previous(path: Path) -> Path:
 
 
 def exist(path: Path) -> bool:
-    """Tell whether there is a checkpoint at `path`, or one at `previous(path)`."""
+    """Return whether there is a checkpoint at `path`, or one at `previous(path)`."""
     return path.exists() or previous(path).exists()
 
 
@@ -203,8 +203,8 @@ def _header(archive: zipfile.ZipFile) -> tuple[dict[str, Any], dict[str, str], A
     """Read the header of a file.
 
     Returns:
-        `meta` as passed to `save`, the dtypes of the arrays, the outline of the tree, and a phrase with the version
-        that wrote the file; the phrase is "" unless the format is an earlier one.
+        Four values: `meta` as it was passed to `save`; the dtypes of the arrays; the outline of the tree; and a phrase
+        with the version that wrote the file, which is "" unless the file has an earlier format.
     """
     if f"{META}.npy" not in archive.namelist():
         raise ValueError("it was not written by this library")
@@ -287,5 +287,5 @@ def _plain(leaf: Any) -> Any:
 
 
 def _on_host(leaf: Any) -> np.ndarray:
-    """Return a leaf as an array of NumPy; a table stays one, whose pages `bytes_of` can release."""
+    """Return a leaf as an array of NumPy; a table on disk stays a table, so that `bytes_of` can release its pages."""
     return leaf if is_table(leaf) else np.asarray(_plain(leaf))

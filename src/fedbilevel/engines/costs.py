@@ -33,18 +33,18 @@ class ExchangeCount(NamedTuple):
     """Count the exchanges of one kind, the messages in them, and the replies."""
 
     exchanges: Any
-    asked: Any  # messages sent to clients, summed over the exchanges
-    replies: Any  # replies that the server has used
+    asked: Any  # the number of messages to clients, summed over the exchanges
+    replies: Any  # the number of replies that the server has used
 
 
 class RoundCosts(NamedTuple):
-    """Hold sums of costs over exchanges; leaves are scalars (a round), or (rounds,) arrays (some rounds)."""
+    """Hold sums of costs over exchanges; leaves are scalars for one round, or arrays (rounds,) for several rounds."""
 
     calls: dict[ExchangeKind, ExchangeCount]  # the exchanges of each kind
-    gradients: Array  # batch gradients, summed over clients
-    hvps: Array  # products of a vector with second derivatives, summed over clients
+    gradients: Array  # the number of batch gradients, summed over clients
+    hvps: Array  # the number of products of a vector with second derivatives, summed over clients
     metrics: dict[tuple[str, str], Any]  # (phase, name) -> (Σ weight·value, Σ weight)
-    time: Array  # (2,) ticks that the exchanges took by the clock: see `split_ticks`
+    time: Array  # the clock's ticks that the exchanges took, split into two numbers: see `split_ticks`
     privacy: tuple[float, float] | None = None  # the largest ε and δ spent by any client; for whole rounds only
 
 
@@ -66,13 +66,13 @@ def _added(a: dict[Any, Any], b: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def stack_costs(costs: Sequence[RoundCosts]) -> RoundCosts:
-    """Stack the costs of some rounds to leaves (rounds,); a kind of exchange counts 0 in a round without it."""
+    """Stack the costs of some rounds to leaves of shape (rounds,); a kind of exchange is 0 in rounds without it."""
     nothing = jax.tree.map(jnp.zeros_like, reduce(add_costs, costs))
     return jax.tree.map(lambda *leaves: np.stack(leaves), *(add_costs(nothing, round_costs) for round_costs in costs))
 
 
 def packed(costs: RoundCosts) -> dict[str, Array]:
-    """Pack all numbers of a round's costs into one (n,) array per dtype, so that a program returns few arrays."""
+    """Pack all numbers of a round's costs into one vector for each dtype, so that a program returns few arrays."""
     kinds: dict[str, list[Array]] = {}
     for leaf in map(jnp.asarray, jax.tree.leaves(costs)):
         kinds.setdefault(str(leaf.dtype), []).append(jnp.ravel(leaf))
@@ -80,7 +80,7 @@ def packed(costs: RoundCosts) -> dict[str, Array]:
 
 
 def unpacked(rows: dict[str, np.ndarray], like: RoundCosts) -> RoundCosts:
-    """Undo `packed` for some rounds: make the costs, leaves (rounds, ...), from arrays (rounds, n) by dtype.
+    """Undo `packed` for some rounds: make the costs, with leaves (rounds, ...), from an array (rounds, n) per dtype.
 
     `like` has the shapes and dtypes of one round's costs.
     """
@@ -116,10 +116,11 @@ class Book:
         Args:
             phase: the name of the phase.
             parts: (message, sums over the replies to this message, number of clients that got it) for each message.
-                There are several if clients get messages of different sizes; together they count as one exchange.
+                There are several parts if clients get messages of different sizes. Together they are counted as one
+                exchange.
             ticks: the time that the exchange took, in ticks of the clock.
             age: after `sum_first`, Σ p_i·(exchanges since client i was asked) over the replies, where p_i is the
-                client's weight; it gives the metric `staleness`.
+                client's weight. From this sum the metric `staleness` is computed.
         """
         for number, (message, sums, asked) in enumerate(parts):
             count = ExchangeCount(jnp.asarray(number == 0, jnp.int32), jnp.asarray(asked, jnp.int32), sums.responders)
@@ -176,7 +177,7 @@ class Sent:
 
 
 class Sums(NamedTuple):
-    """Hold weighted sums over the clients' replies in an exchange: the server receives nothing else."""
+    """Hold weighted sums over the clients' replies in an exchange. The server receives nothing but these sums."""
 
     update: PyTree  # Σ p_i u_i, with the weight p_i and the update u_i of client i
     weight: Array  # Σ p_i
@@ -188,12 +189,12 @@ class Sums(NamedTuple):
     sent: Sent | None = None  # bytes from each client; None in sums over clients that sent different numbers of bytes
 
     def total(self, population: Any, rows: Any = None) -> Total:
-        """Return these sums without metrics and counts of work, as a method's program on the server gets them."""
+        """Return these sums in the form that a method's program on the server gets: without metrics and work."""
         return Total(self.update, self.weight, self.responders, population, self.held, rows)
 
     @property
     def row(self) -> tuple[PyTree, Array]:
-        """Return (update without its weight, weight) for the sums of a single client; a padding place has weight 0."""
+        """Return (update divided by its weight, weight) for the sums of one client; a padding place has weight 0."""
         weight = jnp.where(self.weight > 0, self.weight, 1)
         return jax.tree.map(lambda leaf: leaf / weight.astype(leaf.dtype), self.update), self.weight
 
@@ -234,19 +235,22 @@ class Ledger(Shown):
     """Hold the total costs of a run since round 0; a resumed run continues them.
 
     Args:
-        rounds: rounds done.
-        exchanges: exchanges made. One exchange is a message to each client of the cohort and a reply from each.
-        bytes_down: bytes of the arrays sent to all clients that were asked.
-        bytes_up: bytes of the arrays in the replies that counted.
-        replies: replies that counted.
-        gradients: gradients on a batch, summed over clients. Each counts 1, whether it is of a head or of a network.
-        hvps: products of a vector with second derivatives on a batch, summed over clients.
-        exchanges_by_phase: how many of the exchanges asked for each phase.
+        rounds: the number of rounds done.
+        exchanges: the number of exchanges. One exchange is a message to each client of the cohort, and a reply from
+            each.
+        bytes_down: the number of bytes of the arrays that were sent to all clients that were asked.
+        bytes_up: the number of bytes of the arrays in the replies that the server has used.
+        replies: the number of replies that the server has used.
+        gradients: the number of gradients on a batch, summed over clients. Each is counted as 1, whether it is the
+            gradient of a head or of a whole network.
+        hvps: the number of products of a vector with second derivatives on a batch, summed over clients.
+        exchanges_by_phase: for each phase, the number of exchanges that asked for it.
         epsilon: ε of differential privacy, the largest that any client has spent (or reports to have spent) at
-            `delta`; 0 without privacy. In a simulation it is an upper bound if clients keep no count of replies.
+            `delta`; 0 without privacy. In a simulation, ε is an upper bound if clients keep no count of their replies.
         delta: δ of differential privacy, the largest of any client.
         ticks: the time that exchanges took, in whole ticks of the clock.
-        flops: floating-point operations that the counted replies took; None if they are not known.
+        flops: the number of floating-point operations for the replies that the server has used; None if it is not
+            known.
         virtual: whether the time is that of a simulation's clock; False: it is real time.
     """
 
@@ -291,8 +295,8 @@ class Ledger(Shown):
         Args:
             round_costs: the costs: arrays with an entry for each round, or scalars for a single round.
             rounds: the number of these rounds.
-            costs: the floating-point operations that a client needs for a reply, by the kind of the exchange. If the
-                number of a kind is missing or None, `flops` becomes None.
+            costs: the number of floating-point operations that a client needs for a reply, by the kind of the exchange.
+                If the number for a kind is missing or None, `flops` becomes None.
         """
         self.rounds += rounds
         for (phase, down, up), calls in round_costs.calls.items():
@@ -344,12 +348,12 @@ class Ledger(Shown):
 
     @property
     def gradients_per_client(self) -> float:
-        """Return the mean number of batch gradients per reply that counted."""
+        """Return the mean number of batch gradients per reply that the server has used."""
         return self.gradients / max(self.replies, 1)
 
     @property
     def hvps_per_client(self) -> float:
-        """Return the mean number of Hessian-vector (or mixed) products per reply that counted."""
+        """Return the mean number of products with second derivatives per reply that the server has used."""
         return self.hvps / max(self.replies, 1)
 
 

@@ -22,11 +22,11 @@ from fedbilevel.oracles.population import Population, WeightedLoss
 
 SAMPLES = 2_000  # the number of samples of the inner loss on which curvature is measured
 PRODUCTS = 20  # the number of products with the Hessian of the inner loss by which curvature is measured
-ENTRIES = 1_000_000  # the largest y, in entries, for which it is measured: memory is needed for 2·PRODUCTS vectors
+ENTRIES = 1_000_000  # curvature is measured for a y of at most so many entries, in memory for 2·PRODUCTS vectors
 ROUNDING = 1e-3  # the relative rounding error of a curvature that is 0
 FAR = 1000  # a loss above FAR·max(|first loss|, 1) is a sign of steps that are too large
-HIGH = 10  # the same factor for a loss in two consecutive rows, if the run can return to a better row
-STILL = 10  # a loss still grows if it is above STILL times its median size in the rows before; less may be noise
+HIGH = 10  # in place of FAR: the factor for a loss in two consecutive rows, if the run can return to a better row
+STILL = 10  # a loss still grows if it is above STILL times its median size in the rows before; less can be noise
 
 
 def grown(
@@ -34,17 +34,17 @@ def grown(
     latest: Mapping[str, Sequence[float]] | None = None,
     began: Mapping[str, float] | None = None,
 ) -> str:
-    """Return a text that names a loss, or a metric that should fall, by whose growth the run counts as diverging.
+    """Return a text about a loss, or a metric that should fall, that has grown so much that the run diverges; else "".
 
-    This is a loss that in the last row is more than FAR·max(|start|, 1) and still grows. If there is none, return "".
+    The loss in the last row is more than FAR·max(|start|, 1), and still grows.
 
     Args:
         history: the rows so far.
         latest: the losses in each round since the row before, which show growth before there are two rows.
         began: None unless the run can return to a better row. For such a run, the losses in its first round, if every
-            exchange asks all clients, and otherwise none. The run then counts as diverging if one of these losses is
-            more than FAR·max(|start|, 1), even if it no longer grows; or if a loss grows and is more than
-            HIGH·max(|start|, 1) in the last two rows. A single high row does not count: an unusual client may cause it.
+            exchange asks all clients, and otherwise none. The run then also diverges if one of these losses is more
+            than FAR·max(|start|, 1), even if it no longer grows; or if a loss grows and is more than HIGH·max(|start|,
+            1) in the last two rows. A single high row is not enough: an unusual client may cause it.
     """
     for name in history.judged:
         *before, last = [row[name] for row in history.rows if name in row]
@@ -67,7 +67,7 @@ def far_away(round: int, start: float, norm: float) -> str:
 
 
 def what_to_lower(algorithm: Algorithm, halvings: int) -> str:
-    """Advise what to lower: the step sizes that the user gave, and the noise of privacy, if any.
+    """Return advice on what to lower: the step sizes that the user set, and the noise of privacy, if any.
 
     Args:
         algorithm: the method within its layers.
@@ -101,7 +101,7 @@ class Met(NamedTuple):
 
     text: str = ""
     by_steps: bool = True  # whether smaller steps may help: False if the losses, or the inner curvature, are the cause
-    at_start: bool = False  # whether the cause is present at the start already
+    at_start: bool = False  # whether the cause is already present at the start
 
 
 def what_was_met(
@@ -206,7 +206,7 @@ def not_finite_after_a_step(
 
 
 def needs_ridge(smallest: float) -> str:
-    """Return the advice for an inner loss whose smallest curvature is not positive: add a ridge, and of which size."""
+    """Return advice if the inner loss's smallest curvature is not positive: add a ridge, and how large it must be."""
     return (
         f"the inner loss is not strongly convex in y: its curvature is as low as {smallest:.3g}, not above 0, so that "
         f"y*(x) is not defined and no step size helps. Add a ridge to it: c * (y**2).sum() with c above "

@@ -26,9 +26,9 @@ from fedbilevel.core.ragged import Ragged
 from fedbilevel.core.tree import PyTree, on_device
 from fedbilevel.machinery.kept import compiled
 
-BLOCK = 256  # samples in memory at a time; a loss that takes all of a client's samples gets them all
-WORSE = 1e-3  # relative difference of two losses; a smaller one counts as no change
-SETTLED = 0.1  # y counts as trained once the norm of the inner gradient is at most this share of the first
+BLOCK = 256  # the number of samples in memory at a time, except for a loss that takes all of a client's samples
+WORSE = 1e-3  # a smaller relative difference of two losses is treated as no change
+SETTLED = 0.1  # y is trained once the norm of the inner gradient is at most this share of the norm at first
 EVALUATIONS = 500  # the largest number of inner gradients for the training of y
 
 
@@ -37,22 +37,22 @@ class Ends(NamedTuple):
 
     start: float  # the loss at an earlier point, such as the start
     end: float
-    # The loss at the earlier x with a trained y. It equals `start` if `start` is not below `end`, or if y could not be
+    # The loss at the earlier x with a trained y. This is `start` if `start` is not below `end`, or if y could not be
     # trained.
     trained: float
 
     @property
     def above(self) -> bool:
-        """Tell whether the loss at the end is above the earlier loss by more than rounding, or is not finite."""
+        """Return whether the loss at the end is above the earlier loss by more than rounding, or is not finite."""
         return above(self.end, self.start)
 
     @property
     def worse(self) -> bool:
-        """Tell whether the loss at the end is above both earlier losses: with the y of that point, and a trained y."""
+        """Return whether the loss at the end is above both losses at the earlier x: with its y and with a trained y."""
         return self.above and above(self.end, self.trained)
 
     def text(self, column: str) -> str:
-        """Describe in words an end whose loss is above that at the start, and whether a trained y explains it.
+        """Describe in words an end with a larger loss than the start, and whether a trained y explains the difference.
 
         `column` is the name of the loss.
         """
@@ -65,12 +65,12 @@ class Ends(NamedTuple):
 
 
 def above(loss: float, other: float) -> bool:
-    """Tell whether a loss is above `other` by more than rounding, or is not finite."""
+    """Return whether a loss is above `other` by more than rounding, or is not finite."""
     return not loss <= other + WORSE * abs(other)
 
 
 def comparable(problem: Problem) -> bool:
-    """Tell whether the point with the lower outer loss is the better one.
+    """Return whether the point with the lower outer loss is the better one.
 
     This is not so for minimax problems, whose inner variable should raise the outer loss, nor for simple bilevel
     problems, where the inner loss takes precedence.
@@ -79,7 +79,7 @@ def comparable(problem: Problem) -> bool:
 
 
 class Spent(NamedTuple):
-    """Hold the cost of a run: its number of gradients, and their batch size, None for all samples of a client."""
+    """Hold the cost of a run: its number of gradients, and their batch size (None: all samples of a client)."""
 
     gradients: int
     batch_size: int | None
@@ -91,7 +91,7 @@ class Spent(NamedTuple):
 
 
 def affordable(clients: Clients, spent: Spent) -> bool:
-    """Tell whether two evaluations of the outer loss take at most about a third of the time of a run.
+    """Return whether two evaluations of the outer loss take at most about a third of the time of a run.
 
     This assumes that a gradient of a loss takes at least three times as long as its value.
     """
@@ -168,10 +168,10 @@ def trained(problem: Problem, clients: Clients, x: PyTree, y: PyTree, evaluation
 def blocks(clients: Clients, name: str, whole: bool) -> Iterator[tuple[np.ndarray, PyTree, np.ndarray]]:
     """Divide the samples of each client into blocks, and yield stacks of blocks of equal length.
 
-    A stack has at most BLOCK samples. It is yielded as (owner, samples, weights). `owner`, (blocks,), has the client of
-    each block. `samples` has leaves (blocks, length, ...), and is `Padded` if blocks are shorter than this length.
-    `weights`, (blocks,), are p_i times the block's share of its client's samples, and 0 for blocks that only fill up a
-    stack.
+    A stack has at most BLOCK samples. It is yielded as (owner, samples, weights). `owner` has the client of each block,
+    as an array of shape (blocks,). `samples` has leaves of shape (blocks, length, ...), and is `Padded` if blocks are
+    shorter than this length. `weights`, of shape (blocks,), are p_i times the block's share of its client's samples,
+    and 0 for blocks that only fill up a stack.
 
     Args:
         clients: the population whose samples are read.

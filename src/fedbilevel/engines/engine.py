@@ -1,6 +1,6 @@
 """Define the interface of engines and of their runs, which do rounds, and the functions that engines share.
 
-Which clients take part in a round, and how much work each does, depends on the round's key alone.
+Which clients take part in a round, and how much work each does, depends only on the round's key.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ FLOYD_LIMIT = 2048  # Floyd's algorithm compares P²/2 pairs; for larger cohorts
 class Carry(NamedTuple):
     """Hold the whole state of a run between two rounds; a run can be resumed from its carry and its key."""
 
-    round: Array  # rounds done
+    round: Array  # the number of rounds done
     state: Any  # the server's state
-    clients: PyTree  # leaves (M, ...): every client's own state, or None; for remote clients see `first_carry`
+    clients: PyTree  # all clients' states, leaves (M, ...); None: they have none; for remote clients see `first_carry`
     now: ClockState  # the state of the clock, for engines that have a clock
     queues: InFlight | None = None  # replies in flight, for asynchronous algorithms
-    local_x: PyTree = None  # if clients keep x: x at the start, leaves (M, ...)
+    local_x: PyTree = None  # if clients keep x: x at the start, with leaves of shape (M, ...)
     own_y: PyTree = None  # if remote clients keep leaves of y: these leaves at the start
     best: PyTree = None  # in checkpoints only: x and y of the best row so far
 
@@ -68,8 +68,8 @@ class Stretch(NamedTuple):
     """Hold what `Run.advance` returns after some rounds."""
 
     carry: Carry
-    rounds: int  # rounds that were done
-    costs: RoundCosts  # leaves (rounds,)
+    rounds: int  # the number of rounds that were done
+    costs: RoundCosts  # the costs of these rounds, with leaves of shape (rounds,)
     undo: Callable[[], None] | None = None  # restores the rows of tables that the rounds changed in place, if any
 
 
@@ -129,8 +129,8 @@ def first_carry(
 ) -> Carry:
     """Make the carry before round 0; with `states_on_disk`, the clients' states are tables (core/on_disk.py).
 
-    Remote clients keep their states themselves; for them, `Carry.clients` is a (population, 2) array of the round and
-    exchange of each client's last reply that counted, -1 before the first reply.
+    Remote clients keep their states themselves. For them, `Carry.clients` is an array of shape (population, 2) with the
+    round and the exchange of each client's last reply that was used, or -1 before the first reply.
     """
     remote, population = isinstance(clients, RemoteClients), len(clients)
     found = None
@@ -190,15 +190,15 @@ class Cohort(NamedTuple):
 
     @classmethod
     def of(cls, cohort: int | Cohort) -> Cohort:
-        """Return a `Cohort` as it is, and a number as a cohort of that size without replacement."""
+        """Return a `Cohort` as it is, and for a number, a cohort of that size without replacement."""
         return cohort if isinstance(cohort, Cohort) else cls(cohort)
 
     def some(self, population: int) -> bool:
-        """Tell whether a round may leave out some clients of a population of that size."""
+        """Return whether a round may leave out some clients of a population of that size."""
         return self.replacement or self.size < population
 
     def draw(self, key: Array, population: int) -> Array:
-        """Draw the ids of a round's clients, (size,) int32. If they are all clients, they are in ascending order."""
+        """Draw the ids of a round's clients, as int32 of shape (size,); all clients are in ascending order."""
         if self.replacement:
             return uniform_below(key, population, (self.size,))
         return draw_cohort(key, population, self.size)
@@ -305,7 +305,7 @@ class RoundKeys(NamedTuple):
 
 
 def round_keys(key: Array, round: Array | int) -> RoundKeys:
-    """Derive the random streams of a round from the run's key and the round's number alone, so that runs can resume."""
+    """Derive a round's random streams only from the run's key and the round's number, so that runs can resume."""
     cohort, own, algorithm = jax.random.split(jax.random.fold_in(key, round), 3)
     return RoundKeys(cohort, own, algorithm, round)
 
@@ -330,7 +330,7 @@ class Cohorts:
 
     @property
     def sampled(self) -> bool:
-        """Tell whether a round may leave out some clients."""
+        """Return whether a round may leave out some clients."""
         return self.cohort.some(self.population)
 
     def fresh(self, number: Array | int) -> Cohorts:
@@ -342,11 +342,11 @@ class Cohorts:
         return replace(self, repetition=i)
 
     def ids(self) -> Array:
-        """Draw the ids of the clients, (P,)."""
+        """Draw the ids of the clients, as an array of shape (P,)."""
         return self.cohort.draw(self.keys.cohort, self.population)
 
     def numbers(self, ids: Array) -> dict[str, Array]:
-        """Return the own numbers of these clients, (P,) each, by name."""
+        """Return the own numbers of these clients, by name, each as an array of shape (P,)."""
         return numbers_of(self.own, self.keys.own, self.keys.round, ids, self.repetition)
 
     def members(self) -> list[tuple[int, OwnNumbers]]:
@@ -393,9 +393,9 @@ class PythonFed(Means):
 def draw_cohort(key: Array, population: int, size: int) -> Array:
     """Draw `size` distinct clients out of `population`, every subset equally likely, and return their ids.
 
-    The ids are (size,) int32, in no special order; if size = population, they are in ascending order. A small cohort
-    costs O(size²), however large the population is (Floyd's algorithm: Bentley and Floyd, "A sample of brilliance",
-    Communications of the ACM 30(9), 1987).
+    The ids are an int32 array of shape (size,), in no special order; if size = population, they are in ascending order.
+    A small cohort costs O(size²), however large the population is (Floyd's algorithm: Bentley and Floyd, "A sample of
+    brilliance", Communications of the ACM 30(9), 1987).
     """
     if size == population:
         return jnp.arange(population, dtype=jnp.int32)

@@ -1,7 +1,7 @@
 """Measure the metrics of a run: compiled functions of (x, y), and metrics of each client on its own samples.
 
-Metrics per client are summarised over the population. No value of a single client reaches an algorithm: one number per
-client is kept for the duration of an evaluation.
+Metrics per client are summarised over the population. No value of a single client reaches an algorithm: during an
+evaluation, only this module keeps one number per client.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fedbilevel.engines.history import Row
 from fedbilevel.engines.process_group import ProcessGroup, current_group
 from fedbilevel.machinery.kept import compiled
 
-BLOCK = 256  # samples that are evaluated together, by vmap
+BLOCK = 256  # the number of samples that are evaluated together, by vmap
 DECILES = tuple(range(10, 100, 10))
 
 ARGUMENTS = "x, y, batch"
@@ -37,14 +37,14 @@ ONE_NUMBER = "one real number"
 
 SampleKind = Literal["outer", "inner"]
 Measure = Callable[[PyTree, PyTree, PyTree], Any]
-"""(x, y, batch) -> scalar: a mean over the samples of the batch, whose leaves are (samples, ...)."""
+"""(x, y, batch) -> scalar: a mean over the samples of the batch, whose leaves have the shape (samples, ...)."""
 
 
 def check_metrics(metrics: Mapping[str, MetricFunction] | None) -> None:
     """Check the argument `metrics` of `solve`.
 
     Raises:
-        ConfigurationError: it is not a mapping of functions (x, y) by name.
+        ConfigurationError: the argument is not a mapping of functions (x, y) by name.
     """
     fits = metrics is None or isinstance(metrics, Mapping)
     require(fits, "metrics", metrics, "functions (x, y) -> number by name")
@@ -94,7 +94,7 @@ def _require_one_number(name: str, traced: ClosedJaxpr) -> None:
 
 
 def _kept(closed: ClosedJaxpr, *like: PyTree) -> Callable[..., Any]:
-    """Compile a traced function for arguments like these, or reuse the same program of an earlier run."""
+    """Compile a traced function for arguments of these shapes, or reuse the same program of an earlier run."""
 
     def run(constants: list[Any], *given: PyTree) -> Any:
         return jax.core.eval_jaxpr(closed.jaxpr, constants, *jax.tree.leaves(given))[0]
@@ -114,8 +114,8 @@ class PerClient:
     Args:
         function: (x, y, batch) -> number, a mean over the samples of the batch, like a loss.
         samples: "outer" or "inner": the loss whose samples are used.
-        larger_is_better: whether the client with the largest value counts as the best, and not the client with the
-            smallest value; None: True for accuracies, False for other metrics.
+        larger_is_better: whether the client with the largest value is the best client; False: the client with the
+            smallest value is the best. None: True for accuracies, False for other metrics.
     """
 
     function: Measure
@@ -135,7 +135,7 @@ def as_per_client(metrics: Mapping[str, Measure | PerClient] | None) -> dict[str
 
     Raises:
         ConfigurationError: a value is not a metric; or a `Metric` declares that neither direction is better, so that
-            there is no worst and no best client.
+            there would be no worst and no best client.
     """
     fits = metrics is None or isinstance(metrics, Mapping)
     require(fits, "metrics_per_client", metrics, "functions (x, y, batch) -> number by name")
@@ -168,17 +168,18 @@ def check_per_client(
 
 
 def is_one_number(value: Any) -> bool:
-    """Tell whether a traced value is a single real number; a truth value counts as 1 or 0."""
+    """Return whether a traced value is a single real number; a boolean is allowed, as 1 or 0."""
     kind = getattr(value, "dtype", None)
     real = kind is not None and any(jnp.issubdtype(kind, of) for of in (jnp.floating, jnp.integer, jnp.bool_))
     return real and value.shape == ()
 
 
 def spread(name: str, values: np.ndarray, weights: np.ndarray, larger: bool | None = None) -> Row:
-    """Summarise the clients' values of a metric, (M,), in columns.
+    """Summarise the M clients' values of a metric in columns.
 
-    NAME.mean is weighted by the clients' weights, (M,). NAME.worst, NAME.best and the deciles NAME.p10 … NAME.p90,
-    interpolated linearly, count every client once. `larger` says whether a larger value is better.
+    `values` and `weights` are arrays of shape (M,). NAME.mean is weighted by the clients' weights. In NAME.worst,
+    NAME.best and the deciles NAME.p10 … NAME.p90, which are interpolated linearly, all clients have the same weight.
+    `larger` says whether a larger value is better.
     """
     low, high = float(values.min()), float(values.max())
     worst, best = (low, high) if larger_is_better(name, larger) else (high, low)
@@ -192,15 +193,16 @@ def spread(name: str, values: np.ndarray, weights: np.ndarray, larger: bool | No
 class PerClientEvaluation:
     """Measure metrics on each client, if samples are on this machine; each of several processes measures its clients.
 
-    Samples are evaluated in blocks of BLOCK, and read from memory maps when they are needed. Each sample counts once in
-    its client's mean, which is summed in float64, so that neither blocks nor unequal sizes influence the result.
+    Samples are evaluated in blocks of BLOCK, and read from memory maps when they are needed. Each sample enters its
+    client's mean once, and the mean is summed in float64, so that neither blocks nor unequal sizes influence the
+    result.
     """
 
     metrics: Mapping[str, PerClient]
     clients: Clients
     fixed: tuple[PyTree, PyTree]
     group: ProcessGroup = field(default_factory=current_group)
-    own: IsOwn | None = None  # which leaves of y are each client's own; these are (M, ...)
+    own: IsOwn | None = None  # which leaves of y are each client's own; they have a leading axis of M clients
     programs: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
     def __call__(self, round: int, x: PyTree, y: PyTree) -> Row:
@@ -217,19 +219,19 @@ class PerClientEvaluation:
         return row
 
     def each(self, x: PyTree, y: PyTree) -> dict[str, np.ndarray]:
-        """Measure each metric on each client, (M,)."""
+        """Measure each metric on each client; return an array of shape (M,) for each metric."""
         rows = {name: getattr(self.clients, metric.samples) for name, metric in self.metrics.items()}
         return {name: self.values(name, own, x, y) for name, own in rows.items()}
 
     def values(self, name: str, rows: Ragged, x: PyTree, y: PyTree) -> np.ndarray:
-        """Compute each client's mean over its samples, (M,) float64; several processes each compute their share."""
+        """Compute each client's mean over its samples, as float64 of shape (M,); several processes share the work."""
         bounds = np.arange(self.group.processes + 1) * len(self.clients) // self.group.processes
         own = slice(*bounds[self.group.process : self.group.process + 2])
         mine = self.means(name, Ragged(rows.values, rows.start[own], rows.size[own]), int(own.start), x, y)
         return np.concatenate([np.asarray(part, np.float64) for part in self.group.gather(mine.tolist())])
 
     def means(self, name: str, rows: Ragged, first: int, x: PyTree, y: PyTree) -> np.ndarray:
-        """Compute the mean over the samples of each row, (rows,) float64; `first` is the client of the first row."""
+        """Compute the mean over each row's samples, as float64 of shape (rows,); `first` is the first row's client."""
         ends = np.cumsum(rows.size)
         sums = np.zeros(len(rows.size))
         y, every = parted_y(self.own, y)
@@ -252,9 +254,9 @@ class PerClientEvaluation:
 
 
 def _block(values: PyTree, index: np.ndarray, what: str, whose: Callable[[int], str]) -> PyTree:
-    """Take the samples at `index`, and add copies of the first one up to BLOCK samples, so that all blocks are alike.
+    """Take the samples at `index`, and add copies of the first sample up to BLOCK samples: all blocks are alike.
 
-    `what` names the samples in messages, and `whose` returns the place of the i-th one in words.
+    `what` names the samples in messages, and `whose` returns in words the place of the i-th sample.
     """
     whole = np.concatenate([index, np.repeat(index[:1], BLOCK - len(index))])
 
@@ -270,7 +272,7 @@ def _block(values: PyTree, index: np.ndarray, what: str, whose: Callable[[int], 
 def _over_samples(
     function: Measure, x_fixed: PyTree, y_fixed: PyTree, x: PyTree, y: PyTree, own: PyTree, block: PyTree
 ) -> Callable[..., Any]:
-    """Compile the function (x, y, own, block) -> the metric on each sample of the block, (BLOCK,).
+    """Compile the function (x, y, own, block) -> the metric on each sample of the block, an array of shape (BLOCK,).
 
     `own` has, for each sample, the leaves of y that are its client's own. Of x, y, own and block only the shapes and
     dtypes matter here.

@@ -32,7 +32,7 @@ from fedbilevel.engines.recorder import known_flops
 
 @dataclass
 class Execution:
-    """Hold a method, the problem posed to it, and the engine that runs it.
+    """Hold a method, the problem that it solves, and the engine that runs the method.
 
     No field may refer back to this object: because of such a reference cycle, samples would stay in memory until the
     garbage collector runs.
@@ -88,8 +88,8 @@ class Execution:
         """Run some rounds.
 
         Returns:
-            The stretch, the seconds that it took without compilation, and the reason why the privacy budget allows no
-            further round, "" if it does.
+            The stretch; the seconds that it took, without compilation; and the reason why the privacy budget allows no
+            further round, "" if it allows one.
         """
         began, compiling = time.perf_counter(), self.run.compile_seconds
         stretch, spent = self.within_budget(carry, rounds)
@@ -163,7 +163,7 @@ class Execution:
         return x if carry.local_x is None else gather_x(carry.clients), gathered(y, carry.clients), state
 
     def ending(self, state: Any) -> str:
-        """Return the reason for the end of a run if the method has finished, else ""."""
+        """Return the reason for the end of the run if the method has finished, else ""."""
         return f"{self.method.label} has finished" if self.method.finished(state) else ""
 
     def close(self) -> None:
@@ -172,5 +172,5 @@ class Execution:
 
 
 def _kept(leaf: Any) -> Any:
-    """Copy an array, which a round may consume, and return a table itself, whose rows `Stretch.undo` restores."""
+    """Copy an array, since a round may consume it. Return a table as it is, since `Stretch.undo` restores its rows."""
     return leaf if is_table(leaf) else jnp.copy(leaf)

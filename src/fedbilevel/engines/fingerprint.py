@@ -48,7 +48,7 @@ class Fingerprint:
     hashed: Hashes  # the start, and the population without its samples
     functions: Hashes  # losses, schedules, …
     by_round: dict[str, list[str]] = field(default_factory=dict)
-    """Name -> a hash per round of numbers that are given for each round; a resumed run may have further rounds."""
+    """Name -> a hash for each round, of numbers that are given for each round; a resumed run may have more rounds."""
     samples: dict[str, list[str | None]] = field(default_factory=dict)
     """Loss -> a hash for each block of clients' samples; None for a block that no process has as a whole.
 
@@ -60,7 +60,7 @@ class Fingerprint:
     """Versions of the libraries. Another version may trace or compile the same function to another program."""
 
     def differences(self, before: Fingerprint) -> str:
-        """Name what differs from the fingerprint `before`, or return "".
+        """Return a text that names what differs from the fingerprint `before`; "" if nothing differs.
 
         Functions and metrics are not compared if other versions of the libraries traced them.
         """
@@ -92,7 +92,7 @@ def take(
     y: PyTree,
     programs: Mapping[str, ClosedJaxpr],
 ) -> Fingerprint:
-    """Take the fingerprint of a run without its samples (for those see `of_samples`).
+    """Take the fingerprint of a run without its samples (for the samples, see `of_samples`).
 
     Args:
         stated: further JSON values that are compared without hashing.
@@ -123,7 +123,7 @@ def take(
 
 
 def of_rules(own: Mapping[str, Values | None]) -> Hashes:
-    """Return a hash of the program of each function that gives clients' own numbers, by name; it is traced anew."""
+    """Return, by name, a hash of the newly traced program of each function that returns clients' own numbers."""
     rules = {name: values for name, values in own.items() if isinstance(values, Computed)}
     return {
         f"clients' rule for {name}": of_program(
@@ -179,7 +179,7 @@ def method_key(algorithm: Algorithm) -> Hashable | None:
 
 
 def _of_schedule(schedule: Schedule) -> str:
-    """Hash the program of a schedule, traced anew: JAX's own cache would miss changes in values that it closes over."""
+    """Hash the program of a schedule, traced anew. JAX's cache would miss a change of a value that it closes over."""
     return of_program(jax.make_jaxpr(lambda *indices: schedule.function(*indices))(*[0] * (1 + schedule.by_k)))
 
 
@@ -276,7 +276,7 @@ def _made_of(value: Any) -> Iterator[str]:
 
 
 def _of_a_user(value: Any) -> bool:
-    """Tell whether a value contains a function, method or callable object that is not from LIBRARIES."""
+    """Return whether a value contains a function, method or callable object that is not from LIBRARIES."""
     made = (piece for piece in _pieces(value) if callable(piece) and not isinstance(piece, type))
     return any((getattr(piece, "__module__", None) or "").partition(".")[0] not in LIBRARIES for piece in made)
 

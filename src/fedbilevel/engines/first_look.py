@@ -1,9 +1,9 @@
 """Evaluate the losses before the first round, to detect mistakes that would lead to plausible but wrong numbers.
 
-The questions are: Does x change y*, and y the outer loss? Does every leaf of x move? Is a loss the mean of its values
-on single samples? Do samples index an axis beyond its end? Is the derivative in y the gradient of one function
-(symmetry.py), if leaves of y are each client's own? Everything is computed at random points near the start, on a
-few samples of a few clients.
+The questions are: Does x change y*, and does y change the outer loss? Does every leaf of x move? Is a loss the mean of
+its values on single samples? Are samples used as indices beyond the end of an axis? If leaves of y are each client's
+own, is the derivative in y the gradient of one function (symmetry.py)? Everything is computed at random points near the
+start, on a few samples of a few clients.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from fedbilevel.machinery.kept import compiled
 from fedbilevel.oracles.differences import value_and_derivative
 from fedbilevel.oracles.population import chosen
 
-PAIRS = 16  # pairs of samples, each from one client; in the first half of the pairs, both samples are the same
-LOOKS = 50  # looks at other points, clients and samples, before a derivative counts as 0, or a loss as a mean
-ENOUGH = 4  # pairs of each kind that could show that a loss is no mean; if there are so many, no more are evaluated
+PAIRS = 16  # the number of pairs of samples, each from one client; in the first half, both samples are the same
+LOOKS = 50  # after so many looks, at other points, clients and samples, a derivative is taken as 0, a loss as a mean
+ENOUGH = 4  # the number of pairs of each kind, among those that could show that a loss is no mean, that suffices
 FEWEST = 2  # the least number of pairs whose loss must differ from the mean; a single pair may differ by rounding
 LONGEST = 64  # the largest number of a client's samples for a loss that takes all of them
-TOLERANCE = 1e-4  # a pair's loss may differ from the mean of its two values by this share, because of rounding
+TOLERANCE = 1e-4  # because of rounding, a pair's loss may differ by this share from the mean of its samples' losses
 ROWS = 2**22  # the largest number of samples whose labels are read
-MAPPED_ROWS = 2**12  # the same for a memory-mapped array
-SHARE = 0.25  # of the pairs that could show that a loss is no mean, more than this share must show it
+MAPPED_ROWS = 2**12  # the largest number of samples whose labels are read from a memory-mapped array
+SHARE = 0.25  # a loss is no mean if more than this share shows it, of the pairs that could show it
 
 
 class Seen(NamedTuple):
@@ -49,8 +49,8 @@ class Seen(NamedTuple):
     Args:
         moves: the name of a derivative, such as "g_xy" (the product of ∇²xy g with v) -> whether it is not 0.
         leaves: for each leaf of x, in order, whether a derivative that moves x is not 0 there.
-        reach: which entries of y, and of v, are moved by a gradient step on them.
-        values: the values on the pairs of each loss that should be a mean.
+        reach: for y and for v: which of their entries a gradient step moves.
+        values: for each loss that should be a mean, its values on the pairs.
     """
 
     moves: dict[str, Any]
@@ -63,9 +63,9 @@ class OnPairs(NamedTuple):
     """Hold the values of a loss on pairs of samples.
 
     Args:
-        pairs: the value on each pair, (PAIRS,).
-        alone: the value on each single sample, (PAIRS, 2).
-        differs: whether the two samples of a pair differ in a leaf, (PAIRS, leaves).
+        pairs: the value on each pair, an array of shape (PAIRS,).
+        alone: the value on each single sample, an array of shape (PAIRS, 2).
+        differs: whether the two samples of a pair differ in a leaf, an array of shape (PAIRS, leaves).
     """
 
     pairs: Any
@@ -126,7 +126,7 @@ def first_look(problem: Problem, clients: Clients, x: PyTree, y: PyTree, program
 
 
 def leaves_the_start(look: FirstLook, x: PyTree, start: tuple[PyTree, PyTree]) -> bool:
-    """Tell whether x moves at the start of y and v, or once y and v have moved along their gradients."""
+    """Return whether x moves at the start of y and v, or once y and v have moved along their gradients."""
     reach = jax.tree.map(lambda leaf: np.zeros(leaf.shape, bool), start)
     for _ in range(LOOKS):
         seen = look(x, *jax.tree.map(np.where, reach, near(start, look.rng), start))
@@ -138,7 +138,7 @@ def leaves_the_start(look: FirstLook, x: PyTree, start: tuple[PyTree, PyTree]) -
 
 @dataclass
 class FirstLook:
-    """Evaluate the losses, on other pairs of samples in each call; on single samples if `count` is 1."""
+    """Evaluate the losses, on other pairs of samples in each call; if `count` is 1, on single samples."""
 
     problem: Problem
     rows: Mapping[str, Ragged]
@@ -154,12 +154,12 @@ class FirstLook:
         return self.program(*given)
 
     def clients(self) -> np.ndarray:
-        """Draw the client of each pair, (PAIRS,)."""
+        """Draw the client of each pair, as an array of shape (PAIRS,)."""
         clients = len(self.rows["outer"].size)
         return np.resize(self.rng.choice(clients, min(clients, PAIRS), replace=False), PAIRS)
 
     def batches(self, name: str, ids: np.ndarray) -> PyTree:
-        """Draw samples of the clients `ids`: a pair of each, or one sample if `count` is 1, leaves (PAIRS, count, ...).
+        """Draw a pair of samples of each client in `ids`, or one sample if `count` is 1: leaves (PAIRS, count, ...).
 
         In the first half of the pairs, one sample is drawn and taken twice. For a loss that needs all samples of a
         client, up to LONGEST samples are drawn."""
@@ -172,7 +172,10 @@ class FirstLook:
         return Padded(values, np.arange(count) < rows.size[ids][:, None]) if whole else values
 
     def seen(self, x: PyTree, y: PyTree, v: PyTree, weights: Array, batches: Mapping[str, PyTree]) -> Seen:
-        """Differentiate and evaluate the losses on all pairs; random weights of the pairs prevent cancellation."""
+        """Evaluate the losses on all pairs, and differentiate them.
+
+        Derivatives are sums over pairs with random weights, so that those of different pairs do not cancel.
+        """
         problem = self.problem
 
         def on_pairs(name: str, x: PyTree, y: PyTree) -> Array:
@@ -216,10 +219,10 @@ class Evidence(NamedTuple):
     are therefore counted by the leaves in which their samples differ.
 
     Args:
-        doubled: (2,) numbers of pairs of a sample with itself: of the pairs that could show that the loss is not a
-            mean, and of the pairs whose loss is not the loss of the sample.
-        mixed: (2, leaves) numbers of pairs of two samples that differ in a leaf: of all such pairs, and of those whose
-            loss is not the mean of the losses of the two samples.
+        doubled: two numbers of pairs of a sample with itself: the pairs that could show that the loss is not a mean,
+            and the pairs whose loss is not the loss of the sample.
+        mixed: two numbers for each leaf, as an array of shape (2, leaves), of pairs whose two samples differ in this
+            leaf: all these pairs, and the pairs whose loss is not the mean of the losses of the two samples.
     """
 
     doubled: np.ndarray = np.zeros(2, int)
@@ -227,7 +230,7 @@ class Evidence(NamedTuple):
 
     @property
     def enough(self) -> bool:
-        """Tell whether no further pairs are needed."""
+        """Return whether no further pairs are needed."""
         return bool(self.why_no_mean() or (self.doubled[0] >= ENOUGH and np.all(self.mixed[0] >= ENOUGH)))
 
     @np.errstate(invalid="ignore")  # comparisons with the NaN of infinite losses are False
@@ -237,7 +240,7 @@ class Evidence(NamedTuple):
         size = np.maximum(np.abs(pairs), np.abs(alone).max(1))
         off = np.abs(pairs - alone.mean(1)) > max(TOLERANCE, 30 * epsilon(values.pairs)) * size
         each, counts = np.unique(alone, return_counts=True)
-        idle = alone[:, 0] == each[counts.argmax()]  # the most frequent value, which may be that of an empty batch
+        idle = alone[:, 0] == each[counts.argmax()]  # the most frequent value, which may be the loss of an empty batch
         (doubled, mixed), tells = np.split(off, 2), (off | ~idle)[: len(off) // 2]
         differs = np.asarray(differs)[len(off) // 2 :]
         return Evidence(
@@ -246,7 +249,7 @@ class Evidence(NamedTuple):
         )
 
     def why_no_mean(self) -> str:
-        """Say why the losses of pairs of samples are not the means of the single samples' losses; "" if they are."""
+        """Return why the losses of pairs of samples are not the means of the single samples' losses; "" if they are."""
         found = (np.any((off >= FEWEST) & (off > SHARE * tell)) for tell, off in (self.doubled, self.mixed))
         twice, mixed = map(bool, found)
         if twice:

@@ -38,7 +38,7 @@ Row = dict[str, float | int]
 LOSSES = ("outer_loss", "inner_loss")
 DIVERGED = "diverged"  # the column with the number of trials of a search that diverged
 UNMEASURED = "round", "seconds", "halvings", DIVERGED, *Ledger.COLUMNS  # columns that no metric may have as its name
-LONGEST = 2**28  # bytes of a history in a file
+LONGEST = 2**28  # the largest number of bytes of a history in a file
 
 
 @dataclass(repr=False)
@@ -48,7 +48,7 @@ class RowTable(Shown):
     rows: list[Row] = field(default_factory=list)
 
     def __getitem__(self, column: str) -> np.ndarray:
-        """Return a column, (rows,), with NaN for rows that lack it; row 0 has no losses."""
+        """Return a column as an array of shape (rows,), with NaN for rows that lack it; row 0 has no losses."""
         if column not in self.columns:
             raise unknown("column of the history", column, self.columns)
         return np.array([row.get(column, np.nan) for row in self.rows])
@@ -105,7 +105,7 @@ class History(RowTable):
 
     Args:
         rows: a dict for each evaluation, with numbers by the names of columns.
-        directions: metric -> whether a larger value is better.
+        directions: for each metric, whether a larger value is better.
     """
 
     directions: dict[str, bool] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class History(RowTable):
         return [name.removesuffix(".worst") for name in self.columns if name.endswith(".worst")]
 
     def larger_is_better(self, column: str) -> bool:
-        """Tell whether a larger value of a column or metric is better (see `fedbilevel.Metric`)."""
+        """Return whether a larger value of a column or metric is better (see `fedbilevel.Metric`)."""
         metric = metric_of(column)
         return larger_is_better(metric, self.directions.get(metric))
 
@@ -216,7 +216,7 @@ class History(RowTable):
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether a value that was read from JSON is a number; an integer must be within the range of a float."""
+    """Return whether a value that was read from JSON is a number; an integer must be within the range of a float."""
     return isinstance(value, float) or (type(value) is int and abs(value) <= sys.float_info.max)
 
 
@@ -240,15 +240,15 @@ class Best(NamedTuple):
 class Result(Shown):
     """Hold the state of a run at its end, or, in a callback, at that point of the run.
 
-    A run may end worse than it began although its rows do not show it, because their outer losses are those of few
-    clients or samples. In this case, the outer loss of all clients is computed at the start and at the end. If it is
-    larger at the end, it is also computed at x0 with a trained y, since an untrained y may have a lower outer loss.
-    These losses are not computed over Flower, under privacy, in several processes, for minimax and simple bilevel
-    problems, or if this would take more than about a third of the time of the run's gradients.
+    A run may end with a larger outer loss than at the start although its rows do not show this, because the losses in
+    rows come from few clients or samples. In this case, the outer loss of all clients is computed at the start and at
+    the end. If it is larger at the end, it is also computed at x0 with a trained y, since an untrained y may have a
+    lower outer loss. These losses are not computed over Flower, under privacy, in several processes, for minimax and
+    simple bilevel problems, or if this would take more than about a third of the time of the run's gradients.
 
     Args:
-        x: the outer variable, like x0.
-        y: the inner variable, like y0; for a simple bilevel problem, the average of x over the rounds.
+        x: the outer variable, in the structure of x0.
+        y: the inner variable, in the structure of y0; for a simple bilevel problem, the average of x over the rounds.
         round: the number of rounds done.
         rounds: the number of rounds that were asked for.
         history: losses and metrics, a row for each evaluation.
@@ -259,10 +259,10 @@ class Result(Shown):
             that column.
         remarks: sentences about the end: that the run ended worse than it began, or which entries of x still move.
         state: the server's state of the method; None in a result that was read from a file.
-        own_leaves: paths of the leaves of y that are each client's own (`Bilevel.own`). In y, these leaves are
-            (M, ...), with an entry for each client; they are None for remote clients, which never send them. If samples
-            are streamed (`Local.stream`), they are memory-mapped arrays, which later rounds of the run change: a
-            callback that needs their present values later must copy them.
+        own_leaves: paths of the leaves of y that are each client's own (`Bilevel.own`). In y, these leaves have a
+            leading axis of M clients. They are None for remote clients, which never send them. If samples are streamed
+            (`Local.stream`), they are memory-mapped arrays, which later rounds of the run change: a callback that needs
+            their present values later must copy them.
     """
 
     x: PyTree
@@ -290,7 +290,7 @@ class Result(Shown):
         )
 
     def own(self, client: int) -> PyTree:
-        """Return a client's y, like y0: the shared leaves, and the client's own leaves.
+        """Return a client's y, in the structure of y0: the shared leaves, and the client's own leaves.
 
         Args:
             client: the client's number, 0 ≤ client < M.
@@ -307,14 +307,14 @@ class Result(Shown):
         count = len(leaves[0])
         known = isinstance(client, int | np.integer) and 0 <= client < count
         require(known, "Result.own: client", client, f"a client's number, 0 to {count - 1}")
-        # A copy is returned of leaves that are tables on disk, which later rounds change in place.
+        # Leaves that are tables on disk are copied, since later rounds change them in place.
         mine = jax.tree.map(lambda leaf: np.array(leaf[client]) if is_table(leaf) else leaf[client], own)
         return jax.tree.map(lambda one, leaf: leaf if one is None else one, mine, self.y, is_leaf=is_none)
 
     def summary(self) -> Card:
         """Summarise each loss and metric by its first and last value, and list every cost.
 
-        The summary prints as a table, and displays as one in a notebook. It is also a mapping of its lines:
+        The summary is printed as a table, and shown as a table in a notebook. It is also a mapping from names to lines:
         `summary()["outer_loss"]` is a text.
         """
         seconds = self.history.rows[-1].get("seconds", 0.0) if self.history.rows else 0.0
@@ -342,8 +342,8 @@ class Result(Shown):
 
         Args:
             path: the file.
-            x0, y0: the start of the run, which gives the structures of x and y; its values do not matter. It is needed
-                if x or y is a model of another library, or has leaves other than floating arrays.
+            x0, y0: the start of the run, from which the structures of x and y are taken; the values do not matter. The
+                start is needed if x or y is a model of another library, or has leaves other than floating arrays.
 
         Raises:
             CheckpointError: there is no such file, it is not a result, or it does not fit x0 and y0.
@@ -407,7 +407,7 @@ Callback = Callable[[Result, Row | None], str | None]
 def check_callbacks(callbacks: object) -> None:
     """Reject callbacks that are not a list or tuple of functions (result, row).
 
-    An iterator is rejected, too, since checking it would exhaust it.
+    An iterator is also rejected, since the check would exhaust it.
     """
     allowed = "a list of functions, such as [callback]"
     require(isinstance(callbacks, list | tuple), "callbacks", callbacks, allowed)
@@ -441,8 +441,8 @@ def stop_without_progress(metric: str, *, patience: int, larger_is_better: bool 
         metric: a column of the history.
         patience: the number of consecutive rows without a better value; `eval_every` of `solve` sets the rounds between
             rows.
-        larger_is_better: None: as the metric declares (`fedbilevel.Metric`); if it declares nothing, larger values are
-            better for accuracies, and smaller values for other metrics.
+        larger_is_better: whether a larger value is better. None: as the metric declares (`fedbilevel.Metric`); if it
+            declares nothing, larger values are better for accuracies, and smaller values for other metrics.
     """
     require_count("patience", patience)
     require_direction("larger_is_better", larger_is_better, optional=True)
@@ -468,7 +468,7 @@ def require_new(metric: str, row: Container[str]) -> None:
 
 
 def has(row: Row, metric: str) -> bool:
-    """Tell whether a row has a metric; only the first row may lack it, since no rounds precede it."""
+    """Return whether a row has a metric; only the first row may lack one, since there are no rounds before it."""
     if metric not in row and row["round"] > 0:
         raise unknown("metric", metric, row)
     return metric in row
@@ -499,7 +499,7 @@ def stop_after(budget: Budget) -> Callback:
 
 
 def spent(row: Row, budget: Budget) -> bool:
-    """Tell whether a row has reached the budget."""
+    """Return whether a row has reached the budget."""
     name, amount = budget
     return cost(row, name) >= amount
 

@@ -17,7 +17,7 @@ from fedbilevel.engines.fingerprint import Fingerprint
 from fedbilevel.engines.loop import Loop
 from fedbilevel.engines.options import RunOptions
 
-LONGEST = 500  # characters of a clock's description; a longer one is hashed
+LONGEST = 500  # the largest number of characters of a clock's description; longer descriptions are hashed
 
 
 def identity_of(execution: Execution, carry: Carry) -> Fingerprint:

@@ -31,8 +31,8 @@ class PhaseQueue(NamedTuple):
     """Hold the replies of one phase that are in flight, for methods that do not wait for all clients."""
 
     exchanges: Array  # the number of exchanges of this phase so far
-    since: Array  # (M,) the last exchange of this phase in which the client got a message or replied
-    replies: Sums  # leaves (M, ...): the weighted reply that each client computes, or computed last
+    since: Array  # for each client, the last exchange of this phase in which it got a message or replied: (M,)
+    replies: Sums  # the weighted reply that each client computes, or computed last, with leaves of shape (M, ...)
     early: Sums  # the sum of replies that arrived during exchanges of other phases
     early_asked: Array  # Σ p_i·(number of the exchange in which client i was asked) over the replies in `early`
 
@@ -40,8 +40,8 @@ class PhaseQueue(NamedTuple):
 class InFlight(NamedTuple):
     """Hold the replies in flight: what each client computes, and when its reply arrives. Part of the carry."""
 
-    kind: Array  # (M,) number of the phase whose reply the client computes, or IDLE
-    left: Array  # (M,) ticks until the reply arrives
+    kind: Array  # for each client, the number of the phase whose reply it computes, or IDLE: an array of shape (M,)
+    left: Array  # for each client, the number of ticks until its reply arrives: an array of shape (M,)
     by_phase: dict[str, PhaseQueue]  # phases are numbered in the order of their names
 
     def number(self, phase: str) -> int:
@@ -53,16 +53,19 @@ class InFlight(NamedTuple):
 class ExchangePlan(NamedTuple):
     """Hold the events of an exchange: the messages sent, the replies that arrive, and its length."""
 
-    asked: Array  # (M,) whether the client is sent the message of this exchange
-    arriving: Array  # (M,) whether the client's reply to this phase arrives and counts
-    over: Array  # (M,) the number of the phase, if the client delivers a reply to another phase; else IDLE
-    ticks: Array  # length of the exchange
-    kind: Array  # (M,) `InFlight.kind` after the exchange
-    left: Array  # (M,) `InFlight.left` after the exchange
+    asked: Array  # for each client, whether it is sent the message of this exchange: an array of shape (M,)
+    arriving: Array  # for each client, whether its reply to this phase arrives and is used: an array of shape (M,)
+    over: Array  # for each client, the number of the other phase to which it delivers a reply, or IDLE: (M,)
+    ticks: Array  # the length of the exchange, in ticks
+    kind: Array  # the new value of `InFlight.kind` after the exchange, an array of shape (M,)
+    left: Array  # the new value of `InFlight.left` after the exchange, an array of shape (M,)
 
 
 SumRows = Callable[[Sums, Array, Array], tuple[Sums, Array]]
-"""(table of replies, asked (M,), chosen (M,)) -> (the sum of the chosen rows, the sum of weight·asked over them)."""
+"""(table of replies, asked, chosen) -> (the sum of the chosen rows, the sum of weight·asked over these rows).
+
+`asked` and `chosen` are arrays of shape (M,).
+"""
 
 
 def early_replies(
@@ -142,7 +145,7 @@ def first(
 
 
 def _scheduled(queues: InFlight, number: int, delivers: Array, ticks: Any) -> ExchangePlan:
-    """Plan an exchange at whose end the clients in `delivers`, (M,), reply to the phase that was asked of them last."""
+    """Plan an exchange at whose end the clients chosen by `delivers` reply to the phase for which they were asked."""
     asked = queues.kind == IDLE
     at_work = jnp.where(asked, number, queues.kind)
     over = jnp.where(delivers & (at_work != number), at_work, IDLE)
@@ -180,7 +183,7 @@ def handed_in(queues: InFlight, plan: ExchangePlan, total: SumRows) -> InFlight:
 
 
 def counted(queues: InFlight, plan: ExchangePlan, phase: str, total: SumRows) -> tuple[InFlight, Sums, Array]:
-    """Take the replies of a phase that count in this exchange out of the queues.
+    """Take the replies of a phase that are used in this exchange out of the queues.
 
     Returns:
         The queues without these replies, the sum of the replies, and Σ p_i·(age of the reply in exchanges).
@@ -213,7 +216,7 @@ def written(queues: InFlight, phase: str, replies: Sums) -> InFlight:
 
 
 def nonfinite_replies(queues: InFlight) -> list[str]:
-    """Return a text for each phase with replies that are not finite, which names up to five of their clients."""
+    """Return a text for each phase with replies that are not finite; a text names up to five of the clients."""
     found = []
     for phase, queue in queues.by_phase.items():
         finite = [

@@ -62,7 +62,7 @@ def exclusive(path: Path, what: Path, group: ProcessGroup | None = None) -> Iter
 
 @contextmanager
 def wait_for_lock(path: Path) -> Iterator[None]:
-    """Wait until no other process has locked the file `path`, and lock it; the file is made if necessary, and stays.
+    """Wait until no other process has locked the file `path`, then lock it. A missing file is made; it is not removed.
 
     Raises:
         CheckpointError: the file cannot be locked.
@@ -99,7 +99,7 @@ def require_unheld(path: Path, what: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             raise _in_use(file, what) from None
-        except OSError:  # it cannot be locked, so no process holds it
+        except OSError:  # the file cannot be locked, so no process has locked it
             return
 
 
@@ -148,7 +148,7 @@ if fcntl is not None:
 
 
 def _taken(path: Path, what: Path) -> list[Any]:
-    """Lock the file and return it open, in a list; [] with a warning if the file system has no locks."""
+    """Lock the file, and return it, open, in a list; return [], with a warning, if the file system has no locks."""
     if fcntl is None:
         return _taken_by_filelock(path, what)
     while True:

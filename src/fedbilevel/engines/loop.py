@@ -40,11 +40,11 @@ class LoopPlan:
         return min(self.rounds - round, *stops)
 
     def row_is_due(self, round: int) -> bool:
-        """Tell whether to evaluate after this round."""
+        """Return whether to evaluate after this round."""
         return round % self.eval_every == 0 or round == self.rounds
 
     def save_is_due(self, round: int, by_clock: bool) -> bool:
-        """Tell whether to save after this round."""
+        """Return whether to save after this round."""
         due = by_clock if self.save_every is None else round % self.save_every == 0
         return due or round == self.rounds
 
@@ -93,7 +93,11 @@ class Loop:
         return self.ended(reason)
 
     def begin(self, interrupted: bool) -> tuple[str, bool]:
-        """Measure and save the start, and call the callbacks; return (reason to end or "", whether to stop at once)."""
+        """Measure and save the start, and call the callbacks.
+
+        Returns:
+            The reason why the run ends here, or ""; and whether a signal such as Ctrl-C stops it at once.
+        """
         row = self.add_row()
         self.keep_safe(row)
         self.saver.save(*self.checkpoint(self.carry))  # from here on, the run can be resumed
@@ -200,7 +204,7 @@ class Loop:
         return self.rescue.gave_up
 
     def forget_after(self, carry: Carry) -> None:
-        """Remove the rows of rounds after a carry; the run returns to this carry, or saves it as the last good one."""
+        """Remove the rows of rounds after a carry: the run returns to it, or saves it as the last good carry."""
         if int(carry.round) < self.result.round:
             self.measurements.forget_after(int(carry.round))
 
@@ -272,8 +276,8 @@ class Loop:
     def ends(self, before: tuple[PyTree, PyTree] | None) -> Ends | None:
         """Compare the outer loss at the end with that at an earlier point (x, y); None: at the start.
 
-        Returns None under privacy, where the clients' losses would be revealed without noise, and for runs that were
-        continued by force with other arguments, which may have had another start.
+        The result is None under privacy, where the clients' losses would be revealed without noise. It is also None for
+        runs that were continued by force with other arguments, since they may have had another start.
         """
         method, result = self.execution.method, self.result
         private = any(isinstance(layer, Private) for layer in layers_at(method))

@@ -24,11 +24,11 @@ from fedbilevel.core.errors import ConfigurationError, require, require_count
 from fedbilevel.wording import missing
 
 TESTED = "0.10."  # versions of jaxlib whose flags are set: an unknown flag would end the process
-MEGABYTES = 500
+MEGABYTES = 500  # the default size of the folder of compiled programs
 WRITTEN = 60.0  # the most seconds that writing both files of a program may take
 TRIAL = 8  # the number of CPU devices that is allowed even on fewer cores; hundreds of devices would deadlock
 COUNT = "--xla_force_host_platform_device_count"
-_asked: list[int | None] = []  # the arguments of calls of tune_cpu
+_asked: list[int | None] = []  # the argument of each call of `tune_cpu`
 
 
 def tune_cpu(devices: int | None = None) -> None:
@@ -161,7 +161,7 @@ def _require_writable(folder: Path) -> None:
 
 
 def _remove_halves(folder: Path) -> None:
-    """Remove programs without a time of use, which a killed process has left; JAX could otherwise write no programs."""
+    """Remove programs that a killed process has left without a time of use; JAX could otherwise write no programs."""
     for file in folder.glob("*-cache"):
         time_of_use = file.with_name(file.name.removesuffix("-cache") + "-atime")
         with contextlib.suppress(OSError):  # another process may have removed it

@@ -31,7 +31,7 @@ class RunMeasurements:
     ledger: Ledger
     best_by: str | None = None  # a column of the history; None: "outer_loss"
     clip: float | None = None  # the clip of replies under privacy
-    flops: Mapping[ExchangeKind, int] | None = None  # operations of a client's reply, if they are known
+    flops: Mapping[ExchangeKind, int] | None = None  # the operations for a client's reply; None: they are not known
     seconds: float = 0.0  # the time in rounds, without compilation and evaluation
     losses: dict[str, list[Any]] = field(default_factory=dict)  # the losses of each round since the last row
     began: dict[str, float] = field(default_factory=dict)  # the losses of the first round
@@ -53,7 +53,7 @@ class RunMeasurements:
                     self.began.setdefault(name, float(means[0]))
 
     def total(self, more: RoundCosts | None) -> Ledger:
-        """Return the costs so far with those of some more rounds, which the ledger itself does not get."""
+        """Return the costs so far plus those of some further rounds; the ledger itself does not change."""
         total = replace(self.ledger, exchanges_by_phase=dict(self.ledger.exchanges_by_phase))
         if more is not None:
             total.add(more, np.size(more.gradients), self.flops)
@@ -142,9 +142,9 @@ class RunMeasurements:
     def remark(self, result: Result, advice: str, ends: Compare) -> str:
         """Return a remark if a run ended worse than it began, or if its best row lies in its first half; else "".
 
-        The remark is also issued as a warning, with three exceptions, in which the training of y may have raised the
-        outer loss. The last row is the best row. Or the outer loss of all clients at the end is not above the loss at
-        the start with a trained y. Or it is not above the loss at the best row, with the y of that row or a trained y.
+        The remark is also issued as a warning, except in three cases, in which the training of y may have raised the
+        outer loss: the last row is the best row; the outer loss of all clients at the end is not above the loss at the
+        start with a trained y; or it is not above the loss at the best row, with the y of that row or a trained y.
 
         Args:
             result: the end of the run.
@@ -193,7 +193,7 @@ Compare = Callable[[tuple[PyTree, PyTree] | None], Ends | None]
 
 
 def only_seems_better(best: Best, ends: Compare) -> bool:
-    """Tell whether the end of a run is no worse than its best row, although the loss in this row was lower.
+    """Return whether the end of a run is no worse than its best row, although the loss in this row was lower.
 
     A row has the mean loss of several rounds, in which y may not have been trained yet.
     """

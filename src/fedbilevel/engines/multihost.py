@@ -34,7 +34,7 @@ END_SECONDS = 60  # how long a process at its end waits for the others to end
 WORD_SECONDS = 2  # how long a process waits for the others before it prints that it waits
 TOPOLOGY_MINUTES = 24 * 60  # JAX's deadline for the first use of a device, which may follow a long download
 AUTO = "auto"
-LOST = 5  # exit code
+LOST = 5  # the exit code of a process that ends because another process was lost
 
 
 def join(
@@ -51,7 +51,7 @@ def join(
             come from the environment of a launcher that JAX knows (Slurm, Open MPI, Kubernetes, Cloud TPU).
         processes: the number of processes.
         process: the number of this process, 0 … processes − 1.
-        patience: seconds to wait for the others.
+        patience: the number of seconds to wait for the other processes.
 
     Returns:
         The group of these processes, which `current_group` also returns from now on.
@@ -125,9 +125,9 @@ SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", 
 
 
 def without_launcher() -> str:
-    """Say why JAX found no launcher: none is there, or this process is in a job of Slurm and `srun` did not start it.
+    """Return why JAX found no launcher: there is none, or `srun` did not start this process of a Slurm job.
 
-    A process that `ssh` or a batch script starts on a node of a job has some of Slurm's variables, and not the others.
+    A process that `ssh` or a batch script starts on a node of a job has only some of Slurm's variables.
     """
     missing = ", ".join(name for name in SLURM if name not in os.environ)
     remedy = "give HOST:PORT, processes and process"
@@ -273,7 +273,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def explain_abort(group: ProcessGroup) -> Callable[[], None]:
-    """Make abort() of the C library print why this process ends; return a function that undoes this.
+    """Make abort() of the C library print why this process ends. Return a function that undoes this.
 
     abort() then prints the explanation that `group` has, and ends the process with the code LOST. If the process has
     already noted its own exit code (`group.ending`), abort() ends it with this code and prints nothing.

@@ -99,7 +99,7 @@ class RunOptions:
 
 
 def _is_key(key: object) -> bool:
-    """Tell whether an object is a single JAX key."""
+    """Return whether an object is a single JAX key."""
     return isinstance(key, Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()
 
 
@@ -109,7 +109,7 @@ def refuse_combinations(
     """Check that the options can be combined with each other, the problem, the clients and the start.
 
     Raises:
-        ConfigurationError: they cannot; the message names the first requirement that does not hold.
+        ConfigurationError: the options cannot be combined; the message names the first requirement that does not hold.
     """
     for requirement in requirements(options, problem, clients, y0):
         require(*requirement)

@@ -25,9 +25,10 @@ def personalise(problem: Bilevel, result: Result, samples: PyTree, *, start: PyT
     Args:
         problem: the problem that was passed to `solve`, with `own`.
         result: the result of a run of that problem.
-        samples: the new client's inner samples, leaves (samples, ...).
-        start: like y0; training begins at its own leaves. None: training begins at the unweighted mean of all clients'
-            own leaves. Over Flower, where own leaves stay at their sites, a start is required.
+        samples: the new client's inner samples, with leaves of shape (samples, ...).
+        start: a tree with the structure of y0. Training begins at the leaves in it that are a client's own. None:
+            training begins at the unweighted mean of all clients' own leaves. Over Flower, where own leaves stay at
+            their sites, a start is required.
 
     Raises:
         ConfigurationError: no leaf of y is a client's own, or a start is required.

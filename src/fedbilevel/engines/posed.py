@@ -40,9 +40,9 @@ def losses_seen(clients: Clients | RemoteClients) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class PosedProblem:
-    """Hold a problem with clients and a start, traced and ready for a run."""
+    """Hold a problem, its clients and a start, with traced losses, ready for a run."""
 
-    problem: Problem  # its losses take only the floating arrays of x and y; it has the key of its programs
+    problem: Problem  # a problem whose losses take only the floating arrays of x and y, with the key of its programs
     clients: Clients | RemoteClients
     x: PyTree  # the floating arrays of x0
     y: PyTree  # the floating arrays of y0
@@ -80,7 +80,7 @@ class PosedProblem:
 
     @property
     def simulated(self) -> bool:
-        """Tell whether the clients' samples are on this machine."""
+        """Return whether the clients' samples are on this machine."""
         return isinstance(self.clients, Clients)
 
     def look(self, method: Algorithm) -> None:
@@ -136,5 +136,5 @@ class PosedProblem:
 
     @property
     def trains(self) -> bool:
-        """Tell whether y is trained by a separate inner loss, at an x that all clients have in common."""
+        """Return whether y is trained by a separate inner loss, at an x that all clients have in common."""
         return self.problem.implicit_term != "none" and self.problem.local is None

@@ -33,7 +33,7 @@ LISTEN_MILLISECONDS = 2000  # the time between two checks for Ctrl-C while a pro
 PIECE = 2**20  # bytes of a message in one entry of the store; gRPC allows at most 4 MiB
 PARTING_SECONDS = 5  # if all processes have the same error, all of them have raised it within this time
 LEFT = "fedbilevel/left"  # the prefix of the keys under which processes note that they have ended
-LONGEST = 10_000  # characters of a note
+LONGEST = 10_000  # the largest number of characters of a note
 KINDS = {kind.__name__: kind for kind in (CheckpointError, NonFiniteError, NumericalError)}
 """Errors of process 0 that other processes raise as the same class; all others become ConfigurationErrors there."""
 
@@ -52,7 +52,7 @@ class KeyValueStore:
     service: Any  # JAX's client of the store
 
     def put(self, key: str, data: bytes) -> None:
-        """Write a message, its last piece first: once the first piece can be read, all pieces can."""
+        """Write a message, its last piece first, so that all pieces can be read once the first piece can be read."""
         pieces = [data[i : i + PIECE] for i in range(0, len(data), PIECE)] or [b""]
         for number, piece in reversed(list(enumerate(pieces))):
             self.service.key_value_set_bytes(f"{key}/{number}", len(pieces).to_bytes(4) + piece)
@@ -72,11 +72,11 @@ class KeyValueStore:
         self.service.key_value_delete(key)
 
     def leave(self, process: int, why: str) -> None:
-        """Note, for processes that wait for this one, that it ends; `why`: the error, or "" at the end of its work."""
+        """Note for waiting processes that this process ends; `why` is the error, or "" if its work is done."""
         self.service.key_value_set(f"{LEFT}/{process}", why[:LONGEST])
 
     def who_left(self) -> str:
-        """Say which processes have noted that they ended, and why; "" if none has."""
+        """Return which processes have noted that they ended, and why; "" if no process has."""
         for key, why in self.service.key_value_dir_get(LEFT):
             who = f"process {key.rpartition('/')[2]} has ended"
             return f"{who} with {why}" if why else f"{who} before the others"
@@ -89,7 +89,7 @@ class KeyValueStore:
 
 @dataclass
 class LastCheckpoint:
-    """Hold the path of a run's last checkpoint, and advice on continuing from it; "" if they are not known."""
+    """Hold the path of a run's last checkpoint, and advice on how to continue from it; "" if these are not known."""
 
     path: str = ""
     advice: str = ""
@@ -104,7 +104,7 @@ class LastCheckpoint:
 
 @dataclass
 class ProcessGroup:
-    """Communicate with the other processes of a simulation; without arguments, the group is this process alone.
+    """Communicate with the other processes of a simulation. Without arguments, the group has only this process.
 
     All processes of a group must call `gather`, `first`, `decide`, `require_same` and `copy_of` in the same order.
     """
@@ -116,13 +116,13 @@ class ProcessGroup:
     saved: LastCheckpoint = field(default_factory=LastCheckpoint)
     trouble: str = ""  # the explanation that is printed if JAX's runtime aborts this process now
     reported: bool = False  # whether this process has already reported that another process was lost
-    ending: int | None = None  # exit code, once this process has noted why it ends
-    messages: int = 0  # number of messages so far; the same in all processes, since all make the same calls
-    mine: list[str] = field(default_factory=list)  # keys of messages that others may not have read yet
+    ending: int | None = None  # the exit code, once this process has noted why it ends
+    messages: int = 0  # the number of messages so far; it is the same in all processes, since all make the same calls
+    mine: list[str] = field(default_factory=list)  # the keys of this process's messages that others may not have read
 
     @property
     def is_first(self) -> bool:
-        """Tell whether this is process 0, which writes files and prints."""
+        """Return whether this is process 0, which writes files and prints."""
         return self.process == 0
 
     @property
@@ -153,15 +153,15 @@ class ProcessGroup:
             raise LostProcess(self.saved.after(self.trouble or self.lost())) from error
 
     def lost(self) -> str:
-        """Return a text that says that another process was lost, and which one, if there is only one other."""
+        """Return a text that says that another process was lost, and which process, if there is only one other."""
         other = f"process {1 - self.process}" if self.processes == 2 else "another process"
         return f"{other} was lost (killed, crashed or cut off)"
 
     def part(self, code: int, why: str) -> NoReturn:
         """End this process after an error.
 
-        It notes for the others that it ends, and why, and waits for a few seconds: if they have the same error, all of
-        them end together. It does not wait if it has already reported that another process was lost.
+        The process notes for the others that it ends, and why, and waits for a few seconds: if the others have the same
+        error, all processes end together. It does not wait if it has already reported that another process was lost.
         """
         alone, self.reported = self.reported, True
         sys.stdout.flush()
@@ -191,7 +191,7 @@ class ProcessGroup:
         return json.loads(self._first(json.dumps(word).encode()))
 
     def decide(self, choose: Callable[[], Any]) -> Any:
-        """Return the JSON value of a function that only process 0 calls; if the function raises, all processes do."""
+        """Return the JSON value of a function that only process 0 calls. If the function fails, all processes raise."""
         if self.processes == 1:
             return choose()
         value, kind, said = None, "", ""
@@ -266,7 +266,7 @@ class ProcessGroup:
         return content
 
     def end(self) -> None:
-        """Note that this process has come to its end, before JAX waits for the others."""
+        """Note that this process has finished, before JAX waits for the others."""
         self.trouble = "this process had finished, and the others had not"
         with suppress(jax.errors.JaxRuntimeError):
             self.shared.leave(self.process, "")

@@ -72,7 +72,7 @@ class Guarded:
         self.works, self.due = True, -float("inf")
 
     def begin(self, run: str) -> None:
-        """Begin one of several runs. This library's displays show its name all the time; other displays as a stage."""
+        """Begin one of several runs. This library's displays always show the run's name; others show it as a stage."""
         if isinstance(getattr(self.display, "heading", None), str):
             self._tell(setattr, self.display, "heading", f"{run}: ")
         else:

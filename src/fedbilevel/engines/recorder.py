@@ -43,7 +43,7 @@ class RecordedExchange(NamedTuple):
     reply: Reply
     early: bool  # whether `fed.sum_first` makes the exchange
     state: PyTree  # the client's state; None in a fresh cohort
-    times: float  # the largest number of times in a round; infinite if it depends on values of the run
+    times: float  # how often a round makes it, at most; infinite if this depends on values of the run
 
 
 def exchanges_of(
@@ -223,7 +223,7 @@ def flops_of_calls(
 ) -> dict[ExchangeKind, int | None]:
     """Count a client's operations for each kind of exchange in a round: see `calls_of`.
 
-    If exchanges of a phase have the same bytes but different operations, the larger number counts.
+    If exchanges of a phase have the same bytes but different operations, the larger number is used.
 
     Args:
         algorithm, problem, clients, x, y: as for `calls_of`.
@@ -264,7 +264,7 @@ def _key(algorithm: Algorithm, problem: Problem, clients: Clients, x: PyTree, y:
 
 
 def _same(clients: Clients) -> dict[str, Any]:
-    """Return those of the clients' own numbers that are the same for all: they may be lengths of loops."""
+    """Return the own numbers that are the same for all clients: these may be lengths of loops."""
     ends = {name: values.ends for name, values in clients.own.items() if values.ends}
     return {name: low for name, (low, high) in ends.items() if low == high}
 
@@ -284,7 +284,7 @@ def _whole(rows: Ragged, values: PyTree) -> Samples:
 def count(jaxpr: Jaxpr) -> int | None:
     """Count the floating-point operations of a program; return None if the cost of some part is not known.
 
-    These operations count:
+    These operations are counted:
 
     - A product of matrices (m, n) and (n, k): 2·m·n·k.
     - A convolution: 2 for each product of an entry and a weight, without padding.
@@ -292,9 +292,10 @@ def count(jaxpr: Jaxpr) -> int | None:
     - A reduction: 1 per entry of the operand; over windows, 1 per entry of each window.
     - A loop: its length times its body. A branch: its most expensive alternative.
 
-    Moving data, random bits, operations on integers, and values on which no result depends count 0. The cost is not
-    known for loops that end by a condition or whose length is data, for sorting floating-point numbers, for matrix
-    decompositions, and for calls out of JAX. A value that is computed twice counts twice, even if XLA computes it once.
+    Moving data, random bits, operations on integers, and values on which no result depends are counted as 0. The cost
+    is not known for loops that end by a condition or whose length is data, for sorting floating-point numbers, for
+    matrix decompositions, and for calls out of JAX. A value that is computed twice is counted twice, even if XLA
+    computes it once.
     """
     return _of_program(dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0])
 
@@ -368,7 +369,7 @@ def _of_convolution(equation: JaxprEqn) -> int:
 
 
 def _is_by_entry(equation: JaxprEqn) -> bool:
-    """Tell whether an equation has one result, and all operands have its shape, up to axes of length 1."""
+    """Return whether an equation has one result, and all operands have its shape, up to axes of length 1."""
     shape = _shape(equation.outvars[0])
 
     def fits(of: tuple[int, ...]) -> bool:

@@ -49,7 +49,7 @@ class ReferenceFed(PythonFed):
     """Make the exchanges of a round client by client. An error names the client.
 
     If clients hold submodels, each client is sent its part of a message, and each entry is averaged over the clients
-    that hold it; otherwise, all clients are sent the whole message.
+    that hold this entry. Otherwise, all clients are sent the whole message.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class ReferenceFed(PythonFed):
         return self.kept[i] if i in self.kept else jax.tree.map(lambda leaf: leaf[i], self.before)
 
     def states(self) -> PyTree:
-        """Return the states of all clients, leaves (M, ...)."""
+        """Return the states of all clients, with leaves of shape (M, ...)."""
         states = self.before
         for i, state in self.kept.items():
             states = jax.tree.map(lambda full, new, i=i: full.at[i].set(new), states, state)
@@ -274,7 +274,7 @@ class Reference:
 
 
 def total_of(table: Sums, asked: Array, who: Array) -> tuple[Sums, Array]:
-    """Return the sum of the replies that `who` chooses, and the sum of their weight·asked: see `in_flight.SumRows`."""
+    """Return the sum of the replies that `who` chooses, and the sum of weight·asked over them: see `SumRows`."""
     rows = jax.tree.map(lambda leaf: leaf[np.flatnonzero(who)], (table, table.weight * asked))
     total: tuple[Sums, Array] = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0, dtype=leaf.dtype), rows)
     return total

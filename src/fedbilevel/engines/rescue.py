@@ -25,15 +25,15 @@ class Rescue:
     """Detect that a run diverges, and keep the carry to which it may return and the number of returns."""
 
     met: Callable[[PyTree, PyTree], Met]  # the last finite x and y -> why the run diverged
-    everyone: bool  # whether each exchange asks all clients
+    everyone: bool  # whether every exchange asks all clients
     halvings_at_most: int  # the largest number of halvings of all steps; 0: the run never returns
     halvings: int = 0  # the number of halvings so far
-    growth: str = ""  # a text with the growth of a loss or of the norm of (x, y), if it has grown too far; else ""
-    warned_of: str = ""  # the last `growth` of which a warning was issued
+    growth: str = ""  # how far a loss or the norm of (x, y) has grown, in words; "" if none has grown too far
+    warned_of: str = ""  # the last `growth` about which a warning was issued
     norm: float | None = None  # the norm of x and y at the first row of this process
     latest: Carry | None = None  # a copy of the last row's carry
     safe: Carry | None = None  # a copy of the carry to return to
-    gave_up: str = ""  # why the run ended, if it still diverged with smaller steps
+    gave_up: str = ""  # why the run ended, if it still diverged with smaller step sizes; else ""
 
     def watch(
         self, history: History, losses: Mapping[str, list[Any]], began: Mapping[str, float], result: Result
@@ -56,8 +56,8 @@ class Rescue:
     def keep(self, carry: Carry, is_best: bool) -> None:
         """Keep a copy of a new row's carry, and of the carry of the row before the best row, to which a run returns.
 
-        The carry of the best row itself may already diverge, because the losses in a row are those of the rounds before
-        the row. A resumed run does not return to rows before the point at which it was resumed.
+        The best row's own carry may already be diverging, because the losses that a row shows are those of the rounds
+        before it. A resumed run does not return to rows before the point at which it was resumed.
         """
         if self.halvings_at_most:
             if is_best:
@@ -66,16 +66,16 @@ class Rescue:
             self.safe = self.safe or self.latest
 
     def may_return(self, rows: int, result: Result) -> bool:
-        """Tell whether a run with `rows` rows may return after numbers that are not finite.
+        """Return whether a run with `rows` rows may return after numbers that are not finite.
 
-        With one row it may not if the losses are not finite at the start already.
+        With only one row it may not return if the losses are already not finite at the start.
         """
         if rows > 1:
             return self.halvings_at_most > 0
         return self.halvings < self.halvings_at_most and not self.met(result.x, result.y).at_start
 
     def retreat(self, why: str, result: Result, method: Algorithm) -> Carry:
-        """Return a copy of the carry to which the run returns; count the return, and warn of it.
+        """Return a copy of the carry to which the run returns. Count the return, and warn about it.
 
         If the steps were already halved as often as allowed, the run ends at this carry, and `gave_up` says why.
         """
@@ -97,7 +97,7 @@ class Rescue:
         return f"{why}: the run diverges; {advice}"
 
     def warn_of_growth(self, result: Result, method: Algorithm, once: bool = False) -> None:
-        """Warn if a loss or the norm of (x, y) has grown too far, once for each row; with `once`, once in a run."""
+        """Warn if a loss or the norm of (x, y) has grown too far: once for each row, or, with `once`, once in a run."""
         if not self.growth or self.growth == self.warned_of or (once and self.warned_of):
             return
         self.warned_of = self.growth

@@ -18,7 +18,7 @@ from fedbilevel.wording import require_object
 
 SAVE_SECONDS = 1.0  # the least time between two checkpoints, if the user sets no number of rounds
 SAVE_SHARE = 0.1  # the largest share of the run's time that is spent on checkpoints
-FORCE = 'resume="force" (in a shell, --force) continues with the new arguments'  # if the checkpoint is another run's
+FORCE = 'resume="force" (in a shell, --force) continues with the new arguments'  # for another run's checkpoint
 START_ANEW = "start a new run, and give it another checkpoint file"
 
 
@@ -28,13 +28,13 @@ class Saver:
 
     path: Path | None  # None: nothing is saved
     fingerprint: Fingerprint  # the fingerprint of this run
-    round: int | None = None  # the round of the checkpoint at `path`, if that is known to be readable
+    round: int | None = None  # the round of the checkpoint at `path`; None if it is not known to be readable
     next_save: float = -math.inf  # the time of the next save on this machine's clock; a resumed run is saved soon
     other_arguments: bool = False  # whether the run was ever continued by force with other arguments
 
     @property
     def is_due(self) -> bool:
-        """Tell whether it is time to save, by the clock."""
+        """Return whether it is time to save, by the clock."""
         return time.perf_counter() >= self.next_save
 
     def save(self, carry: Carry, meta: dict[str, Any]) -> None:
@@ -113,7 +113,7 @@ class Saver:
             raise
 
     def misfit(self, stated: dict[str, Any]) -> str:
-        """Say why this run cannot continue from the state of a run with this `Fingerprint.stated`; "" if it can."""
+        """Return why this run cannot continue from the state of a run with this `Fingerprint.stated`; "" if it can."""
         mine = self.fingerprint.stated
         before, now = stated.get("algorithm"), mine["algorithm"]
         terms = {name for name in stated.keys() ^ mine.keys() if name.endswith("privacy.clip")}
@@ -126,7 +126,7 @@ class Saver:
         return f'{said}, not even with resume="force" (--force): {START_ANEW}'
 
     def compare(self, meta: dict[str, Any], force: bool) -> None:
-        """Raise a CheckpointError that names what differs if the checkpoint is another run's; by force, only warn."""
+        """Raise a CheckpointError that names what differs if the checkpoint is another run's; with `force`, warn."""
         path = self.path
         if "fingerprint" not in meta:
             text = f"{path} does not record the arguments of its run: an earlier version of fedbilevel wrote it"
@@ -146,7 +146,7 @@ class Saver:
             warn_on_first(CheckpointWarning(text))
 
     def continue_from(self, file: Path, round: int) -> None:
-        """Continue from a checkpoint that was read, at its round; warn if it is not the file at `path`."""
+        """Note that the run continues from the checkpoint in `file`, at this round; warn if it is not the one at `path`."""
         if file == self.path:
             self.round = round
         else:

@@ -46,8 +46,8 @@ from fedbilevel.engines.tracking import MEMORY, TrackedRun, Tracking
 
 HALVINGS = 3  # the largest number of halvings of all steps in a run
 ROWS = 20  # the number of rows of a history, if the user sets no number of rounds between two rows
-KEPT = 2**29  # the most bytes that simulated clients keep for adaptive steps; with more, steps are estimated anew
-IDLE = 2**25  # the same for the clients that a round does not ask; their bytes also make a round slower
+KEPT = 2**29  # the most bytes that simulated clients keep for adaptive steps; otherwise each measurement begins anew
+IDLE = 2**25  # the most such bytes of clients that a round does not ask; these bytes also make a round slower
 
 
 @explain_call
@@ -85,16 +85,17 @@ def solve(
             (`RemoteClients`).
         x0, y0: the start. Each is a pytree: an array, a dict, list or tuple of arrays, or a model that JAX can take
             apart. Its arrays of floating-point numbers are the variables. A single-level problem has no y0.
-        rounds: the total number of rounds, including those before a resumption; the run ends earlier if the algorithm
-            has finished.
-        cohort: clients per round, drawn uniformly without replacement; None: all clients. `fedbilevel.Cohort(10,
-            replacement=True)` draws 10 clients with replacement.
+        rounds: the total number of rounds, including the rounds before a resumption. The run ends earlier if the
+            algorithm has finished.
+        cohort: the number of clients per round, which are drawn uniformly without replacement; None: all clients.
+            `fedbilevel.Cohort(10, replacement=True)` draws 10 clients with replacement.
         key: a seed or a JAX key. Two runs have the same numbers, also on different engines, if this key and the
             arguments from `algorithm` to `cohort` are the same.
         engine: what carries out the rounds: `Local` (the default), `Reference`, or `Flower` for clients on other
             machines.
-        eval_every: rounds between rows of the history; None makes about twenty rows.
-        metrics: functions (x, y) -> scalar by name, computed for every row; `Metric` says whether larger is better.
+        eval_every: the number of rounds between two rows of the history; None makes about twenty rows.
+        metrics: a dict of functions (x, y) -> number, by name, which are computed for every row of the history.
+            `Metric` says whether a larger number is better.
         metrics_per_client: a dict of functions (x, y, batch) -> number, by name. A function returns a mean over the
             samples of the batch. For every row of the history it is called for each client, with all outer samples of
             this client as the batch. `PerClient(function, "inner")` passes the inner samples instead. The history gets
@@ -104,37 +105,37 @@ def solve(
             not measure this loss, `result.best` is None.
         on_divergence: what to do if the run diverges. "stop" raises NonFiniteError if an iterate is not finite; the
             `result` of this error has the last finite x and y. "shrink" returns to the row before the best row, halves
-            every step size, and continues with a warning. (The run does not return to the best row itself: the
-            losses in a row are those of the rounds before it, so the x and y of the best row may already be too far
-            off.) "shrink" acts in two cases: an iterate is not finite, or a loss
-            grows and was more than 10 times its first value in two consecutive rows. It can act 3 times; when a fourth
-            time would be needed, the run ends. The history then has a column "halvings", and the costs of abandoned
-            rounds remain counted. None: "shrink" if steps adapt, clients are simulated in one process, and there is no
-            privacy; else "stop".
+            every step size, and continues with a warning. (The run does not return to the best row itself: each row
+            shows the losses of the rounds before it, so the x and y of the best row may already be too far off.)
+            "shrink" acts in two cases: an iterate is not finite, or a loss grows and was more than 10 times its first
+            value in two consecutive rows. It can act 3 times; if a fourth time would be needed, the run ends. Once it
+            has acted, the history has a column "halvings". The costs of abandoned rounds remain in the ledger. None:
+            "shrink" if steps adapt, clients are simulated in one process, and there is no privacy; else "stop".
         privacy: terms of local differential privacy for every client. Each reply is clipped, and noise is added. The
-            noise is drawn from the run's key, in the float type of the run; clients report no metrics. The history has
-            the ε of the client with the most replies. If the method draws fresh cohorts, or if clients have capacities,
-            every exchange counts as a reply of every client, so that this ε is an upper bound. A run ends before the
-            first round that would take a client over the budget; `result.stopped` says so.
-        callbacks: functions (result, row) that are called about every half second between two rounds, and whenever the
-            history has a new row (otherwise row is None). If there are several processes, process 0 calls them (see
-            engines.multihost). A callback that returns a text as the reason stops the run. If a callback raises an
-            error, the run is saved before the error is passed on. A resumed run does not call callbacks again for
-            rounds that are already done. If another callback had returned a reason to stop at the same time, this
-            reason is therefore lost.
-            `fedbilevel.trackers` has callbacks that record runs.
+            noise is drawn from the run's key, in the float type of the run. Clients report no metrics. The history has
+            the ε of the client with the most replies. Clients cannot count their replies if a round of the method asks
+            fresh cohorts (`Fed.mean`), or if clients can hold only a part of the model (`Clients.capacity`). Then every
+            exchange is counted as a reply of every client, so that this ε is an upper bound. A run ends before the
+            first round in which a client would exceed the budget; `result.stopped` says so.
+        callbacks: functions (result, row) that are called between rounds, about twice a second. They are also called
+            whenever the history has a new row; otherwise row is None. If there are several processes, process 0 calls
+            them (see engines.multihost). A callback stops the run by returning a text, which is the reason. If a
+            callback raises an error, the run is saved before the error is passed on. A resumed run does not call
+            callbacks again for rounds that are already done. So if one callback raises an error while another one
+            returns a reason to stop, the resumed run does not stop for this reason. `fedbilevel.trackers` has callbacks
+            that record runs.
         checkpoint: the file to which process 0 saves the whole run, atomically, and from which the run resumes.
-        checkpoint_every: rounds between saves; None: once a second, or less often so that saving takes at most a tenth
-            of the time; with `RemoteClients`, after every round. Runs are also saved before round 0, at the end, on
-            Ctrl-C, and if a callback raises.
-        resume: True continues from `checkpoint`, with the same bits as an uninterrupted run. There is one exception: if
-            the run diverges later, it cannot return to rows before the point where it was resumed. "auto" continues if
-            the file exists, and otherwise starts a new run. "force" continues even if some arguments differ from those
-            with which the run was started; a warning names these arguments.
+        checkpoint_every: the number of rounds between two checkpoints. None: a checkpoint is saved once a second, or
+            less often, so that saving takes at most a tenth of the time; with `RemoteClients`, after every round. Runs
+            are also saved before round 0, at the end, on Ctrl-C, and if a callback raises.
+        resume: True continues from `checkpoint`. The results have the same bits as those of an uninterrupted run, with
+            one exception: if the run diverges later, it cannot return to rows before the point where it was resumed.
+            "auto" continues if the file exists, and otherwise starts a new run. "force" continues even if some
+            arguments differ from those with which the run was started; a warning names these arguments.
         count_flops: whether to trace a round once more to count the clients' operations, which takes 0.2 to 1 s.
         progress: whether to show the current stage (tracing, compiling), the rounds, their speed and the time left.
-            None: in a notebook, and on a terminal if `rich` is installed; nothing is written to pipes and files. True:
-            in pipes and files, too, as plain lines on standard error. False: never. An object with methods
+            None: in a notebook, and on a terminal if `rich` is installed, but not in pipes and files. True: also in
+            pipes and files, as plain lines on standard error. False: never. An object with methods
             stage(name), advance(round, rounds) and close() shows the progress itself; it is called at most ten times a
             second.
 
@@ -144,7 +145,8 @@ def solve(
     Raises:
         ConfigurationError: an argument is not allowed; nothing was computed.
         NumericalError: an iterate or a metric is NaN or infinite (NonFiniteError), or an assumption of the method does
-            not hold. The last good checkpoint remains, usually that of the round before (docs/explanation/engines.md).
+            not hold. The last good checkpoint remains, usually the checkpoint of the round before
+            (docs/explanation/engines.md).
         ExchangeError: too few clients replied, even after several attempts, or another process of the run was lost
             (LostProcess of engines.process_group). The last checkpoint remains, with all rounds up to it.
         CheckpointError: a checkpoint could not be written or read; or another process is writing it (the file
@@ -272,7 +274,7 @@ def check_saves(execution: Execution, options: RunOptions) -> None:
 
 
 def goes_on(options: RunOptions) -> bool:
-    """Tell whether to continue from a checkpoint; with `resume` = "auto", this depends on whether the file exists."""
+    """Return whether to continue from a checkpoint; with `resume` = "auto", this depends on whether the file exists."""
     path, resume = options.path, options.resume
     exists = path is not None and files.exist(path)
     if not resume:

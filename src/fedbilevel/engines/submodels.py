@@ -41,8 +41,8 @@ class SubmodelPlan:
     kept: tuple[dict[str, int], ...]  # for each class, the number of units of each group
     places: tuple[int, ...]  # for each class, the largest number of its clients in any round
     peers: tuple[int, ...]  # for each class, the smallest number of its available clients in any round
-    number: np.ndarray  # (M,) the class of each client; (T, M) if it changes with the round
-    rank: np.ndarray  # the client's number within its class, of the same shape
+    number: np.ndarray  # the class of each client, of shape (M,), or (T, M) if it changes with the round
+    rank: np.ndarray  # each client's number within its class, in the shape of `number`
 
     @property
     def classes(self) -> list[CapacityClass]:
@@ -80,8 +80,8 @@ class SubmodelPlan:
     ) -> SubmodelPlan | None:
         """Plan which units clients hold; return None if all clients hold the whole model.
 
-        They hold it if no capacities are given, or if the algorithm does not support submodels. `never_available` has
-        the ids of clients that are never available; submodels are divided among the others.
+        All clients hold the whole model if no capacities are given, or if the algorithm does not support submodels.
+        `never_available` has the ids of clients that are never available; submodels are divided among the others.
         """
         if clients.capacity is None:
             return None
@@ -165,8 +165,8 @@ def classes(algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree, y: 
 class Holders(NamedTuple):
     """Hold, for some clients, how many of them hold each entry of (x, y), and how much of the model they lack."""
 
-    counts: PyTree  # like (x, y): for each entry, how many of these clients hold it
-    noise: tuple[Array, ...]  # for x and for y, the largest share of the squared norm that any of these clients lacks
+    counts: PyTree  # for each entry of (x, y), how many of these clients hold it
+    noise: tuple[Array, ...]  # for x and for y, the largest share of the squared norm that one of these clients lacks
 
 
 class WholeModels:
@@ -213,7 +213,7 @@ class RoundSubmodels:
 
     @property
     def alike(self) -> bool:
-        """Tell whether all clients of a class hold the same units."""
+        """Return whether all clients of a class hold the same units."""
         return self.policy.alike
 
     def units(self, number: int, id: Array | int = 0, rank: Array | int = 0) -> Units:
@@ -236,7 +236,7 @@ class RoundSubmodels:
         return cut(self.unit_layout, phase, message, units)
 
     def put_back(self, phase: Phase, sums: Sums, units: Units) -> Sums:
-        """Put sums over clients that hold these units into whole shapes, with the weight of each entry's holders."""
+        """Return sums over clients that hold these units as whole arrays, with the total weight of each entry's holders."""
         return put_back(self.unit_layout, phase, sums, units)
 
     def covered(self, round_costs: RoundCosts, holders: Iterable[Holders]) -> RoundCosts:
@@ -275,7 +275,10 @@ def cut(unit_layout: UnitLayout, phase: Phase, message: PyTree, units: Units) ->
 
 
 def put_back(unit_layout: UnitLayout, phase: Phase, sums: Sums, units: Units) -> Sums:
-    """Put sums over clients that hold these units into whole shapes, with the weight of its holders for each entry."""
+    """Return sums over clients that hold these units as whole arrays, with the total weight of each entry's holders.
+
+    The holders of an entry are the clients that hold it. Outside of these units, sums and weights are 0.
+    """
     gives = takes_and_gives(phase)[1]
     held = unit_layout.held(gives, sums.update, units, sums.weight)
     return sums._replace(update=unit_layout.put(gives, sums.update, units), held=held)

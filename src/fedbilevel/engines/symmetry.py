@@ -2,12 +2,12 @@
 
 Let J be the Jacobian of ∇y g in y. If ∇y g is the gradient of one function, J is symmetric, and methods may multiply by
 J where the hypergradient has its transpose. `jax.lax.stop_gradient` and custom derivatives can make J asymmetric. In
-Ditto, for example, a client's own model is pulled to the shared model, which ignores the pull. Methods would then end
-at an x that looks plausible and is wrong.
+Ditto, for example, a client's own model is pulled to the shared model, but the shared model ignores the pull. Methods
+would then converge to an x that looks plausible and is wrong.
 
-Let v have random entries for shared leaves and 0 for own ones, and let u have the entries of Jv for own leaves and 0
-for shared ones. Then ⟨u, Jv⟩ = ‖u‖², and if J is symmetric, ⟨v, Ju⟩ = ‖u‖² as well. In Ditto, ⟨v, Ju⟩ is 0, however
-weak the pull is. The same is done with own and shared leaves exchanged.
+Let v have random entries for shared leaves and 0 for own leaves. Let u have the entries of Jv for own leaves, and 0 for
+shared leaves. Then ⟨u, Jv⟩ = ‖u‖², and if J is symmetric, ⟨v, Ju⟩ = ‖u‖² too. In Ditto, ⟨v, Ju⟩ is 0, however weak the
+pull is. The same is done with own and shared leaves exchanged.
 
 - Central differences of ∇y g approximate products with J. JAX's derivative of ∇y g cannot be used: it treats the result
   of `stop_gradient` as a constant, so that it is symmetric even in Ditto. Differences need no second derivatives.
@@ -42,7 +42,7 @@ from fedbilevel.core.tree import PyTree, epsilon, is_none, near, on_device
 from fedbilevel.machinery.kept import compiled
 from fedbilevel.oracles.differences import Differences
 
-LOOKS = 8  # points at which ‖u‖² and ⟨v, Ju⟩ must differ before a loss is refused
+LOOKS = 8  # the number of points at which ‖u‖² and ⟨v, Ju⟩ must differ before a loss is refused
 ROUNDING = 20.0  # the norm of u must exceed the rounding error of a product by this factor
 SHARE = 0.1  # the share of ‖u‖² by which ⟨v, Ju⟩ may differ from it
 LENGTHS = 1.0, 0.25  # the lengths of the differences, in units of the usual length
@@ -74,7 +74,7 @@ def check_symmetry(
         return
 
     def product(x: PyTree, y: PyTree, batches: PyTree, v: PyTree) -> tuple[PyTree, Array]:
-        """Return Jv by differences of each of `LENGTHS`, along a leading axis, and the rounding error of the first."""
+        """Return Jv, by differences of all `LENGTHS` along a leading axis, and the rounding error of the first."""
 
         def loss(y: PyTree) -> Array:
             return jnp.mean(jax.vmap(lambda batch: problem.inner(x, y, batch))(batches))
@@ -96,15 +96,15 @@ def check_symmetry(
 
 @np.errstate(invalid="ignore", over="ignore")  # with infinite products the answer is False
 def is_lopsided(times: Callable[[PyTree], tuple[PyTree, Array]], v: PyTree, other: PyTree) -> bool:
-    """Tell whether J is asymmetric between two parts of y: the leaves where v is not 0, and the leaves of `other`.
+    """Return whether J is asymmetric between two parts of y: the leaves where v is not 0, and the leaves of `other`.
 
     The answer is False if rounding, or the length of the differences, leaves it open.
 
     Args:
-        times: a direction like y -> its products with J by differences of each of `LENGTHS`, along a leading axis, and
-            the size of the rounding error of the first product.
-        v: a direction like y, which is 0 in the leaves of `other`.
-        other: a tree like y, with None in place of the leaves of the first part.
+        times: a function of a direction with the shapes of y. It returns the direction's products with J, by
+            differences of all `LENGTHS` along a leading axis, and the size of the rounding error of the first product.
+        v: a direction with the shapes of y, which is 0 in the leaves of `other`.
+        other: a tree with the structure of y, with None in place of the leaves of the first part.
     """
     jv, error = times(on_device(v))
     u = only(other, jax.tree.map(lambda leaf: np.asarray(leaf[0]), jv))
@@ -122,7 +122,7 @@ def dots(a: PyTree, stacked: PyTree) -> np.ndarray:
 
 
 def only(part: PyTree, tree: PyTree) -> PyTree:
-    """Return a tree like y with 0 for the leaves that `part` does not have; None, for fixed leaves, stays None."""
+    """Return `tree` with 0 for the leaves that `part` does not have. None, which marks fixed leaves, stays None."""
 
     def chosen(kept: object, leaf: np.ndarray | None) -> np.ndarray | None:
         return leaf if kept is not None or leaf is None else 0 * leaf

@@ -1,4 +1,4 @@
-"""Tell experiment trackers which runs begin, what their rows are, and how they end.
+"""Report to experiment trackers which runs begin, what their rows are, and how they end.
 
 A `Tracker` is a callback that a `Tracking` block also calls when a run begins and ends. `solve` opens such a block. If
 the run has a folder, or is part of a sweep, an outer block has begun the run already, and the block of `solve` adds the
@@ -40,7 +40,7 @@ from fedbilevel.reading import read_json
 from fedbilevel.wording import READ, in_a_line, missing, names_secret, without_secrets, without_seed
 
 SHARE = 0.1  # the share of the run's time that failing attempts may take
-LONGEST = 500  # characters of a parameter
+LONGEST = 500  # the largest number of characters of a parameter
 MEMORY = "trackers.json"
 """The file in a run's folder with the run's identifier in each tracker, by which a resumed run is found there."""
 Ending = Literal["finished", "failed", "killed"]
@@ -86,7 +86,7 @@ class TrackedRun:
         self.files = [file for file in self.files if file not in self.with_seed]
 
     def adopt(self, inner: TrackedRun) -> None:
-        """Take over from `inner`, another description of the same run, the values that this one lacks."""
+        """Take the values that this description lacks from `inner`, another description of the same run."""
         self.parameters = {**inner.parameters, **self.parameters}
         self.memory = self.memory or inner.memory
         self.resumed = self.resumed or inner.resumed
@@ -141,9 +141,9 @@ class TrackedRun:
 
 
 def _without_seeds(value: Any) -> Any:
-    """Return tables without the entries called `seed` or `seeds`, also by a path such as `run.seed`.
+    """Return tables without the entries called `seed` or `seeds`, and without paths that end so, such as `run.seed`.
 
-    The seed of a task or a clock is often that of the run, too.
+    The seed of a task or a clock is often the seed of the run.
     """
     if not isinstance(value, Mapping):
         return value
@@ -178,7 +178,7 @@ class Record:
 
     Args:
         identifier: the text by which the run is found in the service again.
-        last: the round of the last row that the service has; -1: it has none.
+        last: the round of the last row that the service has; -1: it has no row.
     """
 
     def __init__(self, identifier: str = "", last: int = -1) -> None:
@@ -234,14 +234,15 @@ class Tracker(ABC):
             run: the name, parameters and place of the run.
             group: the group that the run belongs to, or None.
             identifier: the run's identifier in the service if it was recorded before; else "".
-            last: the round of the last row that was recorded before; -1 if it is not known, or there is none.
+            last: the round of the last row that was recorded before; -1 if this is not known, or if there is no such
+                row.
         """
 
     def library(self, package: str, extra: str) -> Any:
         """Return the tracker's library.
 
         Raises:
-            ConfigurationError: it is not installed.
+            ConfigurationError: the library is not installed.
         """
         try:
             return import_module(package)
@@ -250,7 +251,7 @@ class Tracker(ABC):
 
     @property
     def is_running(self) -> bool:
-        """Tell whether a run has begun and not ended."""
+        """Return whether a run has begun and not ended."""
         return bool(self.recordings) and not self.recordings[-1].run.is_group
 
     def begin(self, run: TrackedRun) -> None:

@@ -18,9 +18,9 @@ from jax import Array
 from fedbilevel.core.errors import require
 from fedbilevel.core.own import Computed, Given, numbers_of, read_rule
 
-TICK = 1e-4  # virtual seconds
-LONGEST = 2**27  # ticks, 3.7 hours: longer times of a computation, or of the network, are cut to this
-QUANTILES = 4096  # equally likely values of a log-normal factor
+TICK = 1e-4  # the length of a tick, in virtual seconds
+LONGEST = 2**27  # the largest time of a computation, or of the network, in ticks: 3.7 hours; longer times are cut
+QUANTILES = 4096  # the number of equally likely values of a log-normal factor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +45,12 @@ class Clock:
             draws; one number, or a number per client. A client that is not available finishes its work, but gets no
             new message until it is available again. A client with 0 never gets a message.
         seed: the seed of all these draws.
-        arrivals: which clients reply when, in place of times, for asynchronous methods with `wait_for=1`: (E, M)
-            booleans, whether client i delivers its reply at the end of exchange e, repeated after E exchanges; or a
-            function (exchange, client, key) of JAX's operations. Exchanges are counted over all phases and rounds, and
-            take `network` seconds each. A client that has replied gets its next message when the next exchange begins.
-            An exchange takes place even if no client replies.
+        arrivals: which clients reply in which exchange, in place of times, for asynchronous methods with `wait_for=1`.
+            This is an array of booleans of shape (E, M), which says for each exchange and client whether the client
+            delivers its reply at the end of the exchange, and which is repeated after E exchanges. Or it is a function
+            (exchange, client, key), written with JAX's operations, that returns such a boolean. Exchanges are counted
+            over all phases and rounds, and take `network` seconds each. A client that has replied gets its next message
+            when the next exchange begins. An exchange takes place even if no client replies.
     """
 
     compute: float | Sequence[float] = 0.0
@@ -156,7 +157,7 @@ class Clock:
         return np.flatnonzero(self._available_ticks(clients) == 0)
 
     def _available_ticks(self, clients: int) -> np.ndarray:
-        """Return the number of ticks of a period in which each client is available, (clients,)."""
+        """Return the number of a period's ticks in which each client is available, as an array of shape (clients,)."""
         return np.round(self._per_client("availability", clients) * round(self.period / TICK)).astype(np.int32)
 
     def _per_client(self, name: str, clients: int) -> np.ndarray:
@@ -178,23 +179,24 @@ class Pace(NamedTuple):
     """Hold a clock's tables for a population, in ticks; None in place of a table that has no effect."""
 
     even: Ticks | None  # the duration of every exchange of every client, if all are equal
-    compute: Any  # (M,) per batch gradient or product
-    network: Any  # (M,), or () if all are equal
-    begins: Any  # (M,) when in a period the client becomes available
-    lasts: Any  # (M,) how long the client is then available
-    spread: Any  # (QUANTILES,) factors
-    drift: Any  # (QUANTILES,) factors
+    compute: Any  # ticks for a batch gradient or product, as an array of shape (M,)
+    network: Any  # ticks for a message and its reply, as an array of shape (M,), or one number if all are equal
+    begins: Any  # the tick of a period at which each client becomes available, as an array of shape (M,)
+    lasts: Any  # for how many ticks each client is then available, as an array of shape (M,)
+    spread: Any  # the factors of `Clock.spread`, as an array of shape (QUANTILES,)
+    drift: Any  # the factors of `Clock.drift`, as an array of shape (QUANTILES,)
     period: Any
     key: Any
     arrivals: Any = None  # `Given` or `Computed`: whether a client delivers at the end of an exchange
 
     def durations(self, now: ClockState, ids: Array, units: Any) -> Any:
-        """Compute the ticks that each client `ids` (P,) takes to reply in this exchange: (P,), or one number for all.
+        """Compute the ticks that each of the P clients `ids` takes to reply: an array of shape (P,), or one number.
 
         Products are computed one after another, each with IEEE rounding, so that all compilers get the same ticks.
 
         Args:
-            units: batch gradients and hvps that each client computes, (P,) or one number.
+            units: the number of batch gradients and hvps that each client computes, as an array of shape (P,), or one
+                number.
         """
         if self.even is not None:
             return self.even.number
@@ -219,13 +221,13 @@ class Pace(NamedTuple):
         return jnp.where(within < jnp.asarray(self.lasts)[ids], 0, self.period - within)
 
     def arriving(self, now: ClockState, ids: Array) -> Array:
-        """Tell whether each of these clients delivers at the end of this exchange; only for clocks with arrivals."""
+        """Return whether each of these clients delivers at the end of this exchange; only for clocks with arrivals."""
         row = now.exchanges % self.arrivals.rounds if self.arrivals.rounds else now.exchanges
         key = jax.random.fold_in(self.key, now.exchanges)
         return numbers_of({"arrivals": self.arrivals}, key, row, ids)["arrivals"] != 0
 
     def ever_available(self, ids: Array | int) -> Any:
-        """Tell whether each of these clients is ever available."""
+        """Return whether each of these clients is ever available."""
         return True if self.lasts is None else jnp.asarray(self.lasts)[ids] > 0
 
 
@@ -252,7 +254,7 @@ class ClockState(NamedTuple):
 
 
 def _factors(sigma: float) -> np.ndarray | None:
-    """Return (QUANTILES,) equally likely values of a log-normal variable with mean 1."""
+    """Return QUANTILES equally likely values of a log-normal variable with mean 1."""
     if sigma == 0:
         return None
     normal = np.array([NormalDist().inv_cdf((k + 0.5) / QUANTILES) for k in range(QUANTILES)])
@@ -261,7 +263,7 @@ def _factors(sigma: float) -> np.ndarray | None:
 
 
 def _draws(key: Array, ids: Array, count: int) -> Array:
-    """Draw `count` random places in a table of factors for each client of `ids`, (clients, count)."""
+    """Draw `count` random indices of a table of factors for each of these clients, as an array (clients, count)."""
     bits = jax.vmap(lambda i: jax.random.bits(jax.random.fold_in(key, i), (count,), jnp.uint32))(ids)
     return bits >> (32 - (QUANTILES - 1).bit_length())
 

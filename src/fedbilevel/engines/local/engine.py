@@ -54,10 +54,10 @@ from fedbilevel.engines.virtual_time import Clock
 from fedbilevel.machinery.kept import forget, kept, shapes_of
 from fedbilevel.machinery.threefry import about_keys
 
-FEW = 64  # clients with fewer samples count as small
-CACHE = 2**18  # bytes of clients' states for one core: a part of its second-level cache, which also holds samples
-TOGETHER = 2**28  # bytes of clients' states on a GPU at once; intermediate values take a multiple of this
-MUCH_STATE = 10**6  # with fewer bytes of states in a cohort, devices wait for each other longer than they compute
+FEW = 64  # a client with fewer samples is small (see `longest_in_steps`)
+CACHE = 2**18  # the bytes of clients' states for a core: a part of its second-level cache, which also holds samples
+TOGETHER = 2**28  # the most bytes of clients' states on a GPU at once; intermediate values take a multiple of this
+MUCH_STATE = 10**6  # if a cohort has fewer bytes of states, devices wait for each other longer than they compute
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,9 @@ class Local:
             populations that do not fit into its memory. None streams if some leaf is a NumPy memory map. In one
             process, the clients' states are then in memory-mapped scratch files in the folder for temporary files,
             which `TMPDIR` names. These states include leaves of y that are each client's own. The folder has to be on a
-            disk, not a tmpfs. With SimFBO it needs space for four times all own leaves. If steps adapt, it needs space
-            for 13 times all own leaves, and in addition, for each client, four times the shared leaves of y.
+            disk, and not a tmpfs. With SimFBO it needs as much space as four copies of all own leaves. If step sizes
+            adapt, it needs as much space as 13 copies of all own leaves, and, for each client, four copies of the
+            shared leaves of y.
         prefetch: the number of rounds that are read in advance when streaming.
         clock: how long exchanges take, in virtual time.
     """
@@ -142,11 +143,11 @@ class Local:
         return LocalRun(algorithm, layout, source, mesh, key, clients, problem, group, self.clock)
 
     def streams(self, clients: Clients) -> bool:
-        """Tell whether a run with these clients keeps the samples on the host."""
+        """Return whether a run with these clients keeps the samples on the host."""
         return is_memory_mapped(clients) if self.stream is None else self.stream
 
     def keeps_states_on_disk(self, clients: Clients) -> bool:
-        """Tell whether a run with these clients keeps their states in scratch files."""
+        """Return whether a run with these clients keeps their states in scratch files."""
         return self.streams(clients) and current_group().processes == 1
 
     forget = staticmethod(forget)
@@ -296,7 +297,7 @@ class LocalRun:
         return Stretch(carry, done, costs, undo)
 
     def program_key(self, carry: Carry, inputs: ProgramInputs) -> Hashable | None:
-        """Return a cache key of everything on which the program depends; None if only a trace can tell."""
+        """Return a cache key of everything on which the program depends; None if it has to be traced to know this."""
         method = method_key(self.algorithm)
         if self.problem.key is None or method is None or self.layout.shares:
             return None
@@ -321,7 +322,7 @@ class LocalRun:
         return rounds.program(carry, inputs, quick_keys=False)
 
     def explain(self, carry: Carry, finite: np.ndarray, metrics: list[tuple[str, str]]) -> None:
-        """Run the failing round again, client by client, and raise an error that names the quantities not finite."""
+        """Run the failing round again, client by client, and raise an error that names what is not finite."""
         round = int(carry.round)
         leaves = jax.tree_util.tree_leaves_with_path(carry.state)
         names = [f"server update: {jax.tree_util.keystr(path)}" for path, leaf in leaves if is_floating(leaf)]

@@ -31,7 +31,7 @@ HOST = "hosts"  # the mesh's axis over processes, if there are several
 
 
 class Members(NamedTuple):
-    """Hold clients as arrays: all clients of the population, (M,), or the clients of a cohort, (P,)."""
+    """Hold clients as arrays: all clients of the population, of shape (M,), or those of a cohort, of shape (P,)."""
 
     id: Any
     state: Any  # the number of the client's row in `Carry.clients`
@@ -60,14 +60,14 @@ class ProgramLayout:
 
     population: int
     cohort: Cohort
-    fresh: int  # fresh cohorts per round
+    fresh: int  # the number of fresh cohorts per round
     outer_longest: int
     outer_equal: bool
     inner_longest: int
     inner_equal: bool
-    chunk: int  # clients vectorised together
+    chunk: int  # the number of clients that are vectorised together
     axis: str | tuple[str, ...] | None  # names of the mesh's axes, if the cohort is distributed over devices
-    available: int  # number of clients that are ever available
+    available: int  # the number of clients that are ever available
     available_population: float  # the result of the function `available_population`, for unbiased means
     rounds_per_call: int  # the largest number of rounds in a call, whose costs are stored
     shares: Shares | None = None  # the clients of each process, if there are several processes
@@ -75,7 +75,7 @@ class ProgramLayout:
 
     @property
     def gaps(self) -> bool:
-        """Tell whether places for the clients of a process, or of a class of capacity, may stay empty in a cohort."""
+        """Return whether places for the clients of a process, or of a class of capacity, may stay empty in a cohort."""
         drawn = self.cohort.some(self.population)
         return self.shares is not None or (drawn and self.submodel_plan is not None)
 
@@ -92,7 +92,7 @@ class ExchangeState(NamedTuple):
 
     states: PyTree  # the states of this device's members
     now: ClockState
-    queues: InFlight | None  # the tables have rows only for this device's members, the other fields all clients
+    queues: InFlight | None  # its tables have rows for this device's members, and its other fields for all clients
 
 
 @dataclass(eq=False)
@@ -233,7 +233,7 @@ class LocalFed(Means):
         return ticks
 
     def units(self, respond: ClientFunction) -> Array:
-        """Count the gradients and hvps of each client's reply, (M,). The compiler leaves the reply itself out."""
+        """Count the gradients and hvps of each client's reply, as an array (M,), without computing the replies."""
 
         def count(member: Members, state: PyTree) -> Array:
             sums, _ = respond(member, state)
@@ -242,7 +242,7 @@ class LocalFed(Means):
         return self.of_all(jax.vmap(count)(self.everyone, self.underway.states))
 
     def of_all(self, mine: Array) -> Array:
-        """Gather the values of all devices' members, (M,)."""
+        """Gather the values of all devices' members, as an array of shape (M,)."""
         all_ = lax.all_gather(mine, self.layout.axis, tiled=True) if self.layout.axis else mine
         return all_[: self.layout.population]
 
@@ -325,7 +325,7 @@ def renumbered(members: tuple[Members, ...], cohorts: Cohorts) -> tuple[Members,
 
 
 def chunk_of(layout: ProgramLayout, number: int) -> int:
-    """Choose how many clients of a capacity class to vectorise together; at most their average number in a cohort."""
+    """Choose how many clients of a capacity class to vectorise together: at most as many as a cohort has on average."""
     if layout.submodel_plan is None:
         return layout.chunk
     average = -(-layout.cohort.size * layout.submodel_plan.places[number] // layout.population)
@@ -333,7 +333,7 @@ def chunk_of(layout: ProgramLayout, number: int) -> int:
 
 
 def _joined(columns: Sequence[Any]) -> Any:
-    """Join the trees of all capacity classes, with leaves (P_c,), to one tree with leaves (P,)."""
+    """Join the trees of all capacity classes, with leaves of shape (P_c,), to one tree with leaves of shape (P,)."""
     if len(columns) == 1:
         return columns[0]
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *columns)
@@ -353,7 +353,7 @@ def sum_over_clients(
         members: the clients.
         states: their states.
         chunk: how many clients are vectorised together.
-        gaps: whether to skip chunks in which no client counts; states do not change there, and other values are 0.
+        gaps: whether to skip chunks that contain only padding. There, states do not change, and other values are 0.
 
     Returns:
         The sum of the sums, and the next states and other values of all clients, in order.

@@ -30,8 +30,8 @@ class Shares:
 
     population: int
     processes: int
-    mine: int  # the number of this process
-    devices: int  # number of devices of each process
+    mine: int  # the number of this process, 0 … processes − 1
+    devices: int  # the number of devices of each process
 
     def __post_init__(self) -> None:
         enough = self.processes <= self.population
@@ -39,7 +39,7 @@ class Shares:
 
     @cached_property
     def bounds(self) -> np.ndarray:
-        """Return bounds, (processes + 1,) int64: process p has the clients bounds[p] … bounds[p + 1] − 1."""
+        """Return int64 bounds of shape (processes + 1,): process p has the clients bounds[p] … bounds[p + 1] − 1."""
         return np.arange(self.processes + 1, dtype=np.int64) * self.population // self.processes
 
     @property
@@ -48,12 +48,12 @@ class Shares:
         return -(-self.population // self.processes)
 
     def owner(self, ids: Any) -> Any:
-        """Return the process that has each client; (P,) -> (P,)."""
+        """Return, for each client in `ids`, the number of the process that has it."""
         own = np if isinstance(ids, np.ndarray) else jnp
         return own.searchsorted(own.asarray(self.bounds[1:]), ids, side="right")
 
     def ranks(self, ids: Any) -> Any:
-        """Return, for each member of the cohort `ids`, how many members before it are in the same process, (P,)."""
+        """Return, for each member of the cohort `ids`, how many members before it are in the same process: (P,)."""
         own = np if isinstance(ids, np.ndarray) else jnp
         owner = self.owner(ids)
         order = own.argsort(owner, stable=True)
@@ -68,10 +68,11 @@ class Shares:
         """Distribute a cohort's members over the devices of the processes that have them.
 
         Returns:
-            where: (P,) the place of each member, counted over all processes and devices.
-            member: (processes·devices·places,) the index into `ids` of the member at each place. An empty place has
-                another member of the same process, whose samples the process has, or member 0 if there is none.
-            taken: of the same shape, whether a place has a member of the cohort; False for empty places.
+            where: the place of each member, counted over all processes and devices, as an array of shape (P,).
+            member: the index into `ids` of the member at each place, as an array of shape (processes·devices·places,).
+                An empty place has another member of the same process, whose samples the process has, or member 0 if the
+                process has no member.
+            taken: whether a place has a member of the cohort, in the same shape as `member`; False for empty places.
         """
         owner, rank = self.owner(ids), self.ranks(ids)
         where = (owner * self.devices + rank % self.devices) * places + rank // self.devices
@@ -87,8 +88,9 @@ class Shares:
         """Return this process's samples one after another, and where each client's samples begin in its process.
 
         Returns:
-            values: leaves (longest, ...), where `longest` is the largest number of samples of any process.
-            start: (M,) int64.
+            values: the samples, with leaves of shape (longest, ...), where `longest` is the largest number of samples
+                of any process.
+            start: the place at which each client's samples begin, as int64 of shape (M,).
         """
         ends = np.concatenate([[0], np.cumsum(rows.size)])
         start = ends[:-1] - ends[self.bounds[self.owner(np.arange(self.population))]]
@@ -103,18 +105,18 @@ class Shares:
 
 
 class DeviceRows(NamedTuple):
-    """Describe to which clients the rows of this device's tables, with leaves (rows, ...), belong.
+    """Describe to which clients the rows of this device's tables belong; a table has leaves of shape (rows, ...).
 
     The cost of an operation depends on the number of chosen rows, not on the size of the table.
     """
 
-    size: int  # number of rows of this device
+    size: int  # the number of rows of this device
     first: Array | int  # the client of the first row
-    block: int  # number of rows that are vectorised together
+    block: int  # the number of rows that are vectorised together
     axis: Any  # the axes of the mesh, or None
 
     def here(self, chosen: Array) -> Array:
-        """Return this device's part, (rows,), of a choice among all clients, (M,); padding rows count as not chosen."""
+        """Return this device's part, (rows,), of a choice among all clients, (M,); padding rows are never chosen."""
         short = jnp.shape(chosen)[0]
         ids = self.first + jnp.arange(self.size)
         return jnp.where(ids < short, jnp.asarray(chosen)[jnp.minimum(ids, short - 1)], 0).astype(chosen.dtype)
@@ -138,9 +140,9 @@ class DeviceRows(NamedTuple):
         return self._blocks(chosen, step, tables)
 
     def total(self, table: PyTree, asked: Array, who: Array) -> tuple[PyTree, Array]:
-        """Return the sum of the rows of the clients in `who`, (M,), and the sum of weight·asked over these clients.
+        """Return the sum of the rows that `who` chooses, and the sum of weight·asked over their clients.
 
-        This is a `SumRows` of in_flight.py.
+        `asked` and `who` are arrays of shape (M,). This method is a `SumRows` of in_flight.py.
         """
         asked, chosen = self.here(asked), self.here(who)
 
@@ -159,7 +161,7 @@ class DeviceRows(NamedTuple):
         return lax.psum(sums, self.axis) if self.axis else sums
 
     def _blocks(self, chosen: Array, step: Callable[[Array, Any], Any], carry: Any) -> Any:
-        """Repeat carry ← step(places (block,), carry) over all chosen rows, a block at a time.
+        """Repeat carry ← step(places, carry) over all chosen rows, a block of `block` places at a time.
 
         A last block that is not full is filled up with the place `size`, which has no row.
         """
@@ -180,9 +182,10 @@ def _taken(tree: PyTree, places: Array) -> PyTree:
 
 
 def vectorised(function: Callable[[Any, Any], Any], member: Any, state: Any) -> Any:
-    """Apply a function (member, state) to the rows of both.
+    """Apply a function (member, state) to each row of the members and of the states.
 
-    A single row is passed without a batch axis, since with one the compiler would not recognise matrix products.
+    A single row is passed without a batch axis, since the compiler does not recognise matrix products with such an
+    axis.
     """
     if jax.tree.leaves(member)[0].shape[0] == 1:
         return jax.tree.map(lambda a: a[None], function(*jax.tree.map(lambda a: a[0], (member, state))))

@@ -37,12 +37,12 @@ class ProgramInputs(NamedTuple):
 
     algorithm: Algorithm
     data: SampleArrays
-    table: Members  # the population, (M,), or, when streaming, the cohorts, (1 + fresh, P)
-    ids: Array | None  # the ids of the cohorts, (1 + fresh, P), when streaming; otherwise the program draws them
+    table: Members  # the population, arrays of shape (M,), or, when streaming, the cohorts, of shape (1 + fresh, P)
+    ids: Array | None  # when streaming, the ids of the cohorts, of shape (1 + fresh, P); None: the program draws them
     key: Array
     pace: Pace
     own: Mapping[str, Values]  # clients' own numbers
-    classes: tuple[Array, Array] | None  # number and rank of clients with submodels, (M,) or (T, M): see SubmodelPlan
+    classes: tuple[Array, Array] | None  # with submodels: number and rank of clients (see SubmodelPlan), (M,) or (T, M)
 
 
 def parted(carry: Carry) -> tuple[tuple[Any, PyTree], Carry]:
@@ -55,7 +55,7 @@ class Program:
     """Hold compiled rounds; they take and return only leaves, so that a program that is kept refers to no class."""
 
     compiled: Any
-    costs: RoundCosts  # shapes of a round's costs
+    costs: RoundCosts  # the shapes of a round's costs
 
     def run(self, carry: Carry, count: int, inputs: ProgramInputs) -> tuple[Carry, int, dict[str, np.ndarray], Any]:
         """Run up to `count` rounds.
@@ -63,8 +63,8 @@ class Program:
         The buffers of the carry are consumed, except the server's state, to which results refer, and x at the start.
 
         Returns:
-            The next carry, the number of rounds done, a row of packed costs for each of these and for the round that
-            was not finite, if any, and which quantities were finite in the last round.
+            Four values: the next carry; the number of rounds done; a row of packed costs for each of these rounds, and
+            for the round that was not finite, if there was one; and which quantities were finite in the last round.
         """
         held, own = map(jax.tree.leaves, parted(carry))
         leaves, done, rows, finite = self.compiled(held, own, np.int32(count), jax.tree.leaves(inputs))
@@ -221,7 +221,7 @@ class Rounds:
         return Cohorts(self.layout.cohort, self.layout.population, inputs.own, keys)
 
     def fresh(self, inputs: ProgramInputs, cohorts: Cohorts, number: Array | int) -> tuple[Members, ...]:
-        """Gather this device's share of the round's fresh cohort with that number."""
+        """Gather the members on this device of one fresh cohort; `number` is its number among those of the round."""
         _, members = self.members(cohorts.fresh(number), inputs, number + 1)
         if self.mesh is None:
             return members
@@ -294,7 +294,7 @@ class Rounds:
 
 
 def padded(tree: PyTree, extra: int) -> PyTree:
-    """Pad leaves (n, ...) at the end with `extra` copies of the first row."""
+    """Pad leaves of shape (n, ...) at the end with `extra` copies of the first row."""
     if not extra:
         return tree
     return jax.tree.map(lambda a: jnp.concatenate([a, jnp.broadcast_to(a[:1], (extra, *a.shape[1:]))]), tree)

@@ -43,7 +43,7 @@ class Resident:
         self.round: RoundInputs = (SampleArrays(outer, inner), table, None)
 
     def hold(self, name: str, rows: Ragged, layout: ProgramLayout, mesh: Mesh | None) -> tuple[PyTree, np.ndarray]:
-        """Copy all samples, or this process's share, to the device; also return where each client's samples begin."""
+        """Copy all samples, or this process's share, to the device; return them, and where each client's begin."""
         values, start = layout.shares.own_rows(rows) if layout.shares else (rows.values, rows.start)
         if int(np.max(start + rows.size)) >= 2**31:  # any client may have the last samples
             raise ConfigurationError(f"Clients.{name} has more than 2³¹ samples; use Local(stream=True)")
@@ -63,7 +63,7 @@ class Resident:
 
 
 def in_powers(values: PyTree) -> PyTree:
-    """Pad small arrays (n, ...) with zeros to a power of two, so that populations of similar n share a program."""
+    """Pad small arrays (n, ...) with zeros until n is a power of two: populations of similar n share a program."""
     rows = len(jax.tree.leaves(values)[0])
     missing = 2 ** (rows - 1).bit_length() - rows
     if not missing or sum(leaf.nbytes for leaf in jax.tree.leaves(values)) > SMALL:
@@ -123,8 +123,8 @@ class Streamed:
         """Return where samples are gathered.
 
         Returns:
-            The id of the client whose samples are at each place of this process, −1 for an empty place; and for each
-            member in `ids`, its place in its process.
+            For each place of this process, the id of the client whose samples are there, or −1 for an empty place; and
+            for each member in `ids`, its place in its process.
         """
         shares, flat = self.layout.shares, ids.ravel()
         if shares is None:
@@ -137,7 +137,7 @@ class Streamed:
         return here, place
 
     def cohorts(self, round: int) -> np.ndarray:
-        """Draw the clients of the round's own cohort and of its fresh cohorts; return ids (1 + fresh, clients)."""
+        """Draw the clients of the round's own and fresh cohorts. Return their ids as an array (1 + fresh, clients)."""
         own = Cohorts(self.layout.cohort, len(self.clients), self.clients.own, round_keys(self.key, round))
         return np.stack([cohorts.ids() for cohorts in (own, *map(own.fresh, range(self.layout.fresh)))])
 
@@ -153,8 +153,8 @@ def members(
     Args:
         clients: the population.
         ids: the ids of the clients.
-        states: for each of them, the row of its state in the program's table of states.
-        outer_start, inner_start: for each of them, the place at which its samples begin.
+        states: for each client, the row of its state in the program's table of states.
+        outer_start, inner_start: for each client, the place at which its samples begin.
     """
     return Members(
         id=ids.astype(np.int32),
@@ -169,7 +169,7 @@ def members(
 
 
 def padded(name: str, rows: Ragged, ids: np.ndarray, longest: int) -> PyTree:
-    """Gather the samples of the clients `ids` one after another, leaves (len(ids)·longest, ...).
+    """Gather the samples of the clients `ids` one after another, with leaves of shape (len(ids)·longest, ...).
 
     Each client's samples are padded with zeros to `longest`; an id of −1 gets only zeros.
     """
@@ -214,7 +214,7 @@ def replicate(tree: PyTree, mesh: Mesh | None) -> PyTree:
 
 
 def share(tree: PyTree, mesh: Mesh | None) -> PyTree:
-    """Put this process's arrays on its own devices; the leaves (n, ...) of all processes form (processes·n, ...)."""
+    """Put this process's arrays on its own devices; leaves (n, ...) of all processes form leaves (processes·n, ...)."""
     assert mesh is not None
     apart = NamedSharding(mesh, PartitionSpec(HOST))
     return jax.tree.map(lambda leaf: jax.make_array_from_process_local_data(apart, _canonical(leaf)), tree)
