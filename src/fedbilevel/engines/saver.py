@@ -146,7 +146,7 @@ class Saver:
             warn_on_first(CheckpointWarning(text))
 
     def continue_from(self, file: Path, round: int) -> None:
-        """Note that the run continues from the checkpoint in `file`, at this round; warn if it is not the one at `path`."""
+        """Note that the run continues from the checkpoint in `file`, at this round; warn if it is not at `path`."""
         if file == self.path:
             self.round = round
         else:

@@ -55,7 +55,7 @@ def protect(
 
     Returns:
         update: NumPy arrays with the shapes, dtypes and structure of `update`; computed in float64, then rounded.
-        spent: the account, including this reply.
+        spent: the account, in which this reply is included.
 
     Raises:
         BudgetSpentError: the budget does not allow the reply.

@@ -89,7 +89,7 @@ class Code(Enum):
 
 @dataclass(eq=False)
 class Refusal(FedbilevelError):
-    """A message that must not count, or a client that does not take part.
+    """A message that must not count, or a client that does not take part, with the reason.
 
     The reason, `why`, contains no value of the data.
 
@@ -123,7 +123,7 @@ class Refusal(FedbilevelError):
 
 
 def has_line(number: int) -> bool:
-    """Return whether a log gets a line for this refusal: among refusals in a row, the 1st, 2nd, 4th, 8th, … get one."""
+    """Return whether a log gets a line for a refusal with this number in a row: the 1st, 2nd, 4th, 8th, … get one."""
     return number & (number - 1) == 0
 
 

@@ -1,4 +1,4 @@
-"""Check the installed version of Flower, and adjust how soon Flower requests and gives up messages.
+"""Check the installed version of Flower, and adjust when Flower asks again for a message, and when it gives up.
 
 The adjustments use private names of Flower, which another version may not have. The private names that concern Flower's
 processes are used in the package `fedbilevel.flower.launch`.
@@ -14,7 +14,7 @@ from fedbilevel.wording import missing
 __all__ = ["TESTED", "be_server", "quick_pulls", "require_flower", "tested"]
 
 TESTED = ("1.41", "1.42")
-BACKOFF = 0.02  # seconds before the first repeated request for an object that is still being uploaded
+BACKOFF = 0.02  # the seconds before the first repeated request for an object that is still being uploaded
 LONGEST_PULL = 7200.0  # the largest number of seconds to wait for a message's objects; Flower's default
 
 
@@ -54,7 +54,7 @@ def be_server() -> None:
 
 
 def quick_pulls(longest: float) -> None:
-    """From now on, request the objects of messages sooner in this process, and give up incomplete messages sooner.
+    """Make this process ask sooner for the objects of messages, and give up incomplete messages sooner.
 
     An object that is still being uploaded is requested again after 0.02 s, then after twice that time, and so on.
     Flower itself begins with 1 s. If a message is incomplete after `longest` seconds, or after 2 h if `longest` is

@@ -38,7 +38,7 @@ from fedbilevel.flower.refusal import Code, Refusal
 PROTOCOL = 7
 PROBES = (0, 1, 10, 100, 1000)
 """The rounds at which schedules are compared."""
-MISSING = ("missing",)  # differs from every value of JSON
+MISSING = ("missing",)  # a value that differs from every value of JSON
 
 
 def layout(tree: PyTree) -> list[str]:
@@ -136,12 +136,12 @@ class RequestMessage:
     call: str = ""  # the name of the call in the contract
     key: bytes = b""  # the random key of the exchange
     key_kind: str = ""  # the implementation of the key in JAX
-    weight: float = 1.0  # p_i
+    weight: float = 1.0  # p_i, the client's weight
     own: str = "{}"  # JSON: the client's own numbers in this round (`Clients.own`), by the path of the field
     fresh: bool = False  # whether a fresh cohort is asked, whose clients do not use their states
-    counted_round: int = -1  # the round of the last reply that counted and may have changed the state; -1: none
+    counted_round: int = -1  # the round of the last reply that counted and may have changed the state; -1: no reply
     counted_exchange: int = -1  # the exchange of the reply of `counted_round`
-    epsilon: float = 0.0  # the largest ε that this client has reported, at `delta`; 0: none
+    epsilon: float = 0.0  # the largest ε that this client has reported, at `delta`; 0: it has reported none
     delta: float = 0.0
     payload: bytes = b""  # the arrays of the message
 
@@ -221,7 +221,7 @@ TEXTS = 2**23  # the largest number of characters of all texts of a message toge
 FLOWERS = {3: Code.LATE, 4: Code.LATE, 5: Code.ABSENT}
 """The codes for errors that Flower reports: message or reply expired, no heartbeat of the node.
 
-Any other error is the node's.
+Any other error is an error of the node.
 """
 
 log = logging.getLogger("fedbilevel.server")

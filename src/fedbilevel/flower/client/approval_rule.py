@@ -87,7 +87,7 @@ class ApprovalRule:
             raise ConfigurationError(f"rule {path} cannot be read: {in_a_line(error)}") from error
 
     def mismatch(self, proposal: Proposal) -> str:
-        """Say in words which entry of the rule a proposal does not fit, the first one; "" if it fits all entries."""
+        """Return in words the first entry of the rule that a proposal does not fit; "" if it fits all entries."""
         if today() > self.until:
             return f"the rule ended on {self.until}"
         if self.app is not None and proposal.app is not None and proposal.app not in self.app:
@@ -112,7 +112,7 @@ class ApprovalRule:
         return ""
 
     def _unbounded(self, content: Mapping[str, Any]) -> str:
-        """Name an own number of the clients that would replace a field that the rule bounds; "" if there is none."""
+        """Return which of the clients' own numbers would replace a field that the rule bounds; "" if there is none."""
         bounded, clients = {*self.allow, *self.least, *self.most}, content.get("clients")
         if not clients or not any(path.startswith("algorithm.") for path in bounded):
             return ""
@@ -138,7 +138,7 @@ def check_own_numbers(text: str, own: str, of_site: Collection[str]) -> None:
         stated: list[float] = []
         with suppress(ConfigurationError):
             stated = _numbers(_value(content, f"clients.{name}"))
-        slack = [1e-6 * abs(one) for one in stated]  # the server may have rounded them to float32
+        slack = [1e-6 * abs(one) for one in stated]  # the server may have rounded the numbers to float32
         low = min(map(operator.sub, stated, slack), default=math.inf)
         high = max(map(operator.add, stated, slack), default=-math.inf)
         if name not in of_site and not low <= number <= high:

@@ -1,4 +1,4 @@
-"""Write and verify the audit of a site: a file with a line for each reply, each approval, and refusals.
+"""Write and verify the audit of a site: a file with a line for each reply, for each approval, and for refusals.
 
 Refusals that do not count as requests, such as refusals above a limit, may be many. If they follow each other, only the
 first, second, fourth, eighth, and so on, get a line.
@@ -44,7 +44,7 @@ class AuditReport:
     Args:
         count: the number of complete lines.
         cut: the numbers of lines that are incomplete because a process was killed.
-        broken: where the chain breaks first, in words; "" if it is complete.
+        broken: where the chain breaks first, in words; "" if the chain is complete.
         last: the hash of the last line, which a later check can look for.
         first, latest: the times of the first and the last line.
         requests: client -> the number of the request in the client's last line.

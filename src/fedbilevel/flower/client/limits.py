@@ -21,16 +21,16 @@ from fedbilevel.flower.refusal import Code, Refusal
 
 @dataclass(frozen=True)
 class RequestCounts:
-    """The numbers of requests that a client has handled, in all runs together. Greetings count as requests of round -1.
+    """The numbers of requests that a client has handled, in all runs together. Greetings are requests of round -1.
 
     Args:
         total: the number of requests since the client began to count.
         run: the run of the last request.
-        contract: the digest of the client's contract at the last request; "" if it had none. If a run has several
-            contracts, one after the other, rounds begin at 0 with each.
+        contract: the digest of the client's contract at the last request; "" if the client had no contract. If a run
+            has several contracts, one after the other, rounds begin at 0 with each.
         round: the largest round in a request of this run and contract.
-        in_round: the number of requests since the first one for this round. A request for an earlier round also counts
-            here. Otherwise a server could get more replies by going back and forth between rounds.
+        in_round: the number of requests since the first request for this round. Requests for earlier rounds are
+            included. Otherwise a server could get more replies by going back and forth between rounds.
         refusals: the number of refusals since the last request that counted. Requests above a limit, for example, are
             refused without being counted as requests.
     """
@@ -75,8 +75,9 @@ class Limits:
             use all samples of the client are always allowed.
         min_local_samples: the smallest number of samples of each loss that a client must have to take part.
         max_requests_per_round: the largest number of requests in a round. Greetings, requests for a phase and requests
-            for metrics count, and repeated requests count again. The server itself sends the number of the round, so
-            this limit stops only mistakes. `max_requests` also stops a server that sends false numbers of rounds.
+            for metrics are counted, and repeated requests are counted again. The server itself sends the number of the
+            round, so this limit stops only mistakes. `max_requests` also stops a server that sends false numbers of
+            rounds.
         max_requests: the largest number of requests in all runs together. After them the client refuses all requests.
             The count is stored in `Site.folder`. Without a folder it is in Flower's memory of a run, and each run is
             counted separately.

@@ -1,8 +1,8 @@
 """Run phases at a site, on its samples, within its limits and under its terms of privacy.
 
 Under privacy, an update is clipped and gets noise at a fixed place among the layers of the method. The layers outside
-of this place send differences or compress replies, for example. They get only updates that already have noise, and
-nothing else of the client, so their results cost no additional ε.
+of this place send differences or compress replies, for example. These layers get only updates that already have noise,
+and nothing else of the client, so their results cost no additional ε.
 """
 
 from __future__ import annotations
@@ -204,8 +204,8 @@ def program(problem: Problem) -> Any:
     It is compiled once for all clients of this process that share the problem.
 
     The function has only a weak reference to the problem, so that both are freed together. With an ordinary reference
-    they would never be: JAX keeps a compiled program, and those of its arguments that are not arrays, as long as the
-    function lives.
+    they would never be freed: JAX keeps a compiled program, and those of its arguments that are not arrays, as long as
+    the function lives.
     """
     known: Any = ref(problem)
 

@@ -62,7 +62,7 @@ class Site:
         algorithm, problem, x0, y0: as for `solve` on the server. Only the shapes of x0 and y0 are compared with the
             server's. Their values must also be equal if clients' states begin with them: in ADBO and SDBO, where
             clients have their own x and y, and in problems that are local in x, where clients keep blocks of x.
-        outer: the client's samples of the outer loss: a pytree with leaves (samples, ...).
+        outer: the client's samples of the outer loss: a pytree with leaves of shape (samples, ...).
         inner: the client's samples of the inner loss, in the same form; None: both losses use the same samples.
         own: the client's own numbers: values for "local_steps" or for fields of the method, by the field's path. They
             take precedence over the numbers that the server sends (`RemoteClients.own`).
@@ -73,10 +73,10 @@ class Site:
         metrics_per_client: the metrics that may be measured on the client's samples, as for `solve` on the server.
         tells_metrics: whether the server gets the values of these metrics if it asks. The values are exact, and the
             server chooses x and y. Not allowed with `privacy`, which does not protect these values.
-        folder: the state folder, for all that outlives a process: a hash of the samples; the client's state in a run,
-            if the algorithm has one; and with `privacy` the secret from which noise is drawn, and the account of
-            all replies. With `privacy`, no other client may use the folder. None: Flower keeps the state until the
-            SuperNode restarts; then the client starts anew.
+        folder: the state folder, for everything that is kept when a process ends: a hash of the samples; the client's
+            state in a run, if the algorithm has one; and with `privacy` the secret from which noise is drawn, and the
+            account of all replies. With `privacy`, no other client may use the folder. None: Flower keeps the state
+            until the SuperNode restarts; then the client starts anew.
         answer: a function (question) -> answer, both texts, for questions that a server asks before a run begins. The
             server gets exact answers. Not allowed with `privacy`.
         source: a hash of the data from which the samples are made. If it changes after the client's first answer in a
@@ -481,7 +481,7 @@ def audit(
 
 @contextmanager
 def logged_if_not_written(response: ResponseMessage, refusals: RefusalLog, what: str) -> Iterator[None]:
-    """Log an error if the block cannot write a refusal to the audit. The refusal is sent all the same."""
+    """Log an error if the block cannot write a refusal to the audit. The refusal is sent nevertheless."""
     try:
         yield
     except (Refusal, CheckpointError) as error:

@@ -41,7 +41,7 @@ class Versions(NamedTuple):
     states: tuple[PyTree, ...] = ()
 
     def up_to(self, counted: Tag, round: int) -> Versions:
-        """Return the states up to the last reply that counted. The next message continues from the last of them.
+        """Return the states up to the last reply that counted. The next message continues from the last state.
 
         A reply that was lost, late or refused therefore has no effect on the state. A repeated message or round
         continues from the same state as the first time.
@@ -64,7 +64,7 @@ class Versions(NamedTuple):
         """Add a new state, and drop old states to which a server cannot return.
 
         A server may return to the latest state and to the state at the start of the previous round. It may also return
-        to the state at the start of this round or, if the last reply did not count, to the state before it.
+        to the state at the start of this round or, if the last reply did not count, to the state before this reply.
         """
         here, before = bisect_left(self.tags, (tag[0], 0)), bisect_left(self.tags, (tag[0] - 1, 0))
         kept = sorted({len(self.tags) - 1, here - 1, here - 2, before - 1} - {-1, -2})
@@ -83,7 +83,7 @@ class Agreed(NamedTuple):
 
 
 REFUSED = "refused"  # the name of the event of a refusal in the audit
-RUNS = 20  # the number of runs whose states are stored; a limit, since a server may send any number of names
+RUNS = 20  # the largest number of runs whose states are stored, since a server may send any number of names
 
 
 class FolderStore:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
-GRACE = 10.0  # seconds between SIGTERM and SIGKILL
+GRACE = 10.0  # the seconds between SIGTERM and SIGKILL
 
 
 def spawn(command: Sequence[str], log: Path | None = None, env: Mapping[str, str] | None = None, group: bool = True):  # type: ignore[no-untyped-def]

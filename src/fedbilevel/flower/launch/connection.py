@@ -1,9 +1,9 @@
 """Check a site before it starts: read its node configuration as Flower does, and try to reach its SuperLink.
 
 If the SuperLink is not reached, the report says whether address, TLS, clock or key is the reason; Flower's log does not
-distinguish these. The trial is Flower's own request to activate a node, but with an interval between heartbeats that
-the SuperLink refuses. The SuperLink checks the key first and then refuses the interval, so the trial finds a wrong key
-and changes nothing at the SuperLink.
+distinguish these reasons. The trial is Flower's own request to activate a node, but with an interval between heartbeats
+that the SuperLink refuses. The SuperLink checks the key first and then refuses the interval, so the trial finds a wrong
+key and changes nothing at the SuperLink.
 """
 
 from __future__ import annotations

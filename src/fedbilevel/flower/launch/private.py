@@ -4,8 +4,8 @@
 command line, its connection to the SuperLink, and its steps that receive a message and send the reply. It replaces only
 `start_client_internal`, the function that the command calls last. A message that was received goes to a worker process,
 which returns the whole reply. The two processes are connected by a pipe. The pipe has no address, so that no other
-process can reach it; it needs no tokens and no polling, and nothing is pickled. Each process notices at once when the
-other one has ended.
+process can reach it. It needs no tokens and no polling, and nothing is pickled. Each process notices at once when the
+other process has ended.
 
 The worker, `python -m fedbilevel.flower.launch.private`, replies to all messages of a client, so that JAX, data and
 compiled programs stay in memory. If a message causes an error, the reply reports the error, and the worker continues.
@@ -84,7 +84,7 @@ STILL_ONLINE = (
     "the SuperLink regards another SuperNode with this key as online. If the other SuperNode was killed or cut off, "
     f"this one is accepted after at most {HEARTBEAT_PATIENCE * HEARTBEAT_DEFAULT_INTERVAL} s; otherwise stop the other"
 )
-ALIVE = 10.0  # seconds between two checks whether the worker's run is still going on
+ALIVE = 10.0  # the seconds between two checks whether the worker's run is still going on
 
 FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
 

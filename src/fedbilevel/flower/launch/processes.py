@@ -93,7 +93,7 @@ class Console:
             self.process = None
 
 
-SOON = 10.0  # seconds within which a submitted run should begin: a SuperLink looks for new runs every second
+SOON = 10.0  # the seconds within which a submitted run should begin: a SuperLink looks for new runs every second
 
 
 def require_begun(flwr: Console, superlink: str) -> None:
@@ -164,7 +164,7 @@ class Commands(NamedTuple):
     """The commands that start the processes of a federation on this machine."""
 
     credentials: Credentials
-    port: int  # the SuperLink's
+    port: int  # the SuperLink's port
     node_ports: Sequence[int]
     node_configs: Sequence[str]
     persistent: bool
@@ -205,7 +205,7 @@ class Federation:
 
     Args:
         directory: the folder for logs/, credentials/, and a Flower home for each process. If credentials already exist
-            there, this is an error: they are not replaced.
+            there, an error is raised: existing credentials are not replaced.
         clients: the number of SuperNodes.
         persistent: whether SuperNodes keep a worker process between messages (`fedbilevel.flower.launch.supernode`).
             Otherwise they are Flower's own, which start a process for each message.
@@ -325,8 +325,8 @@ class Federation:
     def wait_online(self, count: int, seconds: float, within: float | None = None) -> None:
         """Wait until at least `count` nodes are online, for at most `seconds`.
 
-        If `within` is given, a node counts only if it came online after all SuperNodes listened, or at most `within`
-        seconds before.
+        If `within` is given, a node is included only if it came online after all SuperNodes listened, or at most
+        `within` seconds before that.
         """
         until = time.monotonic() + seconds
         while not all(map(listens, (self.node_ports[client] for client in self.nodes))):
@@ -340,8 +340,8 @@ class Federation:
     def online(self, since: float | None = None) -> int:
         """Return the number of nodes that are online according to the SuperLink.
 
-        If `since` is given, a time of `time.monotonic()`, a node counts only if it came online after this moment. A
-        node that was killed counts as online until its heartbeat is overdue, which takes up to a minute.
+        If `since` is given, a time of `time.monotonic()`, only nodes that came online after this moment are included. A
+        node that was killed is still reported as online until its heartbeat is overdue, which takes up to a minute.
         """
         listed = self.console.read("supernode", "list", CONNECTION)
         now = time.monotonic()  # after the command, which may take seconds

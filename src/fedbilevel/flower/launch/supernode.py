@@ -4,8 +4,8 @@
         --auth-supernode-private-key client.key --node-config "partition-id=0"
 
 All options are options of `flower-supernode`, except `--app` and `--flower-log`. If this library was not tested with
-the installed version of Flower, `flower-supernode` itself is started. It starts a process for each message, which is
-slower and gives the same numbers.
+the installed version of Flower, `flower-supernode` itself is started. That command starts a process for each message,
+which is slower and gives the same numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fedbilevel.flower.versions import TESTED, require_flower, tested
 
 FASTEST, SLOWEST = 0.02, 2.0  # the shortest and the longest time between two requests for a message, in seconds
 BACKOFF = (1.0, 10.0)
-STEADY = 60.0  # after this many seconds a process counts as started, and the wait before a restart is short again
+STEADY = 60.0  # after a process has run for so many seconds, the wait before a restart is short again
 
 logger = logging.getLogger("fedbilevel.supernode")
 
@@ -70,7 +70,8 @@ def supervise(start: Callable[[], subprocess.Popen], backoff: tuple[float, float
         backoff: the shortest and the longest wait before a restart, in seconds.
 
     Returns:
-        The exit status 2, which means wrong arguments, if the process ends with it. The process is then not restarted.
+        The exit status 2, if the process ends with it. This status means wrong arguments, so that the process is not
+        restarted.
     """
 
     def leave(*_: object) -> None:

@@ -67,8 +67,9 @@ class Flower:
             run resumes without the pending replies, so its numbers differ from an uninterrupted run: see
             docs/how-to/federation-server.md.
         log: a file to which a JSON line is appended for each attempt at an exchange; None: no file.
-        keys: a folder with every client's public key, client-0.pub, client-1.pub, …. A node counts as a client only if
-            it has registered with the key of this client. None: any registered node can claim to be any absent client.
+        keys: a folder with every client's public key, client-0.pub, client-1.pub, …. A node is accepted as a client
+            only if it has registered with the key of this client. None: any registered node can claim to be any absent
+            client.
     """
 
     grid: Grid
@@ -116,7 +117,7 @@ class FlowerRun:
     def await_clients(self) -> None:
         """Wait until all clients are online, for at most `Terms.join` seconds.
 
-        Then continue if there is a quorum of them.
+        Then continue if at least a quorum of the clients is online.
 
         Raises:
             ExchangeError: there is no quorum.
@@ -132,13 +133,13 @@ class FlowerRun:
             raise ExchangeError(f"{present}, but {needed} of {count} are needed ({reasons})")
 
     def advance(self, carry: Carry, rounds: int) -> Stretch:
-        """Run one round, and repeat it without a client if its result is not finite.
+        """Run one round. If its result is not finite, repeat the round without one of the clients.
 
-        The previous round is also repeated if too few replies count and at least half of the clients report numbers
-        that are not finite. The costs of rounds that were undone remain in the ledger.
+        If too few replies count, and at least half of the clients report numbers that are not finite, the previous
+        round is repeated too. The costs of rounds that were undone remain in the ledger.
         """
         session, undone, began = self.session, empty_costs(), self.session.clock.time()
-        this, again = Take(carry), None  # this round; and the previous round, if it is repeated
+        this, again = Take(carry), None  # this round; and the previous round, if that is repeated
         while True:
             take = session.take = again or this
             take.ratios, session.counted = {}, np.array(take.carry.clients)
@@ -202,8 +203,8 @@ class FlowerRun:
     def saved_queues(self, fed: FlowerFed, queues: InFlight | None) -> InFlight | None:
         """Return the queues of waiting replies in the form of a checkpoint; None if `queues` is None.
 
-        Replies that came before their exchange are stored as a weighted sum, since the server has told their clients
-        that they count.
+        Replies that came before their exchange are stored as a weighted sum, since the server has already reported to
+        their clients that these replies count.
         """
         if queues is None:
             return None

@@ -24,7 +24,7 @@ from fedbilevel.flower.wire import CallSignature, Contract, RequestMessage
 
 
 class EncodedMessage(NamedTuple):
-    """A message as bytes, with the contract of the run and the signature of the call, a phase and its shapes.
+    """A message as bytes, with the contract of the run and the signature of the call (a phase and its shapes).
 
     From the contract and the signature, a client knows which phase to run and which layout the bytes have.
     """
@@ -44,7 +44,7 @@ class ExchangeSpec:
     encoded: Callable[[int], EncodedMessage]  # client -> its message
     key: Array
     fresh: bool  # whether the exchange asks a fresh cohort
-    first: bool  # whether the exchange ends with the first replies; replies to earlier requests of the phase count
+    first: bool  # whether the exchange ends with the first replies; replies to its earlier requests then count too
 
     def concerns(self, request: RequestMessage) -> bool:
         """Return whether this exchange waits for a reply to `request`."""
@@ -72,8 +72,8 @@ class Exchange:
     ) -> None:
         self.session, self.spec, self.own, self.needed, self.overdue = session, spec, own, needed, overdue
         self.replies: list[CountedReply] = session.phase_queues.kept.pop(spec.phase, []) if spec.first else []
-        self.done: set[int] = set()  # clients whose replies have counted since the exchange began
-        self.asked: list[int] = []  # the client of each message that was sent
+        self.done: set[int] = set()  # the clients with a reply that has counted since the exchange began
+        self.asked: list[int] = []  # for each message that was sent, its client
         self.failed: dict[int, Refusal] = {}  # client -> why it failed in this attempt
 
     def gather(self) -> list[CountedReply]:
@@ -132,7 +132,7 @@ class Exchange:
             roster.look(began)
 
     def tell_stalled(self, left: list[int]) -> None:
-        """If most online clients are late, say so in their refusals, since no single client is then the cause."""
+        """If most online clients are late, say so in their refusals: then the cause is not a single client."""
         late = [client for client, why in self.failed.items() if why.code is Code.LATE]
         online = len(left) - sum(why.code is Code.ABSENT for why in self.failed.values())
         if len(late) >= 2 and 2 * len(late) > online:
@@ -177,7 +177,7 @@ class Exchange:
 
         Replies that arrived together are sorted by their requests, the oldest first, and then by client id; overdue
         replies come last. They count in this order until enough replies have counted and no reply is overdue. So if an
-        overdue reply is among them, all replies that are sorted before it count as well.
+        overdue reply is among them, all replies that are sorted before it also count.
         """
         asked = self.session.phase_queues.since[self.spec.phase]
 
@@ -209,7 +209,7 @@ class Exchange:
             return refusal
 
     def accept(self, reply: ClientReply, counted: CheckedReply | Refusal, here: Sequence[float]) -> CountedReply | None:
-        """Count a reply that passed its checks and whose norm is not too large. Else record the reason and return None.
+        """Count a reply if it passed its checks and its norm is not too large; else record the reason and return None.
 
         Later messages tell the client that its reply counts, and the client continues from the state after this reply.
         This also holds if the reply is used only in a later exchange.

@@ -36,8 +36,8 @@ class FlowerFed(PythonFed):
     A client that does not reply, or whose reply does not count, is treated as absent from the exchange.
 
     With submodels, each client gets its part of the message, and the mean of an entry is over the clients that hold the
-    entry. Only the server knows which units a client holds: a client gets smaller arrays. If a submodel consists of
-    single weights, the client also gets the places of these weights in the whole arrays.
+    entry. Only the server knows which units a client holds; the client itself only gets smaller arrays. If a submodel
+    consists of single weights, the client also gets the places of these weights in the whole arrays.
 
     Args:
         session: the run on the server.
@@ -110,7 +110,7 @@ class FlowerFed(PythonFed):
     def early(self, phase: str, replies: list[CountedReply]) -> tuple[Sums, float]:
         """Return the weighted sums of these replies and of replies from a checkpoint, and the sum of p_i·e_i.
 
-        e_i is the number of the exchange in which client i was asked for its reply.
+        Here e_i is the number of the exchange in which client i was asked for its reply.
         """
         sums, asked = self.session.phase_queues.resumed.get(phase, (None, 0.0))
         new = [self.total(phase, replies)] if replies else []

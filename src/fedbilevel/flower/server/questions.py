@@ -51,7 +51,7 @@ class Questions:
         self.attempt(self.next_number(), QUESTION, 0, text, [*self.roster.nodes])
 
     def answers(self, kind: str, text: str) -> list[str]:
-        """Send a text to every client, and again to those that do not answer; return the answers.
+        """Send a text to every client, and again to clients that do not answer. Return the answers.
 
         Raises:
             ExchangeError: a client has not answered in `Terms.attempts` attempts. The message names the client and the
@@ -81,7 +81,7 @@ class Questions:
     ) -> tuple[dict[int, str], dict[int, Refusal]]:
         """Send a text to some clients.
 
-        Return two dictionaries: client -> its answer, and client -> why there is none.
+        Return two dictionaries: client -> its answer, and client -> why there is no answer.
         """
         began, found, responses = self.roster.clock.time(), dict[int, str](), list[ResponseMessage]()
         requests = {client: self.request(client, number, kind, text) for client in clients}
@@ -101,7 +101,7 @@ class Questions:
         return found, failed
 
     def request(self, client: int, number: int, kind: str, text: str) -> RequestMessage:
-        """Return the request that takes a text to a client."""
+        """Return the request by which a text is sent to a client."""
         contract = self.roster.contract_of(client).digest
         return RequestMessage(
             run=self.roster.run, contract=contract, exchange=number, phase=kind, payload=text.encode()

@@ -34,7 +34,7 @@ class ServerClock(Protocol):
 
 
 class WallClock:
-    """The machine's clock. With more than one request per tick, the SuperLink would have no time left for messages."""
+    """The machine's clock. A tick is so long that the SuperLink has time for messages between two requests."""
 
     tick = 0.03
 
@@ -122,13 +122,13 @@ class ClientReply(NamedTuple):
 class Roster:
     """The clients of a run, with their nodes, the requests to them, and their replies.
 
-    An error of Flower does not end the run. If a message cannot be sent or fetched, this is logged, and the message
-    counts as lost.
+    An error of Flower does not end the run. If a message cannot be sent or fetched, this is logged, and the message is
+    treated as lost.
 
-    A node counts as a client if it agrees to the contract and claims an id of the population that no other node has. If
-    `keys` are given (client -> public key, in the form of `der_of`), the node must also have registered with the key of
-    this client. A node that is refused is greeted again after `terms.deadline` seconds, or as soon as a client has
-    left, since the node may then be this client.
+    A node is accepted as a client if it agrees to the contract and claims an id of the population that no other node
+    has. If `keys` are given (client -> public key, in the form of `der_of`), the node must also have registered with
+    the key of this client. A node that is refused is greeted again after `terms.deadline` seconds, or as soon as a
+    client has left, since the node may then be this client.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Roster:
         self.nodes: dict[int, int] = {}  # client -> its node
         self.greeted: dict[int, float] = {}  # node -> the time of its last greeting
         self.greetings: dict[str, int] = {}  # message -> node, for greetings without a reply
-        self.refusals: dict[int, Refusal] = {}  # node -> why it does not count
+        self.refusals: dict[int, Refusal] = {}  # node -> why it is not accepted as a client
         # client -> (id of the message, request, time after which the reply does not count)
         self.under_way: dict[int, tuple[str, RequestMessage, float]] = {}
         self.ready: list[ClientReply] = []  # replies that have arrived and that no exchange has taken
@@ -225,7 +225,7 @@ class Roster:
         self.refusals.pop(node, None)
 
     def why_absent(self, client: int) -> Refusal:
-        """Return why a client has no node: a node with its id was refused, or the client is not online."""
+        """Return why a client has no node: a node that claims its id was refused, or the client is not online."""
         said = [refusal for refusal in self.refusals.values() if refusal.client == client]
         return said[-1] if said else Refusal(Code.ABSENT, "it is not online", client)
 
@@ -240,8 +240,8 @@ class Roster:
     def push(self, messages: list[Message]) -> list[str]:
         """Send messages. Return their ids, and "" in place of an id if Flower did not accept the message.
 
-        For a message that was not accepted, Flower's grids return a different id or no id. If one message is too large,
-        they return no ids at all.
+        For a message that Flower does not accept, its grids return a different id or no id. If one message is too
+        large, they return no ids at all.
         """
         try:
             taken = set(self.grid.push_messages(messages))

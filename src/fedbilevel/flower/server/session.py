@@ -50,7 +50,7 @@ class ExchangeLog:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        self.absent: dict[int, Refusal] = {}  # client -> why it is absent, by the last line of the log
+        self.absent: dict[int, Refusal] = {}  # client -> why it is absent, according to the last line of the log
         self.counted: set[int] = set()  # clients with a reply that counted
         self.spent: dict[int, tuple[float, float]] = {}  # client -> the (ε, δ) in its last reply that counted
         self.recall()
@@ -130,12 +130,12 @@ class CountedReply(NamedTuple):
 
     client: int
     checked: CheckedReply
-    asked: int  # when the client was asked: the number of the exchange, counted by phase
+    asked: int  # the number of the exchange in which the client was asked, counted separately for each phase
 
 
 @dataclass
 class PhaseQueues:
-    """The exchanges of each phase that `Fed.sum_first` asks, and replies that wait for the phase's next exchange."""
+    """For each phase for which `Fed.sum_first` asks: its exchanges so far, and replies that wait for the next one."""
 
     exchanges: Counter[str] = field(default_factory=Counter)  # phase -> the number of its exchanges so far
     since: defaultdict[str, defaultdict[int, int]] = field(
@@ -174,7 +174,7 @@ MOST = 3  # the largest number of clients that are left out of a repeated round
 
 
 class SpoiledError(ExchangeError, NumericalError):
-    """At least half of the clients of an exchange got numbers that are not finite.
+    """At least half of the clients of an exchange report numbers that are not finite.
 
     The cause is then probably the server's state, and not a client.
     """
@@ -246,11 +246,11 @@ class Session:
 
     Attributes:
         submodel_plan: which submodels clients hold; None: all clients hold the whole model.
-        programs: the functions that cut messages for clients, and put sums back into whole shapes.
+        programs: the functions that cut messages for clients, and put sums back into the shapes of the whole model.
         backoff: which clients are not asked for some rounds, because they failed.
         norms: the usual Euclidean norms of updates, by phase, and the bounds that follow from them.
-        counted: (M, 2), the round and exchange of each client's last reply that counted and may have changed the
-            client's state.
+        counted: the round and the exchange of each client's last reply that counted and may have changed the client's
+            state, as an array of shape (M, 2).
         take: the present round.
     """
 
@@ -280,6 +280,6 @@ class Session:
         self.counted = np.array(carry.clients)
 
     def never_counted(self) -> list[Refusal]:
-        """Return the refusals of all clients that were asked and none of whose replies has counted."""
+        """Return a refusal for each client that was asked, but has no reply that counted."""
         log = self.exchange_log
         return [why for client, why in log.absent.items() if client not in log.counted and self.counted[client, 0] < 0]

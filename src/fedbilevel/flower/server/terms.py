@@ -34,10 +34,10 @@ class Terms:
         join: the seconds to wait for clients that are not online, at the start and before another attempt.
         norm_factor: the largest allowed ratio of an update's norm to the usual norm of updates of the same phase, which
             `NormBounds` computes. None: no bound on this ratio.
-        message_factor: an update whose norm is at most this number times the norm of the server's message counts, even
-            if its norm is above the bound of `norm_factor`.
+        message_factor: the bound of `norm_factor` does not apply to an update whose norm is at most this number times
+            the norm of the server's message.
         norm_bound: the largest Euclidean norm of an update, whatever the other bounds allow; None: no such bound.
-        poll: the largest number of seconds between two requests for replies.
+        poll: the largest number of seconds between two requests to the SuperLink for replies.
     """
 
     quorum: float = 0.5
@@ -75,14 +75,16 @@ class Backoff:
     """
 
     def __init__(self) -> None:
-        self.until: dict[int, tuple[int, int]] = {}  # client -> (first round it is asked again, failures in a row)
+        self.until: dict[
+            int, tuple[int, int]
+        ] = {}  # client -> (the round from which it is asked again, failures in a row)
 
     def resting(self, client: int, round: int) -> bool:
         """Return whether a client is not asked in this round because it failed before."""
         return client in self.until and round < self.until[client][0]
 
     def failed(self, client: int, round: int) -> None:
-        """Record that a client failed in a round; several failures in one round count once."""
+        """Record that a client failed in a round. Several failures in one round are recorded as one."""
         back, failures = self.until.get(client, (0, 0))
         if round >= back:
             rest = min(2**failures, LONGEST_REST)
@@ -184,8 +186,9 @@ class NormBounds:
     longer false update.
 
     norm_factor should refuse only updates that would end a run, and must accept all updates of honest clients. In a
-    test with images of digits, labels divided by a Dirichlet distribution with α = 0.05, and hypergradients that each
-    client computes alone (LFedNest), the longest honest update was 1,020 times as long as the median.
+    test with images of digits, labels divided among the clients by a Dirichlet distribution with α = 0.05, and
+    hypergradients that each client computes alone (LFedNest), the longest honest update was 1,020 times as long as the
+    median.
 
     Args:
         terms: the server's rules; `check_response` checks norm_bound.
