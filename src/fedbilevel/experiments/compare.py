@@ -56,7 +56,7 @@ class Look:
 
 @dataclass(frozen=True)
 class RunGroup:
-    """Runs of one spec that differ in their seeds only."""
+    """Runs of one spec that differ only in their seeds."""
 
     name: str
     runs: Sequence[LoadedRun]
@@ -89,7 +89,7 @@ class RunGroup:
 
     @property
     def says_algorithm(self) -> bool:
-        """Return whether the algorithm need not be shown: the group's name contains it, or the user chose the name."""
+        """Return whether the algorithm need not be shown: the group's name contains it, or the user chose this name."""
         return path_word(self.algorithm) in self.name or self.name in self.look.labels
 
     @property
@@ -185,7 +185,7 @@ def recorded_order(folder: Path) -> list[str]:
 
 
 def load_groups(paths: Sequence[str | Path], look: Look | None = None) -> list[RunGroup]:
-    """Read the runs that `find_runs` finds, and group those that differ in their seeds only.
+    """Read the runs that `find_runs` finds, and group runs that differ only in their seeds.
 
     Raises:
         ConfigurationError: a run cannot be read, the runs have different metrics, two folders have runs of the same
@@ -386,7 +386,7 @@ def _costs(groups: Sequence[RunGroup]) -> list[Column]:
 
 
 def _over_clients(groups: Sequence[RunGroup]) -> list[Column]:
-    """Return the final mean, first decile and worst value over clients of each metric that all runs have per client."""
+    """Return final mean, first decile and worst value over clients, for each metric that all runs have per client."""
     rows = [[run.summary["last_row"] for run in group.runs] for group in groups]
     names = [column.removesuffix(".worst") for column in rows[0][0] if column.endswith(".worst")]
     return [
@@ -479,7 +479,7 @@ def _place(runs: Sequence[LoadedRun]) -> Path:
 
 
 def tasks_of(groups: Sequence[RunGroup]) -> str:
-    """Return the tasks and data sets of the groups as a text, each once."""
+    """Return the tasks and data sets of the groups as a text, without repetitions."""
     return " / ".join(dict.fromkeys(_what(group.runs[0]) for group in groups))
 
 
@@ -509,7 +509,8 @@ FAR = 1e3
 def doubts(metric: str, ends: Mapping[str, tuple[float, float]], larger_is_better: bool) -> list[str]:
     """Return a sentence for each row of a comparison that looks wrong.
 
-    Its metric ends worse than it began or, if the metric is minimised, far above the best row's.
+    A row looks wrong if its metric is worse at the end than at the start or, if the metric is minimised, far above the
+    metric of the best row.
 
     Args:
         ends: name of the row -> (the metric at the start, the metric at the end).

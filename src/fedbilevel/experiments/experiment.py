@@ -1,4 +1,4 @@
-"""Run the objects that a spec describes: by `solve`, or in the way that an algorithm's class has registered."""
+"""Run the objects that a spec describes: by `solve`, or by another class that an algorithm has registered."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def _reached(group: RunGroup, target: float) -> dict[str, Any]:
 def _statistics(values: Sequence[float | None]) -> dict[str, float | None]:
     """Return the mean and the sample standard deviation.
 
-    Both are None if a value is unknown; the deviation of a single value is None too.
+    Both are None if a value is unknown. The deviation of a single value is also None.
     """
     known = [value for value in values if value is not None and math.isfinite(value)]
     whole = len(known) == len(values)
@@ -250,7 +250,7 @@ def page(groups: Sequence[RunGroup], notes: Sequence[str] = ()) -> str:
 
 
 def _best(groups: Sequence[RunGroup]) -> str:
-    """Name the method with the best final mean. If several printed means are equal, name all these methods."""
+    """Return a sentence that names the method with the best final mean, or all methods with this printed mean."""
     metric, choose = groups[0].metric, max if groups[0].larger_is_better else min
     ends = {group.text: group.values("final") for group in groups}
     best = choose(ends.values(), key=statistics.fmean)

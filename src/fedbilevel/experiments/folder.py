@@ -123,9 +123,9 @@ class Folder:
 
         The user's files that the spec names are compared too.
 
-        Returns "" if there is no difference, or no run in the folder. Two differences do not matter: specs of earlier
-        versions may lack fields whose default is none, and without `wait_for` the other fields of [asynchronous] have
-        no effect.
+        The result is "" if there is no difference, or if the folder has no run. Two differences do not matter: specs of
+        earlier versions may lack fields whose default is none, and without `wait_for` the other fields of
+        [asynchronous] have no effect.
         """
         if not self.spec.is_file():
             return ""
@@ -224,7 +224,7 @@ class Folder:
 
 
 def own_code(spec: Spec) -> dict[str, str]:
-    """Return name -> SHA-256 for the user's files that a spec names. Files that these import are not included."""
+    """Return name -> SHA-256 for the user's files that a spec names, but not for files that these files import."""
     files = {file for name in (spec.task.name, spec.algorithm.name) if (file := own_file(name))}
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files)}
 
@@ -246,7 +246,7 @@ class LoadedRun:
 
     @property
     def grown(self) -> str:
-        """Say in what way the run has diverged although its numbers are finite; "" if it has not diverged."""
+        """Return in what way the run has diverged although its numbers are finite; "" if it has not diverged."""
         return grown(self.history)
 
     @property

@@ -1,7 +1,7 @@
 """Find tasks and algorithms by name: the library's own, or a user's as module:NAME or path/to/file.py:NAME.
 
 For a task, NAME is a `Task` or a function that returns one. The function's keyword arguments are the task's fields.
-For an algorithm, NAME is a subclass of `fedbilevel.authoring.Algorithm`, whose fields are the algorithm's.
+For an algorithm, NAME is a subclass of `fedbilevel.authoring.Algorithm`, whose fields are the fields of the algorithm.
 """
 
 from __future__ import annotations

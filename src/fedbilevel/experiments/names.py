@@ -81,12 +81,12 @@ def _bare(name: str) -> str:
 
 
 class Entry(NamedTuple):
-    """The texts in the library's files about an algorithm or task."""
+    """The texts about an algorithm or task in the library's files, among which words are searched."""
 
     title: str  # the first line of the docstring
-    paper: str
-    own: str  # the texts of the docstring and the facts
-    file: str  # all texts of the file
+    paper: str  # the paper, such as "Yang et al. 2023, arXiv:2305.19442"
+    own: str  # the text of the docstring, and the texts of the facts, in one string
+    file: str  # all texts of the file, in one string
 
 
 @functools.cache
@@ -139,7 +139,7 @@ def listed(kind: str) -> str:
 def found(kind: str, words: str) -> str:
     """Return a line for each algorithm (or task) whose texts contain all of the words. The best matches come first.
 
-    If no algorithm has all words, tasks are listed instead; if no task has them, algorithms are.
+    If no algorithm has all words, tasks are listed instead. If no task has all words, algorithms are listed instead.
 
     Raises:
         ConfigurationError: no algorithm or task has all of the words. The error suggests the nearest word.

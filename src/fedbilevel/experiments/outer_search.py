@@ -6,22 +6,22 @@ client measures the outer loss on all its outer samples, and the server takes th
 are judged only by this value: the result is the point (x, y) with the smallest value. The task's metrics, which may use
 test data, are computed at that point and have no influence.
 
-Every exchange counts as a cost. Most exchanges train y; if steps adapt, the first one of a trial only measures
-curvature. Each measurement of the outer loss needs one more exchange, which sends x and y down and a number up. The
-budget is a number of exchanges, bytes or evaluations (batch gradients and hvps), which all trials share. The run ends
-when a further trial would exceed the budget, and the last trial is shortened to what is left. The bytes or evaluations
-of one training exchange are estimated by the mean over the trials so far. Before the first trial, a few rounds are run
-to measure them; these rounds are not counted.
+Every exchange is counted as a cost. Most exchanges train y. If step sizes adapt, the first exchange of a trial only
+measures curvature. Each measurement of the outer loss needs one more exchange, which sends x and y down and a number
+up. The budget is a number of exchanges, bytes or evaluations (batch gradients and hvps), which all trials share. The
+run ends when a further trial would exceed the budget, and the last trial is shortened to what is left. The bytes or
+evaluations of one training exchange are estimated by the mean over the trials so far. Before the first trial, a few
+rounds are run to measure these costs; the rounds themselves are not counted.
 
-Under privacy, clients add noise to all replies of every trial, and also clip the outer loss and add noise to it. ε
-counts all these replies, so that k trials spend as much ε as a single run with as many exchanges. The search ends
+Under privacy, clients add noise to all replies of every trial, and also clip the outer loss and add noise to it. All
+these replies are counted in ε, so that k trials spend as much ε as a single run with as many exchanges. The search ends
 before a trial that would exceed the privacy budget.
 
 A trial diverges if its numbers, or its outer loss, are not finite, or if an assumption of the method fails. Such a
-trial is charged what it has spent, and the search continues. Optuna is told that the trial was pruned: TPE then ranks
-it below all trials that have a value, and avoids its place. (If its state were FAIL, TPE would ignore the trial, and
-the place would be drawn again.) The column `diverged` of the history counts these trials. If all trials of a search
-have diverged, the search ends with an error.
+trial is charged what it has spent, and the search continues. For Optuna, the state of the trial is "pruned": TPE then
+ranks the trial below all trials that have a value, and avoids its x. (If its state were FAIL, TPE would ignore the
+trial, and might draw the same x again.) The column `diverged` of the history counts these trials. If all trials of a
+search have diverged, the search ends with an error.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ SHARED = ("exchanges", "bytes", "evaluations")  # the kinds of budget that trial
 MOST_REPLIES = 2**20  # the largest number of replies for which ε is computed
 NOISE = 2**31  # added to the number of a measurement, so that its random key differs from those of all trials
 VALIDATION = "validation"  # the name of the outer loss as a metric per client
-FREE = 20  # the number of trials in a row that may use none of the budget: their losses are not finite at the start
+FREE = 20  # the largest number of trials in a row that use none of the budget, since they diverge at the start
 
 
 class OuterSearch(TrainingAtX):
@@ -117,7 +117,7 @@ class OuterSearch(TrainingAtX):
         """Return how many exchanges can train y in a trial that may cost `left` in total.
 
         Args:
-            left: what is left of the budget.
+            left: the part of the budget that is not yet spent.
             training: the cost of an exchange that trains y.
             measuring: the cost of a measurement of the outer loss.
         """
@@ -341,12 +341,12 @@ class SearchRun:
     def noise(self) -> dict[str, Any]:
         """Return the arguments of `solve` for privacy.
 
-        They have no budget, since the search itself keeps the account of all its runs.
+        These terms have no budget, since the search itself keeps the account of all its runs.
         """
         return {} if self.privacy is None else {"privacy": replace(self.privacy, budget=None)}
 
     def affordable(self) -> int:
-        """Return how many exchanges can train y in the next trial; 0 if no budget is left for one."""
+        """Return how many exchanges can train y in the next trial; 0 if no budget is left for a trial."""
         within = self.within_budget()
         if self.privacy is None or self.privacy.budget is None:
             return within
@@ -441,7 +441,7 @@ class SearchRun:
         given = {"rounds": 1, "key": key, "progress": False, **self.given, **self.noise}
         try:
             run = solve(Validation(), self.task.problem, self.task.clients, result.x, result.y, **given)
-        except NonFiniteError as error:  # drops the error's ledger: the caller counts this
+        except NonFiniteError as error:  # the error's ledger is not used: the caller counts this exchange
             raise NonFiniteError(f"{VALIDATION}: {error}") from error
         return float(server_parts(run.state).inside.loss)
 

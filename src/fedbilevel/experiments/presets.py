@@ -30,7 +30,7 @@ def _complete(content: Any) -> Any:
 
 
 def _by_method(table: Fields) -> dict[str, Fields]:
-    """Return method -> its fields: the fields of its groups, and its own.
+    """Return method -> its fields: the fields of its groups, and the method's own fields.
 
     Smaller groups take precedence over larger ones, and the method's own fields over those of all groups.
     """

@@ -119,7 +119,7 @@ def first_metric(task: Task) -> str:
 def of_clients(spec: Spec, task: Task, algorithm: Algorithm) -> Mapping[str, Any]:
     """Return the metrics that a run measures per client.
 
-    They are measured if the spec says so. A server that measures nothing itself asks for them in any case, unless the
+    They are measured if the spec says so. A server that measures nothing itself always asks for them, unless the
     algorithm or the clients do not support this (see `ClientMetrics`).
     """
     alone = isinstance(task.clients, RemoteClients) and not task.metrics and task.clients.capacity is None
@@ -243,7 +243,7 @@ def resume(
 
     Args:
         folder: the folder of the run.
-        rounds: the new total number of rounds, larger than the spec's; None: the spec's number.
+        rounds: the new total number of rounds, at least the number in the spec; None: the number in the spec.
         callbacks, plot, experiment, progress: see `run`.
         force: whether to continue even if samples, losses or the start have changed. A warning then names what has
             changed.
@@ -536,7 +536,7 @@ PACKAGES = ("jax", "jaxlib", "optax", "numpy", "scikit-learn")
 
 
 def environment_of(spec: Spec) -> dict[str, Any]:
-    """Return a description of the environment of a run, which is written to its folder.
+    """Return a description of a run's environment, which is written to the run's folder.
 
     The description has the versions of Python and of packages that affect the numbers, the commit of this code, the
     devices, the number of CPUs, and the hashes of the user's own files.

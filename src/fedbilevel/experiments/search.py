@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     import optuna
 
 STUDY, JOURNAL, LOCK = "fedbilevel", "study.journal", ".study.lock"
-BEAT, GRACE = 10, 60  # seconds between heartbeats of a worker; after GRACE seconds without one, its trial is retried
+BEAT, GRACE = 10, 60  # a worker has a heartbeat every BEAT seconds; after GRACE seconds without, its trial is retried
 DIGITS = 4  # the number of significant digits of a drawn number, so that a paper can quote it exactly
 PRUNERS = {"halving": "SuccessiveHalvingPruner", "hyperband": "HyperbandPruner", "median": "MedianPruner"}
 UNREADABLE = (ImportError, OSError, ValueError, LookupError, TypeError, AttributeError)  # errors of drivers, journals
@@ -125,7 +125,7 @@ def search_specs(
 ) -> Sweep:
     """Draw points and run them until `trials` trials have ended.
 
-    Trials of other processes with the same storage count too.
+    Trials of other processes with the same storage are included in this number.
 
     Args:
         spec_of, folder, seeds, select, select_on_test, say, progress, trackers: see `sweep_specs`.

@@ -51,7 +51,7 @@ class MetricTrace:
     Args:
         name: the name of the metric.
         values: the values; in a thinned trace, only those that the curve needs.
-        thinned_from: in a thinned trace, the extent of all values; None: the trace has all values.
+        thinned_from: in a thinned trace, the extent of the trace before it was thinned; None: the trace has all values.
     """
 
     name: str
@@ -60,7 +60,7 @@ class MetricTrace:
 
     @cached_property
     def extent(self) -> Extent:
-        """Return the extent of all values, including values that are left out."""
+        """Return the extent of all measured values, including the values that a thinned trace no longer has."""
         return self.thinned_from or Extent.of(self.values)
 
     @property
@@ -88,8 +88,8 @@ class MetricTrace:
     def thinned(self, most: int) -> MetricTrace:
         """Return the trace with at most `most` values: one value is kept of each of equal stretches of values.
 
-        Of each stretch, the first value that is not finite is kept or, if all are finite, the last. `heights(most)`,
-        the last value and the span are the same as before.
+        Of each stretch, the first value that is not finite is kept or, if all values are finite, the last one.
+        `heights(most)`, the last value and the span do not change.
         """
         size = -(-len(self.values) // most)
         parts = [self.values[start : start + size] for start in range(0, len(self.values), size)]
@@ -99,7 +99,7 @@ class MetricTrace:
     def heights(self, most: int) -> list[float | None]:
         """Return at most `most` heights of a curve in [0, 1], each for one of equal stretches of the values.
 
-        The height of a stretch is that of its last value, or None if any of its values is not finite.
+        The height of a stretch is the height of its last value, or None if any of its values is not finite.
         """
         chosen = self.thinned(most).values
         scaled = [math.log(one) if self.logarithmic and math.isfinite(one) else one / 2 for one in chosen]
@@ -152,11 +152,11 @@ class Snapshot:
         return self.state in ("finished", "failed")
 
     def value(self, metric: str) -> float | None:
-        """Return the last value of a metric; None if there is none."""
+        """Return the last value of a metric; None if the metric has no value."""
         return next((trace.extent.last for trace in self.traces if trace.name == metric), None)
 
     def last(self, metric: str) -> str:
-        """Return the last value of a metric as a text; a dash if there is none."""
+        """Return the last value of a metric as a text; a dash if the metric has no value."""
         return next((trace.last for trace in self.traces if trace.name == metric), "–")
 
 

@@ -33,7 +33,7 @@ A form is a type, a set of texts, a list with one form for all elements, or a li
 def to_json(snapshot: Snapshot) -> str:
     """Return a snapshot as JSON, as far as a terminal shows it.
 
-    A metric has as many values as a curve has columns.
+    A metric has at most as many values as a curve on a terminal has columns.
 
     As on the page, the seed of a run under privacy is hidden.
     """

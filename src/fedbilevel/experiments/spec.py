@@ -1,4 +1,4 @@
-"""Define the spec: the typed description of all that determines a run, which is read from and written to TOML.
+"""Define the spec: the typed description of everything that determines a run, which is read from and written to TOML.
 
 [task] and [algorithm] have a name and the fields of the named task or algorithm. [clients] has values that differ
 between clients, as `fedbilevel.Clients` takes them: local_steps, capacity, and fields of the algorithm by their paths.
@@ -81,7 +81,7 @@ class AsynchronousPlan:
     """The section [asynchronous]: whether exchanges end with the first replies, by some fields of `Asynchronous`.
 
     Args:
-        wait_for: the number of replies for which an exchange waits; None: it waits for all.
+        wait_for: the number of replies for which an exchange waits; None: it waits for all replies.
         max_staleness, delay_penalty: see `fedbilevel.Asynchronous`.
     """
 
@@ -155,8 +155,8 @@ class RunPlan:
             writing takes long; in a federation one per round.
         metrics_per_client: whether each row also has the task's metrics of single clients, such as the accuracy of the
             model on each client's own samples. The history gets their mean by the clients' weights (NAME.mean), their
-            worst and best values, and their deciles. A federation without metrics at the server measures them in any
-            case.
+            worst and best values, and their deciles. A federation whose server measures no metrics itself always
+            measures them.
         best_by, on_divergence: see `fedbilevel.solve`.
         x_bounds: [low, high], the bounds of every entry of x; or a table with such a pair for some parts of x, by name.
             None: the bounds of the task.
@@ -280,7 +280,7 @@ def resolve(tables: Fields) -> Spec:
     """Make a complete spec from some of its tables: {"task": {"name": …, …}, "algorithm": …, …}.
 
     Raises:
-        ConfigurationError: sections, names or fields do not exist, or values do not fit. The error lists all.
+        ConfigurationError: sections, names or fields do not exist, or values do not fit. The error lists all mistakes.
     """
     wrong = Wrong()
     given = sections(tables, wrong)
@@ -344,7 +344,7 @@ def _by_path(table: Fields, within: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def sections(tables: Fields, wrong: Wrong) -> dict[str, dict[str, Any]]:
-    """Return all sections of a spec, {} if not given. Errors about unknown sections are added to `wrong`."""
+    """Return all sections of a spec; a section that is not given is {}. Errors about unknown sections go to `wrong`."""
     given = {name: dict[str, Any]() for name in SECTIONS}
     for name, content in tables.items():
         try:
@@ -377,8 +377,8 @@ def _loaded_names(given: Mapping[str, Fields], wrong: Wrong) -> tuple[str, str]:
     """Load task and algorithm, and return their names.
 
     Raises:
-        ConfigurationError: one of both cannot be loaded. The error includes the errors in `wrong`, since fields can
-            then not be checked.
+        ConfigurationError: the task or the algorithm cannot be loaded. The error includes the errors in `wrong`, since
+            fields can then not be checked.
     """
     try:
         task, algorithm = _names(given)

@@ -118,7 +118,7 @@ def sweep_specs(
 
 
 def other_runs(folder: Path, points: Iterable[str], seeds: Sequence[int]) -> int:
-    """Return the number of runs in a sweep's folder that have another point or seed.
+    """Return the number of runs in a sweep's folder that do not belong to these points and seeds.
 
     `points` are the names of the folders of the sweep's own points.
     """
@@ -133,7 +133,7 @@ class InFolders:
         make: a function that makes the spec of a point.
         folder: the folder of the sweep.
         seeds: the seeds; None: each point is run once, with the spec's seed.
-        first: the spec of some point. If `seeds` is None, its seed is used.
+        first: the spec of any point. If `seeds` is None, the seed of this spec is used.
         name: a function (number of a point, its values) -> the name of the point's folder.
         keep: the number of tasks that stay in memory.
         trackers: trackers that record each run.

@@ -29,7 +29,7 @@ from fedbilevel.engines.history import Row
 from fedbilevel.wording import printable
 
 READABLE = 20  # texts are folded to no fewer characters than this
-LEAST = 8  # the same limit on a terminal that is too narrow for READABLE
+LEAST = 8  # on a terminal that is too narrow for READABLE, texts are folded to no fewer characters than this
 DIGITS = 4  # the number of significant digits of a mean in a paper
 LATIN = 0x17F  # the last letter that pdfLaTeX can print without a special font
 
@@ -51,7 +51,7 @@ class Cell:
         words: the text of the cell, which follows the numbers if there are any.
         values: the numbers, one for each seed.
         kind: the kind of the numbers: a name in AMOUNTS, or else the name of the metric.
-        best: whether the cell is printed with the same numbers as the column's best cell.
+        best: whether the printed numbers of the cell are those of the column's best cell.
     """
 
     words: str = ""
@@ -198,7 +198,8 @@ def terminal(table: Table, width: int | None = None) -> rich.table.Table:
 def _add_columns(table: rich.table.Table, columns: Sequence[Column], least: int | None) -> None:
     """Add columns to a table of rich.
 
-    Texts are folded to no fewer than `least` characters, and numbers are not folded. None: all may be folded.
+    Texts are folded to no fewer than `least` characters, and numbers are not folded. None: texts and numbers may be
+    folded to any length.
     """
     for column in columns:
         said = [str(one) for one in (column.heading, *column.cells)]

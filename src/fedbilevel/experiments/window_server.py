@@ -34,7 +34,7 @@ from fedbilevel.wording import in_a_line, printable
 LOOPBACK = "127.0.0.1"
 CONNECTIONS = 100  # the largest number of open connections; further ones are closed without an answer
 STREAMS = 50  # the largest number of pages that are kept up to date at the same time
-ALIVE = 15.0  # after this many seconds without news, a stream sends a comment, which fails if the page is closed
+ALIVE = 15.0  # after so many seconds without news, a stream sends a comment, to find out whether the page is closed
 PATIENCE = 30.0  # the longest wait for a request, or for an answer to be read, in seconds
 POLICY = (
     "default-src 'none'; style-src 'nonce-{0}'; script-src 'nonce-{0}'; connect-src 'self'; base-uri 'none'; "
@@ -116,7 +116,7 @@ class WindowServer(ThreadingHTTPServer):
             self.connections.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Report errors of this program, but not errors because a browser has closed its connection."""
+        """Report errors of this program, but not the errors that arise when a browser closes its connection."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
@@ -186,11 +186,10 @@ class WindowRequest(BaseHTTPRequestHandler):
             return False
 
     def why_misdirected(self) -> str:
-        """Say which hosts are allowed in the address of the page.
+        """Return which hosts are allowed in the address of the page.
 
-        The names of this machine are said only if no token is needed.
-
-        The token has not been checked at this point, and a foreign website must not learn the names.
+        The names of this machine are included only if no token is needed. Otherwise a foreign website could learn the
+        names, since the token has not been checked at this point.
         """
         names = "the name in the address that the command printed"
         if not self.server.token:

@@ -75,9 +75,7 @@ class Backoff:
     """
 
     def __init__(self) -> None:
-        self.until: dict[
-            int, tuple[int, int]
-        ] = {}  # client -> (the round from which it is asked again, failures in a row)
+        self.until: dict[int, tuple[int, int]] = {}  # client -> (when it is asked again, as a round; failures in a row)
 
     def resting(self, client: int, round: int) -> bool:
         """Return whether a client is not asked in this round because it failed before."""
