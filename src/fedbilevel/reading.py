@@ -40,7 +40,7 @@ def read_bytes(path: Path, longest: int = LONGEST) -> bytes:
 def require_regular(path: Path) -> None:
     """Raise OSError if a path is a pipe or a device, or does not exist.
 
-    Folders need no check, since opening a folder raises OSError in any case.
+    Folders need no check, since opening a folder always raises OSError.
     """
     mode = path.stat().st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):

@@ -85,8 +85,8 @@ def sweep(
     """Run an algorithm with all combinations of some values of its fields, and find the best combination.
 
     Args:
-        algorithm: an algorithm, of which the fields named in `grid`, also those of its parts, are replaced; or a
-            function that returns the algorithm for a point. It gets the values of the point as keyword arguments, and
+        algorithm: an algorithm, whose fields (or those of its parts) that `grid` names get the values of each point; or
+            a function that returns the algorithm for a point. It gets the values of the point as keyword arguments, and
             is called for each run.
         problem, clients, x0, y0, progress: as in `fedbilevel.solve`.
         grid: the values of each field, e.g. {"server_lr.x": [0.01, 0.1], "local_steps": [1, 5]}. Each combination is a

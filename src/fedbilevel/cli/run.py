@@ -469,8 +469,8 @@ def _approve(options: argparse.Namespace) -> int:
 def _audit(options: argparse.Namespace) -> int:
     """Verify the chain of a site's audit, and report the first broken line.
 
-    A line that was cut when its process was killed is reported, but does not break the chain. Lines that were removed
-    at the end are found with --holds and a hash that was written down earlier.
+    A line that was cut when its process was killed is reported, but does not break the chain. The chain is also whole
+    if lines were removed at its end. To find that, note the hash of a line, and give it later with --holds.
     """
     from fedbilevel.flower.versions import require_flower
 

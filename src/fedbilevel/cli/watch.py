@@ -23,7 +23,7 @@ def add_to(add: shared.Add) -> None:
     watch.add_argument(
         "place",
         metavar="FOLDER|URL",
-        help="the folder of a run, of a federation's server or of a sweep, or the address of a page of --serve",
+        help="the folder of a run, of a federation's server or of a sweep, or the address that --serve has printed",
     )
     how = watch.add_mutually_exclusive_group()
     how.add_argument("--once", action="store_true", help="print the state once, as always in a pipe")

@@ -169,7 +169,7 @@ class Clients(Shown):
         return Card(counted(len(self), "client"), samples | terms_in_words(self))
 
     def examples(self) -> tuple[PyTree, PyTree]:
-        """Return the shapes of a sample of each loss, leaves (1, ...)."""
+        """Return the shapes of a sample of each loss, as leaves of shape (1, ...)."""
         return self.outer.example(), self.inner.example()
 
     def pooled(self) -> Clients:
@@ -252,7 +252,7 @@ class RemoteClients(Shown):
         return Card(f"{counted(len(self), 'client')}, elsewhere", examples | terms_in_words(self))
 
     def examples(self) -> tuple[PyTree, PyTree]:
-        """Return the shapes of a sample of each loss, leaves (1, ...)."""
+        """Return the shapes of a sample of each loss, as leaves of shape (1, ...)."""
         return self.outer, self.inner
 
 

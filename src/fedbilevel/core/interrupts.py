@@ -97,7 +97,7 @@ def handled_by(handler: Callable[[int, Any], None] | signal.Handlers) -> Iterato
 
     Yields:
         A function that restores the previous handlers before the end of the block. The end of the block restores them
-        in any case.
+        anyway.
     """
     main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in SIGNALS if main}

@@ -28,8 +28,8 @@ class Drawings:
     """Several drawings of each character.
 
     Args:
-        images: (characters, drawings, 28, 28) uint8, with 255 for ink and 0 for paper.
-        alphabet: (characters,) int32, the index of each character's alphabet in `alphabets`.
+        images: uint8 of shape (characters, drawings, 28, 28), with 255 for ink and 0 for paper.
+        alphabet: the index of each character's alphabet in `alphabets`, as int32.
         alphabets: the names of the alphabets.
     """
 
@@ -86,7 +86,7 @@ def by_alphabet(alphabet: NDArray[np.integer], clients: int, *, seed: Seed) -> l
     The clients' numbers of alphabets differ by at most 1. The characters of a client are in random order.
 
     Args:
-        alphabet: (characters,) the number of each character's alphabet.
+        alphabet: the number of each character's alphabet.
         clients: the number of clients.
         seed: the seed, or a NumPy Generator.
 
@@ -129,7 +129,7 @@ def strokes(
 
 
 def _alphabet(rng: np.random.Generator, characters: int, drawings: int) -> NDArray[np.uint8]:
-    """Generate the drawings of an alphabet, (characters, drawings, SIDE, SIDE).
+    """Generate the drawings of an alphabet, as an array of shape (characters, drawings, SIDE, SIDE).
 
     All draws are uniform, and IEEE 754 defines the rounding of all operations, so that every machine gets the same
     pixels.
@@ -142,7 +142,7 @@ def _alphabet(rng: np.random.Generator, characters: int, drawings: int) -> NDArr
     images = []
     for _ in range(characters):
         count = fewest + int(rng.integers(0, 2))
-        ends = points[[rng.permutation(6)[:2] for _ in range(count)]]  # (count, 2, 2)
+        ends = points[[rng.permutation(6)[:2] for _ in range(count)]]  # of shape (count, 2, 2)
         ends = ends + rng.uniform(-0.1, 0.1, ends.shape)
         middle = (ends[:, 0] + ends[:, 1]) / 2 + bend * rng.uniform(-1, 1, (count, 2))
         curves = np.stack([ends[:, 0], middle, ends[:, 1]], axis=1)
@@ -151,10 +151,10 @@ def _alphabet(rng: np.random.Generator, characters: int, drawings: int) -> NDArr
 
 
 def _drawn(rng: np.random.Generator, curves: PIXELS, slant: float, pen: float, drawings: int) -> NDArray[np.uint8]:
-    """Draw a character `drawings` times, (drawings, SIDE, SIDE).
+    """Draw a character `drawings` times. The result has the shape (drawings, SIDE, SIDE).
 
     Args:
-        curves: (count, 3, 2), the three control points of each stroke.
+        curves: the three control points of each stroke, as an array of shape (count, 3, 2).
         slant: the shear of all drawings.
         pen: half the width of a line.
     """
@@ -168,10 +168,10 @@ def _drawn(rng: np.random.Generator, curves: PIXELS, slant: float, pen: float, d
         for row in (0, 1)
     )  # x and y have the shape (drawings, count, 3)
     time = np.arange(17) / 16
-    bernstein = np.stack([(1 - time) * (1 - time), 2 * time * (1 - time), time * time])  # (3, 17)
+    bernstein = np.stack([(1 - time) * (1 - time), 2 * time * (1 - time), time * time])  # of shape (3, 17)
     along = [sum(bernstein[k] * part[..., k, None] for k in range(3)).reshape(drawings, -1) for part in (x, y)]
     centre = (2 * np.arange(SIDE) + 1) / SIDE - 1
-    squares = [(centre - part[..., None]) ** 2 for part in along]  # (drawings, points, SIDE)
+    squares = [(centre - part[..., None]) ** 2 for part in along]  # of shape (drawings, points, SIDE)
     nearest = np.full((drawings, SIDE, SIDE), np.inf)
     for column, row in zip(squares[0].swapaxes(0, 1), squares[1].swapaxes(0, 1), strict=True):
         np.minimum(nearest, row[:, :, None] + column[:, None, :], out=nearest)
@@ -231,7 +231,7 @@ def _names(archive: zipfile.ZipFile, where: str, alphabets: int, characters: int
 
 
 def _small_images(archive: zipfile.ZipFile, names: list[str], checksum: str, where: str) -> NDArray[np.uint8]:
-    """Return the small images, (characters, DRAWINGS, SIDE, SIDE).
+    """Return the small images, as an array of shape (characters, DRAWINGS, SIDE, SIDE).
 
     Read them from the cache, or decode and cache them.
     """

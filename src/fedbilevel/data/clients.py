@@ -29,13 +29,13 @@ Indices = NDArray[np.int64]
 Seed = int | np.random.Generator
 """A whole number, or a generator of NumPy, whose state changes."""
 
-ATTEMPTS = 1000  # after this many draws of a random partition, its `minimum` counts as impossible
+ATTEMPTS = 1000  # after this many draws of a random partition, an error says that its `minimum` was not reached
 
 
 def iid(labels: ArrayLike, clients: int, *, seed: Seed) -> list[Indices]:
     """Deal samples out to clients at random, so that the clients' numbers of samples differ by at most 1.
 
-    Returns the indices of each client's samples. `labels` are (n,) integers.
+    Returns the indices of each client's samples. `labels` has an integer for each sample.
     """
     y, rng = _checked(labels, clients), generator(seed, 1)
     return np.array_split(rng.permutation(len(y)), clients)
@@ -45,7 +45,8 @@ def shards(labels: ArrayLike, clients: int, *, per_client: int = 2, seed: Seed) 
     """Sort samples by label, cut them into shards, and give each client `per_client` shards at random.
 
     There are clients · per_client shards. Their sizes differ by at most 1, so that no sample is left out; in the paper,
-    200 shards have 300 samples each. Returns the indices of each client's samples. `labels` are (n,) integers.
+    200 shards have 300 samples each. Returns the indices of each client's samples. `labels` has an integer for each
+    sample.
 
     Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017,
     section 3 ("pathological non-IID").
@@ -69,7 +70,7 @@ def dirichlet(labels: ArrayLike, clients: int, *, alpha: float, minimum: int = 1
     samples are not balanced. Returns the indices of each client's samples.
 
     Args:
-        labels: (n,) integers.
+        labels: the class of each sample, an integer.
         clients: the number of clients, K.
         alpha: the concentration of the distribution, above 0.
         minimum: the least number of samples of a client. If a client gets fewer, the whole draw is repeated, up to
@@ -97,7 +98,7 @@ def quantity(labels: ArrayLike, clients: int, *, alpha: float, minimum: int = 1,
     Returns the indices of each client's samples.
 
     Args:
-        labels: (n,) integers.
+        labels: the class of each sample, an integer.
         clients: the number of clients.
         alpha: the concentration of the distribution, above 0.
         minimum: the least number of samples of a client. If a client gets fewer, the draw is repeated, up to 1,000
@@ -117,8 +118,8 @@ def one_label(labels: ArrayLike, clients: int, *, seed: Seed) -> list[Indices]:
     Of C labels in ascending order, client k gets the label with the index k mod C.
 
     The samples of a label are dealt out at random to the clients with this label, in numbers that differ by at most 1.
-    Returns the indices of each client's samples. `labels` are (n,) integers. Source: the case of one class per client
-    in McMahan et al., AISTATS 2017.
+    Returns the indices of each client's samples. `labels` has an integer for each sample. Source: the case of one class
+    per client in McMahan et al., AISTATS 2017.
 
     Raises:
         DataError: there are fewer clients than labels, or a label has fewer samples than clients.
@@ -159,7 +160,7 @@ def partition(name: str, labels: ArrayLike, clients: int, *, seed: Seed, **optio
 
     Args:
         name: a key of `PARTITIONS`: "dirichlet", "iid", "one_label", "quantity" or "shards".
-        labels: (n,) integers.
+        labels: the class of each sample, an integer.
         clients: the number of clients.
         seed: the seed, or a NumPy Generator.
         options: other arguments of the partition, such as alpha.
@@ -213,7 +214,7 @@ def split(
 
 
 def dealt(labels: NDArray[Any], folds: int, rng: np.random.Generator) -> NDArray[np.int32]:
-    """Draw the fold of each sample, (n,) int32, so that each class is spread evenly over the folds.
+    """Draw the fold of each sample, as an int32 array, so that each class is spread evenly over the folds.
 
     Samples are ordered by class, at random within a class, and dealt out to the folds in turn.
     """
@@ -231,14 +232,14 @@ def generator_of_site(seed: int, site: str, *purpose: int) -> np.random.Generato
 
 
 def strata_of(owners: NDArray[Any], strata: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
-    """Return the stratum of each owner of samples, and the index of each sample's owner, (n,).
+    """Return the stratum of each owner of samples, and, for each sample, the index of its owner.
 
     The stratum of an owner is the largest stratum of its samples. Values that are drawn for owners, such as folds, can
     be passed on to their samples: `drawn[owner]`.
 
     Args:
-        owners: (n,) labels, such as the patient of each row.
-        strata: (n,) integers from 0 on, such as classes.
+        owners: the owner of each sample, such as the patient of each row.
+        strata: the stratum of each sample, such as its class: integers from 0 on.
     """
     names, owner = np.unique(owners, return_inverse=True)
     found = np.zeros(len(names), np.int64)
@@ -249,8 +250,8 @@ def strata_of(owners: NDArray[Any], strata: NDArray[Any]) -> tuple[NDArray[np.in
 def in_order_of_time(samples: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """Sort a client's samples by time, the latest first, as losses of survival times need them.
 
-    The result also has "last", (n,) int32: for each sample, the index of the last sample of the same time. All samples
-    up to this index are at risk at the time of the sample.
+    The result also has "last", an int32 array: for each sample, the index of the last sample of the same time. All
+    samples up to this index are at risk at the time of the sample.
     """
     order = np.argsort(-samples["time"], kind="stable")
     ordered = {name: values[order] for name, values in samples.items()}
@@ -326,8 +327,8 @@ class Packed(NamedTuple):
 
     Args:
         arrays: arrays by name, each with the samples of all clients along the first axis.
-        start: (clients,) int64, the first row of each client.
-        size: (clients,) int64, the number of samples of each client.
+        start: the first row of each client, as int64.
+        size: the number of samples of each client, as int64.
     """
 
     arrays: Arrays
@@ -341,7 +342,7 @@ class Packed(NamedTuple):
 
 
 def pack(images: NDArray[Any], labels: NDArray[Any], parts: Sequence[NDArray[np.integer]]) -> Packed:
-    """Pack images (n, ...) and labels (n,) into flat arrays called "image" and "label"; see `pack_arrays`."""
+    """Pack n images and their n labels into flat arrays called "image" and "label"; see `pack_arrays`."""
     return pack_arrays({"image": images, "label": labels}, parts)
 
 
@@ -400,7 +401,7 @@ def write_clients(folder: str | Path, size: ArrayLike, clients: Iterable[Mapping
 
     Args:
         folder: a path that does not exist yet.
-        size: (clients,) the number of samples of each client, at least 1.
+        size: the number of samples of each client, at least 1.
         clients: the arrays of each client by name, in the same order, with size[i] rows for client i. Names, types and
             other axes are the same for all clients.
 

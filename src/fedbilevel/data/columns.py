@@ -1,9 +1,9 @@
 """Add up the summaries of columns that sites send, so that all sites can encode rows as numbers in the same way.
 
-A table has columns by name. A column of numbers is (n,) floats with NaN in gaps, and a column of words is (n,) objects
-with None in gaps. A site sends a summary of each column. For numbers it is {"count", "mean", "squares"}; "squares" is
-the sum of squared differences from the mean. For words it is {"categories", "rarer"}: the numbers of rows by category,
-and whether there are other categories.
+A table has columns by name. A column of numbers is an array of floats, with NaN in gaps. A column of words is an array
+of objects, with None in gaps. A site sends a summary of each column. For numbers it is {"count", "mean", "squares"};
+"squares" is the sum of squared differences from the mean. For words it is {"categories", "rarer"}: the numbers of rows
+by category, and whether there are other categories.
 """
 
 from collections import Counter
@@ -81,7 +81,7 @@ def without_rare(summaries: Summaries, least: int) -> Summaries:
 
 
 def hidden_entries(summaries: Summaries, table: Mapping[str, ColumnValues]) -> dict[str, NDArray[np.bool_]]:
-    """Return which entries of each column a site's summaries leave out, (n,) booleans by name.
+    """Return, for each column by its name, which of its entries a site's summaries leave out, as booleans.
 
     Left out are words that are not among the categories, and all numbers of a column whose summary has no mean. The
     site treats such entries as gaps. If it used them, its first gradient would reveal them.

@@ -32,9 +32,9 @@ class Dataset:
 
     Args:
         name: the name of the data set.
-        train_images, test_images: (n, height, width) or (n, height, width, channel), uint8 from 0 to 255 or floats in
-            [0, 1]. For a table, (n, features).
-        train_labels, test_labels: (n,) int32 from 0 to classes − 1.
+        train_images, test_images: arrays of shape (n, height, width) or (n, height, width, channel), uint8 from 0 to
+            255 or floats in [0, 1]. For a table, the shape is (n, features).
+        train_labels, test_labels: the class of each image, int32 from 0 to classes − 1.
         classes: the number of classes.
         mean, std: the mean and the standard deviation of the training pixels, scaled to [0, 1]: a number per channel,
             or one number if images have no axis of channels. For a table, a number per feature.
@@ -62,7 +62,8 @@ def standardise(images: Images, mean: float | Sequence[float], std: float | Sequ
     """Return (pixel − mean)/std as float32 of the same shape. The pixels of uint8 images are divided by 255 first.
 
     Args:
-        images: (n, height, width) or (n, height, width, channel), uint8 from 0 to 255 or floats in [0, 1].
+        images: an array of shape (n, height, width) or (n, height, width, channel), uint8 from 0 to 255 or floats in
+            [0, 1].
         mean, std: the mean and the standard deviation of pixels scaled to [0, 1]: a number, or a number for each entry
             of the last axis.
 
@@ -115,7 +116,7 @@ def load(name: str, *, progress: files.Progress | None = None) -> Dataset:
 
 
 def digits(name: str = "digits", progress: files.Progress | None = None) -> Dataset:
-    """Load scikit-learn's 1,797 handwritten digits, (n, 8, 8) float32 in [0, 1].
+    """Load scikit-learn's 1,797 handwritten digits: images of 8×8 float32 numbers in [0, 1].
 
     The set has no published split into training and test images. Here, every fifth image of each class in
     scikit-learn's order is a test image, so the split is always the same. The same 13 people wrote the training and the
@@ -132,7 +133,7 @@ def digits(name: str = "digits", progress: files.Progress | None = None) -> Data
 
 
 def _digits_table() -> tuple[np.ndarray, np.ndarray]:
-    """Read pixels (1797, 64) and labels (1797,) from scikit-learn's file.
+    """Read 1,797 rows of 64 pixels, and 1,797 labels, from scikit-learn's file.
 
     scikit-learn itself is not imported, since this would take seconds.
     """
@@ -150,7 +151,7 @@ def _digits_table() -> tuple[np.ndarray, np.ndarray]:
 
 
 def idx(name: str, progress: files.Progress | None) -> Dataset:
-    """Load MNIST or Fashion-MNIST, (n, 28, 28) uint8: 60,000 images for training and 10,000 for testing.
+    """Load MNIST or Fashion-MNIST: 60,000 images for training and 10,000 for testing, of 28×28 uint8 numbers.
 
     Sources: LeCun, Cortes, Burges 1998; Xiao, Rasul, Vollgraf, arXiv:1708.07747.
     """
@@ -164,7 +165,7 @@ def idx(name: str, progress: files.Progress | None) -> Dataset:
 
 
 def cifar(name: str, progress: files.Progress | None) -> Dataset:
-    """Load CIFAR-10, (n, 32, 32, 3) uint8: 50,000 images for training and 10,000 for testing.
+    """Load CIFAR-10: 50,000 images for training and 10,000 for testing, of 32×32×3 uint8 numbers.
 
     The file is the official `cifar-10-binary.tar.gz`, or a local `cifar-10-binary.tar.xz` with the same files inside.
     The local file has no published checksum, so sizes and class counts are checked instead. Source: Krizhevsky 2009.
@@ -218,7 +219,7 @@ def parse_cifar(
 ) -> tuple[tuple[NDArray[np.uint8], NDArray[np.int32]], tuple[NDArray[np.uint8], NDArray[np.int32]]]:
     """Parse a CIFAR-10 binary archive to (images, labels) of 50,000 training and of 10,000 test records.
 
-    Images are (n, 32, 32, 3) uint8, and labels (n,) int32. Nothing is unpacked to disk.
+    Images are uint8 of shape (n, 32, 32, 3), and labels int32 of shape (n,). Nothing is unpacked to disk.
 
     Args:
         content: the bytes of a tar archive, compressed by gzip or xz.
@@ -301,9 +302,10 @@ LIBSVM = {
 def load_table(name: str) -> Dataset:
     """Load the table called `name`: "covtype" (7 classes), "a9a" or "ijcnn1" (2 classes each).
 
-    The fields for images contain the rows: `train_images` is (n, features) float32, with the published values. `mean`
-    and `std` have an entry for each feature, computed from the training rows, and `standardised()` uses them. The std
-    of a constant feature is 1. Nothing is downloaded: files are looked for in `$FEDBILEVEL_DATA` and in the cache.
+    The fields for images contain the rows: `train_images` is a float32 array of shape (n, features), with the published
+    values. `mean` and `std` have an entry for each feature, computed from the training rows, and `standardised()` uses
+    them. The std of a constant feature is 1. Nothing is downloaded: files are looked for in `$FEDBILEVEL_DATA` and in
+    the cache.
 
     Raises:
         DataError: the name is unknown, a file is missing, or its content is not the published one.
@@ -412,8 +414,8 @@ FLAMBY = 43  # the random_state of the split that FLamby publishes
 class Patients(NamedTuple):
     """The patients of a hospital who have no missing values in the used columns, in the order of the file."""
 
-    rows: NDArray[np.float32]  # (n, 13): the columns KEPT as published, then cp_2, cp_3, cp_4, restecg_1, restecg_2
-    labels: NDArray[np.int32]  # (n,): 1 for a patient with heart disease, else 0
+    rows: NDArray[np.float32]  # 13 columns: those in KEPT as published, then cp_2, cp_3, cp_4, restecg_1, restecg_2
+    labels: NDArray[np.int32]  # 1 for a patient with heart disease, else 0
 
 
 class Counts(NamedTuple):
@@ -465,7 +467,7 @@ def stratified(labels: NDArray[np.int32], share: float, seed: int) -> tuple[NDAr
     Switzerland only 1 is healthy.
 
     Args:
-        labels: (n,) the class of each row, 0 or 1.
+        labels: the class of each row, 0 or 1.
     """
     try:
         from sklearn.model_selection import train_test_split

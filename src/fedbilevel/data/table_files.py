@@ -29,7 +29,7 @@ csv.field_size_limit(max(LONGEST_ENTRY, csv.field_size_limit()))  # a lower limi
 ENCODING = "utf-8-sig"
 QUOTES = "a quote in this row may not be closed, and an entry with a quote at its start must end with one"
 Texts = NDArray[Any]
-"""A column as (n,) objects: texts, and None in gaps."""
+"""A column as an array of objects: texts, and None in gaps."""
 
 
 def read_texts(file: Path, gaps: Collection[str] = ()) -> dict[str, Texts]:

@@ -70,7 +70,7 @@ class HypergradientReport:
 
     Args:
         rows: for each estimate, its distance from the exact hypergradient, and its cost.
-        hypergradient: the exact hypergradient, like x, in float64.
+        hypergradient: the exact hypergradient, with the structure of x, in float64.
         y: the y at which it was computed.
         inner_gradient: ‖∇y G‖ at this y, 0 at y*(x).
         smallest_curvature: the smallest eigenvalue of the inner Hessian at this y, by Lanczos' method; it is negative
@@ -122,8 +122,9 @@ def check_hypergradient(
 
     Args:
         problem, clients, x, y: as for `solve`.
-        estimators: by name, functions (x, y) -> a tree like x, which are called at (x, y*(x)) with float64 arrays; or
-            algorithms with a method `hypergradient_at(fed, x, y, key)`, which are run for `draws` rounds.
+        estimators: by name, functions (x, y) -> a tree with the shapes of x, which are called at (x, y*(x)) with
+            float64 arrays; or algorithms with a method `hypergradient_at(fed, x, y, key)`, which are run for `draws`
+            rounds.
         solve_inner: whether to solve for y*(x) first. Otherwise estimates are compared with the implicit gradient at
             (x, y), which is not ∇Φ(x), and finite differences are left out.
         steps: the number of steps of the unrolled gradient descent, which starts from the given y.
@@ -186,8 +187,8 @@ class ReportRows:
     def add(self, name: str, h: PyTree, cost: str, note: str) -> None:
         """Add a row for an estimate that this library has computed.
 
-        An estimate that is not finite counts as diverged, since its method may diverge if the inner Hessian is not
-        positive definite.
+        The row of an estimate that is not finite says "diverged", since its method may diverge if the inner Hessian is
+        not positive definite.
         """
         if nonfinite_leaves(h):
             self.rows.append(ReportRow(name, float("nan"), float("inf"), None, cost, f"diverged; {note}"))
@@ -307,7 +308,7 @@ class SamplingPlan:
 
 @dataclass(frozen=True)
 class Estimates:
-    """Hold hypergradients at (x, y), like x, and the quantities that the notes on them need."""
+    """Hold estimates of the hypergradient at (x, y), and the quantities that the notes on them need."""
 
     inner: Inner  # the y at which estimates are compared, with the diagnostics of its computation
     spectrum: Extremes  # the eigenvalues of ∇²yy G at (x, y)
@@ -377,8 +378,8 @@ def local_hypergradient(
         implicit_term: the rule for v_i.
 
     Returns:
-        The mean, like x, and the number of clients whose linear system failed, since the client's Hessian is not
-        positive definite or the system could not be solved accurately.
+        The mean, with the structure of x, and the number of clients whose linear system failed, since the client's
+        Hessian is not positive definite or the system could not be solved accurately.
     """
 
     def own(one: Population) -> tuple[PyTree, Array]:

@@ -154,7 +154,7 @@ def tops(each: WeightedLoss, x: PyTree, y: PyTree, seed: int) -> list[float]:
 
 @jax.jit
 def _gradients(each: Population, x: PyTree, y: PyTree) -> tuple[PyTree, PyTree]:
-    """Compute ∇y g_i and ∇x f_i of every client, leaves (clients, ...)."""
+    """Compute ∇y g_i and ∇x f_i of every client, as leaves of shape (clients, ...)."""
     return lax.map(lambda one: (one.inner.gradients(x, y)[1], one.outer.gradients(x, y)[0]), each)
 
 

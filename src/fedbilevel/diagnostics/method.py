@@ -49,7 +49,7 @@ FEATURES = {
 """Features that depend on the problem. For them, the method's declaration is reported, and nothing is run."""
 
 ROUNDS_TO_REST = 2000
-SOLVED = 1e-6  # the relative error of x at which a quadratic problem counts as solved
+SOLVED = 1e-6  # a quadratic problem is considered solved if the relative error of x is at most this
 
 
 @dataclass(frozen=True)

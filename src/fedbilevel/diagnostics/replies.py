@@ -51,11 +51,11 @@ class ReplyNorms(Shown):
     """Hold the result of `reply_norms`, which prints as a table.
 
     Args:
-        norms: (phase, part) -> the L2 norms of that part in all replies. Parts are the fields of an update; "all" is
-            everything that a clip bounds, which excludes public and withheld fields.
-        numbers: (phase, part) -> how many numbers the part has.
+        norms: for each (phase, part), the L2 norms of that part in all replies. Parts are the fields of an update;
+            "all" is everything that a clip bounds, which excludes public and withheld fields.
+        numbers: for each (phase, part), how many numbers the part has.
         privacy: the terms of privacy, if any.
-        moved: variable -> how far it moves under these terms, with the noise of one key.
+        moved: for each variable, how far it moves under these terms, with the noise of one key.
     """
 
     norms: Mapping[tuple[str, str], np.ndarray]

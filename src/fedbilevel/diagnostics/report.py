@@ -10,7 +10,7 @@ from fedbilevel.core.errors import CheckError, FedbilevelError
 from fedbilevel.core.facts import No
 from fedbilevel.wording import in_a_line
 
-LONGEST = 400  # characters of an error in the table
+LONGEST = 400  # the largest number of characters of an error in the table
 
 NamedCheck = tuple[str, Callable[[], str] | No]
 """The name of a check; and either its function, which returns a detail or raises an error, or why nothing is checked.

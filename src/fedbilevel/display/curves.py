@@ -71,12 +71,11 @@ class Curve:
 
     Args:
         label: the name of the curve in a legend.
-        costs: the total costs up to each row, (rows,) each, by their names in COSTS; costs that were not counted are
-            left out.
-        value: the metric in these rows, (rows,).
-        spread: the standard deviation of the metric over the seeds, (rows,); None for a single seed.
+        costs: the total costs up to each row, by their names in COSTS; costs that were not counted are left out.
+        value: the metric in each row.
+        spread: the standard deviation of the metric over the seeds, for each row; None for a single seed.
         level: whether a horizontal line at the last value is drawn in place of the curve.
-        clients: for a per-client metric, "p10", "p90" and "worst" over clients, (rows,) each.
+        clients: for a per-client metric, "p10", "p90" and "worst" over clients, with a number for each row.
     """
 
     label: str

@@ -33,7 +33,7 @@ from fedbilevel.oracles.differences import value_and_derivative
 from fedbilevel.oracles.population import chosen
 
 PAIRS = 16  # the number of pairs of samples, each from one client; in the first half, both samples are the same
-LOOKS = 50  # after so many looks, at other points, clients and samples, a derivative is taken as 0, a loss as a mean
+LOOKS = 50  # after this many looks at other points, clients and samples, a derivative is assumed 0, and a loss a mean
 ENOUGH = 4  # the number of pairs of each kind, among those that could show that a loss is no mean, that suffices
 FEWEST = 2  # the least number of pairs whose loss must differ from the mean; a single pair may differ by rounding
 LONGEST = 64  # the largest number of a client's samples for a loss that takes all of them

@@ -146,7 +146,7 @@ class Agreement:
 
     @property
     def scales(self) -> tuple[Any, Any]:
-        """Return the means and the standard deviations of the prepared columns over all rows, (features,) each.
+        """Return the means, and the standard deviations, of the prepared columns over all rows.
 
         A standard deviation of 0 is replaced by 1.
         """

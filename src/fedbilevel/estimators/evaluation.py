@@ -47,9 +47,9 @@ WIDEST = 100.0  # the largest half width of an interval of a logarithm, so that 
 
 
 def held_out(share: float, stratum: Numbers, patients: Numbers | None, rng: np.random.Generator) -> Numbers:
-    """Draw which of a site's n rows are held out, (n,) bool: the given share of each stratum.
+    """Draw which rows of a site are held out, the given share of each stratum, and return a bool for each row.
 
-    All rows of a patient are held out together, and count as rows of the largest of their strata.
+    All rows of a patient are held out together, and are treated as rows of the largest of their strata.
     """
     strata, of = strata_of(np.arange(len(stratum)) if patients is None else patients, stratum)
     mixed = rng.permutation(len(strata))

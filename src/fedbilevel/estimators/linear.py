@@ -55,7 +55,7 @@ WIDE = 300
 
 With n features and K folds, a reply of a site in the exact search has (K + 1) n² numbers.
 """
-LARGEST = 999.0  # x
+LARGEST = 999.0  # the upper bound of x
 
 
 @explain_misspelt
@@ -78,12 +78,12 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
     `sites_`. `history_` is the history of the search, or None if penalties are given. `ledgers_` has the costs of each
     run of exchanges: there is one run, or two if penalties of more than 300 features are searched.
 
-    `standard_errors_`, (features,), are the standard errors of `coef_`, and `covariance_` is the covariance of `coef_`
-    and, in the last row and column, of the intercept. Both are None with more than 300 features. If H is the Hessian of
-    the mean training loss of n rows, and Λ = diag λ, the covariance is (H + 2Λ)⁻¹ H (H + 2Λ)⁻¹/n. For `Ridge` it is
-    multiplied by twice the residual variance, with n − tr H(H + 2Λ)⁻¹ degrees of freedom. The errors describe how the
-    coefficients vary about the values to which penalised coefficients tend, not about the true ones, and ignore that
-    the penalties were chosen from the data (Gray, JASA 1992). Without a penalty they are the usual standard errors.
+    `standard_errors_` are the standard errors of `coef_`, and `covariance_` is the covariance of `coef_` and, in the
+    last row and column, of the intercept. Both are None with more than 300 features. If H is the Hessian of the mean
+    training loss of n rows, and Λ = diag λ, the covariance is (H + 2Λ)⁻¹ H (H + 2Λ)⁻¹/n. For `Ridge` it is multiplied
+    by twice the residual variance, with n − tr H(H + 2Λ)⁻¹ degrees of freedom. The errors describe how the coefficients
+    vary about the values to which penalised coefficients tend, not about the true ones, and ignore that the penalties
+    were chosen from the data (Gray, JASA 1992). Without a penalty they are the usual standard errors.
     """
 
     has_intercept, curvature = True, 1.0  # κ
@@ -93,7 +93,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
     _mean, _unit = 0.0, 1.0  # the target's mean and standard deviation, if the model standardises the target
     _target: Any  # (y) -> (arrays for `_losses`, each row's stratum for the folds, 0 or 1)
     _encoded: Any  # (y of some rows) -> arrays for `_losses`, after `fit` has seen all rows
-    _losses: Any  # (z, rows, valid) -> ℓ of a site's rows, (n,), at z = a_jᵀw + b; any number where not `valid`
+    _losses: Any  # (z, rows, valid) -> ℓ of each row of a site at z = a_jᵀw + b; any number where not `valid`
 
     def __init__(
         self,
@@ -115,13 +115,13 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         """Find the penalties and the coefficients. Return the estimator.
 
         Args:
-            X: the features, (n, features), numbers in a data frame or an array; `Preparer` turns categories and gaps
-                into numbers.
-            y: the target, (n,). For Cox's model (n, 2): the time of each row, and 1 if the event came at this time, or
-                0 if it had not come by then.
-            groups: the site of each row, (n,); None: all rows count as rows of one site, with a warning.
-            patients: the patient of each row, (n,). All rows of a patient at a site are put into one fold. None: each
-                row is a different patient.
+            X: the features of each row, numbers in a data frame or an array; `Preparer` turns categories and gaps into
+                numbers.
+            y: the target of each row. For Cox's model, two columns: the time of each row, and 1 if the event came at
+                this time, or 0 if it had not come by then.
+            groups: the site of each row. None: all rows are treated as rows of one site, with a warning.
+            patients: the patient of each row. All rows of a patient at a site are put into one fold. None: each row is
+                a different patient.
 
         Raises:
             ValueError: an argument is wrong. It is usually a ConfigurationError, which names the column or the site.
@@ -152,7 +152,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         return self
 
     def predict(self, X: Any) -> Numbers:
-        """Return the prediction a_jᵀw + b for each row, (n,).
+        """Return the prediction a_jᵀw + b for each row.
 
         For Cox's model, this is the log hazard above the site's baseline.
         """
@@ -256,7 +256,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         """
         algorithm, problem, x0, y0 = self._posed(len(scale))
         x0 = x0 if given is None else given / scale
-        with warnings.catch_warnings():  # the models may predict held-out rows worse than no model does
+        with warnings.catch_warnings():  # the loss of held-out rows may end above its value at coefficients of 0
             warnings.simplefilter("ignore", NumericalWarning)
             result = self._solved((algorithm, problem, x0, y0), clients, engine, checkpoint, eval_every=1)
         if algorithm.search:
@@ -389,7 +389,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         return [f"column {name!r}" for name in getattr(self, "feature_names_in_", range(self.n_features_in_))]
 
     def _numbers(self, X: Any, reset: bool = False) -> Numbers:
-        """Return the features as an array, (n, features), after a check of each column."""
+        """Return the features as an array of shape (n, features), after a check of each column."""
         for name, dtype in zip(getattr(X, "columns", ()), getattr(X, "dtypes", ()), strict=True):
             allowed = "numbers; Preparer turns categories into numbers, and the site of each row is passed as groups"
             require(getattr(dtype, "kind", "f") in "biuf", f"column {name!r} of X", str(dtype), allowed)
@@ -459,14 +459,14 @@ class LogisticRegression(ClassifierMixin, Penalised):  # type: ignore[misc]
         return jax.nn.softplus(z) - rows["label"] * z
 
     def decision_function(self, X: Any) -> Numbers:
-        """Return the predicted log odds of the second class, (n,)."""
+        """Return the predicted log odds of the second class for each row."""
         return super().predict(X)
 
     def predict_proba(self, X: Any) -> Numbers:
-        """Return the predicted probabilities of both classes, (n, 2)."""
+        """Return the predicted probabilities of both classes for each row, as an array of shape (n, 2)."""
         return expit(np.multiply.outer(self.decision_function(X), [-1, 1]))
 
     def predict(self, X: Any) -> Numbers:
-        """Return the more probable class of each row, (n,)."""
+        """Return the more probable class for each row."""
         positive = self.decision_function(X) > 0
         return self.classes_[positive.astype(int)]

@@ -23,7 +23,7 @@ NORMAL = 1.959963984540054  # the 97.5 % quantile of the normal distribution
 
 
 def standard_error(influence: Numbers, patients: Numbers | None) -> float:
-    """Return the standard error of a measure from the influence of each row on it, (n,)."""
+    """Return the standard error of a measure. `influence` has the influence of each row on the measure."""
     each = influence if patients is None else np.bincount(patients, influence)[np.unique(patients)]
     return float(np.sqrt(np.sum(each**2) * len(each) / max(len(each) - 1, 1)))
 
@@ -44,8 +44,8 @@ def interval(value: float, error: float, share: bool = False) -> tuple[float, fl
 def auroc(score: Numbers, label: Numbers) -> tuple[float, Numbers]:
     """Return the AUROC, and each row's influence on it.
 
-    AUROC is the share of pairs of a positive and a negative row in which the positive row has the higher score; equal
-    scores count half.
+    AUROC is the share of pairs of a positive and a negative row in which the positive row has the higher score. A pair
+    with equal scores counts as one half.
     """
     positive, negative = np.sort(score[label == 1]), np.sort(score[label == 0])
     below = (np.searchsorted(negative, score, "left") + np.searchsorted(negative, score, "right")) / 2 / len(negative)
@@ -81,7 +81,7 @@ def concordance(time: Numbers, event: Numbers, risk: Numbers) -> tuple[int, floa
     """Return the number of comparable pairs, Harrell's concordance, and each row's influence on it.
 
     A pair is comparable if one row has an event before the other row's time. Concordance is the share of these pairs in
-    which the row with this event has the higher risk; equal risks count half.
+    which the row with this event has the higher risk. A pair with equal risks counts as one half.
     """
     pairs, concordant = np.zeros(len(time)), np.zeros(len(time))
     for first in np.array_split(np.flatnonzero(event), max(1, int(np.sum(event)) // 256)):
@@ -127,10 +127,10 @@ def grouped(probability: Numbers, label: Numbers, least: int) -> list[list[float
 
 
 def calibration_sums(score: Numbers, label: Numbers, at: Numbers) -> Numbers:
-    """Return derivatives of a calibration model's log likelihood at points (a, b), summed over rows, (points, 5).
+    """Return derivatives of a calibration model's log likelihood at points (a, b), summed over rows.
 
-    In the model, label = 1 has the log odds a + b·score. The five numbers for a point are the gradient in a and b, and
-    the entries (a, a), (a, b) and (b, b) of the information matrix.
+    In the model, label = 1 has the log odds a + b·score. The result has a row of five numbers for each point: the
+    gradient in a and b, and the entries (a, a), (a, b) and (b, b) of the information matrix.
     """
     chance = expit(at[:, :1] + at[:, 1:] * score)
     left, weight = label - chance, chance * (1 - chance)
@@ -146,7 +146,8 @@ def calibration(sums: Callable[[Numbers], Numbers]) -> list[float] | None:
     None.
 
     Args:
-        sums: a function that returns `calibration_sums` of all rows at two points, (2, 2).
+        sums: a function that returns `calibration_sums` of all rows at two points, which it gets as an array of shape
+            (2, 2).
     """
     at = np.array([[0.0, 1.0], [0.0, 0.0]])
     for _ in range(15):

@@ -29,7 +29,7 @@ from fedbilevel.authoring import Algorithm, Client, Fed, Reply, phase, positive,
 from fedbilevel.estimators.newton_end import SHORTEST, ended
 
 Tree = dict[str, Array]
-"""The coefficients of M models: "coef", (M, features), and "intercept", (M,), if the models have one."""
+"""The coefficients of M models: "coef" has the shape (M, features), and "intercept", which may be left out, (M,)."""
 
 SOLVED = 1e-7  # the largest ‖∇G‖ at which penalties are judged, in units of the first ‖∇G‖
 LONGEST = 4.0  # the longest step in log x
@@ -42,19 +42,19 @@ class Derivatives(NamedTuple):
     """
 
     value: Array  # f, the validation loss
-    slope: Array  # (M, D), the gradient of f
-    gradient: Array  # (M, D), the gradient of the training loss
-    hessian: Array  # (M, D, D), the Hessian of the training loss
+    slope: Array  # the gradient of f, as an array of shape (M, D)
+    gradient: Array  # the gradient of the training loss, as an array of shape (M, D)
+    hessian: Array  # the Hessian of the training loss, as an array of shape (M, D, D)
 
 
 class Judged(NamedTuple):
     """The best penalties so far, and the numbers by which they are compared."""
 
-    log_x: Array  # (groups,)
+    log_x: Array  # log x, with an entry for each group
     value: Array  # F
-    slope: Array  # (groups,), the hypergradient in log x
-    curvature: Array  # (groups, groups), BFGS's approximation of the second derivatives
-    direction: Array  # (groups,), from log_x to a point within the bounds
+    slope: Array  # the hypergradient in log x
+    curvature: Array  # BFGS's approximation of the second derivatives, as an array of shape (groups, groups)
+    direction: Array  # from log_x to a point within the bounds
     length: Array  # the length of the next step along the direction
     left: Array  # the largest entry of the projected gradient
     moves: Array  # how often better penalties were found
@@ -95,7 +95,7 @@ class PenaltySearch(Algorithm):
 
     @property
     def of(self) -> Any:
-        """Return the groups as numbers, (features,)."""
+        """Return the number of each feature's group."""
         return np.array(self.groups, int)
 
     def init(self, x: Array, y: Tree) -> State:
@@ -135,7 +135,7 @@ class PenaltySearch(Algorithm):
         return ~state.searching & ended(state.norm, state.first, state.length)
 
     def penalty(self, x: Array, y: Tree) -> Array:
-        """Return c, (D,), the penalty of each coefficient; 0 for an intercept."""
+        """Return c, the penalty of each coefficient, as an array of shape (D,). It is 0 for an intercept."""
         penalty = 2 * self.curvature * x[self.of]
         return jnp.append(penalty, 0.0) if "intercept" in y else penalty
 
@@ -190,12 +190,12 @@ class PenaltySearch(Algorithm):
 
 
 def _rows(y: Tree) -> Array:
-    """Join the coefficients and the intercept of each model, (M, D)."""
+    """Join the coefficients and the intercept of each model to a row. The result has the shape (M, D)."""
     return jnp.hstack([y["coef"], y["intercept"][:, None]]) if "intercept" in y else jnp.asarray(y["coef"])
 
 
 def _like(y: Tree, w: Array) -> Tree:
-    """Return a tree like y that has the rows w. This is the inverse of `_rows`."""
+    """Return the rows of w as a tree with the structure of y. This is the inverse of `_rows`."""
     return {"coef": w[:, :-1], "intercept": w[:, -1]} if "intercept" in y else {"coef": w}
 
 

@@ -30,7 +30,7 @@ class NumberLine:
 
     Args:
         each: the factor of the column: its coefficient for one unit.
-        missing: the term of a gap, which counts as the mean over all sites.
+        missing: the term of a gap, in place of which the mean over all sites is used.
     """
 
     column: str

@@ -82,7 +82,7 @@ class SiteTable:
         self.held_out = features[held], kept.loc[held, targets], None if patients is None else patients[held]
 
     def _held_out(self, target: Any, patients: Any) -> Any:
-        """Return which rows are held out, (n,) bool.
+        """Return which rows are held out, as a bool for each row.
 
         If this is a share of the rows, they are drawn with the site's name as seed.
         """
@@ -93,7 +93,7 @@ class SiteTable:
         return held_out(self.study.holdout, stratum, patients, generator_of_site(self.study.random_state, self.site, 1))
 
     def digest(self) -> Any:
-        """Return a hash of each row, (n, 2) int32."""
+        """Return a hash of each row, as an int32 array of shape (n, 2)."""
         import pandas as pd
 
         parts = (self.features, self.target), self.held_out[:2]
@@ -174,7 +174,7 @@ class SiteTable:
         return answered(question, {"score": score, **encoded, "patients": patients}, self.study.min_count)
 
     def _prepared(self, agreement: Agreement, features: Any, target: Any) -> tuple[Any, dict[str, Any]]:
-        """Return prepared rows, (n, features), and their encoded target."""
+        """Return prepared rows, as an array of shape (n, features), and their encoded target."""
         estimator, encoded = agreement.estimator(), target.to_numpy()
         if self.study.estimator == "logistic":
             words = words_of(target.iloc[:, 0])

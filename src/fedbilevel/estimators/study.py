@@ -12,8 +12,8 @@ gap becomes 0, so the prepared column has the mean 0, and its variance is the sh
 an indicator is the share of its category.
 
 Values whose statistics are left out because of `min_count` are not used for training, because the first gradient would
-reveal them. They count as gaps at their site. The classes of the target are always sent, because the first gradient
-reveals them in any case.
+reveal them. They are treated as gaps at their site. The classes of the target are always sent, because the first
+gradient reveals them anyway.
 """
 
 import json
@@ -286,9 +286,9 @@ class StudyModel:
         """Prepare the rows of a table with the columns of the study. Other columns are ignored.
 
         Args:
-            site: the site of the rows. If it is empty, or is the site that was held out, the rows count as rows of a
-                site that was not in the study. Such a site has the offset 0. (This is a weighted mean of all offsets,
-                with the variances of the sites' indicators as weights.)
+            site: the site of the rows. If it is empty, or is the site that was held out, the rows are treated as rows
+                of a site that was not in the study. Such a site has the offset 0. (This is a weighted mean of all
+                offsets, with the variances of the sites' indicators as weights.)
         """
         study, columns = self.agreement.study, [*self.agreement.features]
         if site and site not in study.sites:
@@ -299,11 +299,11 @@ class StudyModel:
         return self.agreement.preparer.transform(frame[columns])
 
     def predict(self, frame: Any, site: str = "") -> Any:
-        """Return the prediction for each row, (n,): the class, the number, or the log hazard above the baseline."""
+        """Return the prediction for each row: the class, the number, or the log hazard above the baseline."""
         return self.estimator.predict(self.prepared(frame, site))
 
     def predict_proba(self, frame: Any, site: str = "") -> Any:
-        """Return the probability of the positive class for each row, (n,)."""
+        """Return the probability of the positive class for each row."""
         fits = self.agreement.study.estimator == "logistic"
         require(fits, "predict_proba", self.agreement.study.estimator, "called only for a logistic regression")
         return self.estimator.predict_proba(self.prepared(frame, site))[:, 1]
@@ -358,10 +358,11 @@ class StudyModel:
         return sheet(self)
 
     def predict_survival(self, frame: Any, times: Any, site: str) -> Any:
-        """Return the probability that the event has not happened by each time, for each row of a site, (n, times).
+        """Return the probability that the event has not happened by each time, for each row of a site.
 
-        The probability follows from Cox's model and the site's baseline hazard. The cumulative baseline is a step
-        function that rises at the ends of its steps.
+        The result has a row for each row of `frame`, and a column for each time. The probability follows from Cox's
+        model and the site's baseline hazard. The cumulative baseline is a step function that rises at the ends of its
+        steps.
 
         Raises:
             ConfigurationError: the site has no baseline, or a time is after the end of the baseline.

@@ -66,8 +66,9 @@ class CoxRegression(Penalised):
         """Return Harrell's concordance, the share of pairs of rows that are predicted in the right order.
 
         A pair counts if both rows are of the same site, and one row has an event before the other row's time. The pair
-        is in the right order if the row with this event has the higher predicted hazard; equal hazards count half.
-        Without `groups`, all rows count as rows of one site, with a warning if the model was trained on several sites.
+        is in the right order if the row with this event has the higher predicted hazard; with equal hazards, it counts
+        as one half. Without `groups`, all rows are treated as rows of one site, with a warning if the model was trained
+        on several sites.
         """
         risk, target = self.predict(X), self._target(y)
         alone = groups is None and len(self.sites_) == 1

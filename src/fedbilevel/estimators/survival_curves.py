@@ -100,7 +100,7 @@ def kaplan_meier(baselines: Mapping[str, CurveSteps]) -> list[dict[str, float]]:
 
 
 def survival(baseline: CurveSteps, risk: Numbers, times: Any) -> Numbers:
-    """Return the probability that n rows with these log hazards survive each time, (n, times)."""
+    """Return, for each of these log hazards, a row with the probability to survive each time."""
     ends, hazard = np.array(baseline)[:, 0], np.append(0.0, np.array(baseline)[:, 3])
     times = np.atleast_1d(np.asarray(times, float))
     fits = times.ndim == 1 and bool(((times >= 0) & (times <= ends[-1])).all())

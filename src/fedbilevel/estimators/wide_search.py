@@ -39,7 +39,7 @@ def in_shares(outer: Any, inner: Any, of: Any, largest: float | None = None) -> 
 
     Args:
         outer, inner: the losses as functions of x and the coefficients.
-        of: the index of each feature's share, (features,).
+        of: the index of each feature's share, with an entry for each feature.
         largest: the upper bound of x; the lower bound is 1/largest. None: the shares have no bounds.
     """
 

@@ -44,7 +44,7 @@ def about_keys(error: Exception) -> bool:
 
 
 def computed_once(drawn: Array) -> Array:
-    """Return the integers `drawn`, (..., n), unchanged, and make XLA compute each of them only once.
+    """Return the integers `drawn` unchanged, and make XLA compute each of them only once.
 
     Without this function, XLA fuses the computation of a random index into the loop that reads the sample at this
     index. The hash is then computed again for every entry of the sample, which took two thirds of a round on a CPU, and

@@ -94,7 +94,7 @@ def client_weights(
 
 
 def weights(x: Array) -> Array:
-    """Return the clients' weights M softmax(x), (M,), whose mean is 1."""
+    """Return the clients' weights M softmax(x), as an array of shape (M,). Their mean is 1."""
     return x.size * jax.nn.softmax(x)
 
 

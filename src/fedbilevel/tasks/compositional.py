@@ -105,6 +105,6 @@ def coefficients(clients: Clients, weights: np.ndarray | None = None) -> tuple[F
 
 
 def solution(clients: Clients, weights: np.ndarray | None = None) -> Floats:
-    """Return x*, (dim_x,), for the clients' weights, or for `weights`, which sum to 1."""
+    """Return the solution x*, of shape (dim_x,), for the clients' weights, or for `weights`, which sum to 1."""
     b, c, d, dt = coefficients(clients, weights)
     return np.asarray(np.linalg.solve(b.T * d @ b, b.T @ (dt - d * c)))

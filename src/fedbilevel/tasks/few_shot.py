@@ -180,7 +180,7 @@ class Setting(NamedTuple):
 
     @property
     def heads(self) -> PyTree:
-        """Return a head for each task, with leaves (tasks, …), or the shared head."""
+        """Return a head for each task, as leaves of shape (tasks, …), or the shared head."""
         ahead = () if self.tasks is None else (self.tasks,)
         return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*ahead, *leaf.shape)), self.head)
 
@@ -189,7 +189,10 @@ class Setting(NamedTuple):
         return jax.tree.map(lambda words: words if self.tasks is None else f"_ {words}", self.structure.y)
 
     def of_tasks(self, y: PyTree, batch: dict[str, Array]) -> PyTree:
-        """Return the heads of a batch's tasks, with leaves (B, …), or the shared head, with leaves (1, …)."""
+        """Return the heads of a batch's tasks, or the shared head.
+
+        The heads of tasks are leaves of shape (B, …); the leaves of the shared head have the shape (1, …).
+        """
         return jax.tree.map(lambda leaf: leaf[None] if self.tasks is None else leaf[batch["task"]], y)
 
 
@@ -327,7 +330,10 @@ def _draw_tasks(
 
 
 def _deal(rng: np.random.Generator, own: np.ndarray, tasks: int, way: int) -> np.ndarray:
-    """Deal a client's characters out to its tasks, (tasks, way). No task has a character twice."""
+    """Deal a client's characters out to its tasks. No task has a character twice.
+
+    The result has the shape (tasks, way).
+    """
     each = len(own) // way
     packs = [rng.permutation(own)[: each * way].reshape(each, way) for _ in range(-(-tasks // each))]
     return np.concatenate(packs)[:tasks]
@@ -337,9 +343,9 @@ HEAD_STEPS = 300  # the number of steps that fit a head to the support images of
 EPISODES_AT_A_TIME = 10  # the number of test episodes that are evaluated together, which bounds memory
 
 Features = Callable[[PyTree, Array], Array]
-"""A function from (backbone, images (..., 28, 28) uint8) to features (..., width)."""
+"""A function from a backbone and uint8 images of shape (..., 28, 28) to features of shape (..., width)."""
 Adapt = Callable[[PyTree, Array], PyTree]
-"""A function from (x, support images (way, shot, 28, 28)) to the adapted x."""
+"""A function from x and support images of shape (way, shot, 28, 28) to the adapted x."""
 
 
 def bounded(features: Features) -> Features:
@@ -355,13 +361,13 @@ def bounded(features: Features) -> Features:
 class Episodes(NamedTuple):
     """The images of test episodes, and the episodes as indices of images."""
 
-    images: np.ndarray  # (images, 28, 28) uint8
-    support: np.ndarray  # (episodes, way, shot) indices
-    query: np.ndarray  # (episodes, way, queries) indices
+    images: np.ndarray  # uint8 of shape (images, 28, 28)
+    support: np.ndarray  # indices of images, of shape (episodes, way, shot)
+    query: np.ndarray  # indices of images, of shape (episodes, way, queries)
 
 
 def draw_episodes(images: np.ndarray, count: int, way: int, shot: int, queries: int, seed: int) -> Episodes:
-    """Draw episodes from images (characters, drawings, 28, 28).
+    """Draw episodes from images of shape (characters, drawings, 28, 28).
 
     For each episode, `way` characters are drawn, then drawings of each character.
     """
@@ -375,7 +381,7 @@ def draw_episodes(images: np.ndarray, count: int, way: int, shot: int, queries: 
 
 
 def labels_of(way: int, each: int) -> Array:
-    """Return labels for `each` images of each of `way` characters, in order: (way·each,) from 0 to way − 1."""
+    """Return labels for `each` images of each of `way` characters, in order: way·each numbers from 0 to way − 1."""
     return jnp.repeat(jnp.arange(way), each)
 
 
@@ -398,9 +404,9 @@ def head_of(last: PyTree, words: PyTree, hidden: Sequence[int], seed: int) -> tu
 
 
 def head_logits(head: PyTree, features: Array) -> Array:
-    """Return the logits (…, n, way) of features (…, n, width) under a head.
+    """Return the logits, of shape (…, n, way), of features of shape (…, n, width) under a head.
 
-    For features (B, n, width), the head may have leaves (B, …): a head for each task.
+    For features of shape (B, n, width), the head may have leaves of shape (B, …): a head for each task.
     """
     for layer in head.get("hidden", ()):
         features = jax.nn.relu(features @ layer["weight"] + layer["bias"][..., None, :])
@@ -408,33 +414,36 @@ def head_logits(head: PyTree, features: Array) -> Array:
 
 
 def heads_loss(features: Features, x: PyTree, heads: PyTree, images: Array) -> Array:
-    """Return the mean cross entropy of B tasks under heads with leaves (B, …), or (1, …) for a shared head."""
+    """Return the mean cross entropy of B tasks.
+
+    `heads` has leaves of shape (B, …), a head for each task, or leaves of shape (1, …), a shared head.
+    """
     tasks, way, each = images.shape[:3]
     logits = head_logits(heads, features(x, images).reshape(tasks, way * each, -1))
     return cross_entropy(logits.reshape(-1, way), jnp.tile(labels_of(way, each), tasks))
 
 
 def prototype_logits(support: Array, query: Array) -> Array:
-    """Return the logits −‖query − prototype‖², (way·queries, way).
+    """Return the logits −‖query − prototype‖², as an array of shape (way·queries, way).
 
     The prototype of a character is the mean of its support features. Source: Snell, Swersky, Zemel, NeurIPS 2017,
     equations 1 and 2.
 
     Args:
-        support: (way, shot, width) features.
-        query: (way, queries, width) features.
+        support: features of shape (way, shot, width).
+        query: features of shape (way, queries, width).
     """
     gap = query.reshape(-1, 1, query.shape[-1]) - support.mean(axis=1)
     return -jnp.sum(jnp.square(gap), axis=-1)
 
 
 def plain_loss(features: Features, x: tuple[PyTree, PyTree], images: Array) -> Array:
-    """Return the mean cross entropy of an episode's images, (way, n, 28, 28), for x = (backbone, head)."""
+    """Return the mean cross entropy of an episode's images, of shape (way, n, 28, 28), for x = (backbone, head)."""
     return cross_entropy(plain_logits(features, x, images), labels_of(*images.shape[:2]))
 
 
 def plain_logits(features: Features, x: tuple[PyTree, PyTree], images: Array) -> Array:
-    """Return the logits (way·n, way) of an episode's images, for x = (backbone, head)."""
+    """Return the logits of an episode's images, of shape (way·n, way), for x = (backbone, head)."""
     backbone, head = x
     return head_logits(head, features(backbone, images.reshape(-1, *images.shape[2:])))
 

@@ -56,8 +56,8 @@ def hyper_cleaning(
     """Split labelled images over clients, divide each client's samples into two parts, and make training labels wrong.
 
     The metrics are the accuracy, the mean weights of clean and of corrupted training samples, and `auc`. This is the
-    probability that a clean training sample has a larger weight than a corrupted one; ties count half. If no label is
-    wrong, or all labels are wrong, the accuracy is the only metric.
+    probability that a clean training sample has a larger weight than a corrupted one; a tie counts as one half. If no
+    label is wrong, or all labels are wrong, the accuracy is the only metric.
 
     Args:
         corruption: the probability with which a training label is replaced by a class drawn uniformly from all C
@@ -99,7 +99,7 @@ def weighted_losses(
     The losses hold the model and not the images, since a series of runs keeps the losses in memory.
 
     Args:
-        weights: a function (x, batch) -> the weight of each sample of the batch in g, (n,).
+        weights: a function (x, batch) -> the weight of each sample of the batch in g, as an array of shape (n,).
     """
 
     def outer(x: Array, y: PyTree, batch: dict[str, Array]) -> Array:
@@ -117,9 +117,9 @@ def spoiled(samples: Ragged, classes: int, corruption: float | np.ndarray, seed:
 
     The packed samples have the arrays "image" and "label".
 
-    `corruption` is the probability that a label is replaced: a number, or (M,), a number for each client. The new int32
-    arrays are "row", the client, and "place", the number of the sample within the client. The new array "corrupted" is
-    True for a wrong label; only metrics use it.
+    `corruption` is the probability that a label is replaced: a number, or an array of shape (M,) with a number for each
+    client. The new int32 arrays are "row", the client, and "place", the number of the sample within the client. The new
+    array "corrupted" is True for a wrong label; only metrics use it.
     """
     rng = np.random.default_rng([seed, 3])
     label = samples.values["label"]
@@ -132,25 +132,26 @@ def spoiled(samples: Ragged, classes: int, corruption: float | np.ndarray, seed:
 
 
 def weights(x: Array, samples: Mapping[str, Any]) -> Array:
-    """Return the weight sigmoid(x_ij) of each sample, (n,).
+    """Return the weight sigmoid(x_ij) of each sample, as an array of shape (n,).
 
     Args:
-        x: (M, longest); or (1, longest), the row of a client, if all samples belong to this client.
+        x: an array of shape (M, longest); or of shape (1, longest), the row of one client, if all samples belong to
+            this client.
     """
     return jax.nn.sigmoid(x[jnp.minimum(samples["row"], x.shape[0] - 1), samples["place"]])
 
 
 def cleaning_weights(task: Task, x: Array) -> tuple[np.ndarray, np.ndarray]:
-    """Return the weights of the clean and of the corrupted training samples of all clients, two 1-D arrays."""
+    """Return the weights of all clean training samples, and those of all corrupted ones, as two 1-D arrays."""
     samples = task.population.inner.values
     each, corrupted = np.asarray(weights(x, samples)), samples["corrupted"]
     return each[~corrupted], each[corrupted]
 
 
 def auc(higher: Array, lower: Array) -> Array:
-    """Return the area under the ROC curve, P(a > b) + ½ P(a = b), for a in `higher`, (n,), and b in `lower`, (m,).
+    """Return the area under the ROC curve, P(a > b) + ½ P(a = b), for a in `higher` and b in `lower`.
 
-    This is the Mann-Whitney statistic divided by n·m.
+    This is the Mann-Whitney statistic divided by n·m, where n and m are the numbers of entries of `higher` and `lower`.
     """
     ordered = jnp.sort(lower)
     below, not_above = (jnp.searchsorted(ordered, higher, side=side) for side in ("left", "right"))

@@ -70,7 +70,7 @@ class LabelledImages:
         return jnp.mean(jnp.argmax(logits, axis=-1) == batch["label"])
 
     def class_accuracies(self) -> Callable[[PyTree, PyTree], Array]:
-        """Return the function from (body, head) to the accuracy in each class, (classes,), on the images of `part`."""
+        """Return the function from (body, head) to an array with the accuracy on each class of the images of `part`."""
         counts = np.bincount(self.data.test_labels, minlength=self.data.classes)
         if not counts.all():
             raise ConfigurationError(

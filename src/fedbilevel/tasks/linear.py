@@ -31,8 +31,8 @@ LOG_PENALTY = -12.0, 0.0
 class SiteRows:
     """A site's training rows, and the rows on which metrics are measured: arrays by name, with an entry for each row.
 
-    Both parts have "row", (n, features), "site", the number of the site, and the arrays that the outcome needs.
-    Training rows also have "fold". Both parts may have "weight".
+    Both parts have "row", of shape (n, features), "site", the number of the site, and the arrays that the outcome
+    needs. Training rows also have "fold". Both parts may have "weight".
     """
 
     name: str
@@ -47,7 +47,7 @@ class Model:
     Args:
         outcome: what the models predict.
         sites: the number of sites, M.
-        penalty: p, (features,), the index of each feature's penalty.
+        penalty: p, the index of each feature's penalty, with an entry for each feature.
         classes: the number of classes, if a model has a coefficient for each feature and class; 0 if it has one
             coefficient for each feature.
         folds: the number of folds, K.
@@ -87,12 +87,13 @@ class Model:
         return Bilevel(self._loss(self._outer), self._loss(self._inner), project_x=box(low, high)), x0, jnp.zeros(shape)
 
     def used(self, x: PyTree, y: PyTree) -> Array:
-        """Return the coefficients of the model that is used, (features,) or (features, classes)."""
+        """Return the coefficients of the model that is used. Their shape is (features,) or (features, classes)."""
         return y[:, -1] if self.tuned else x
 
     def losses(self, models: Array, batch: Batch, seen: Array) -> Array:
-        """Return the loss of each row under each of the models, which are (features, models) or (features, models,
-        classes).
+        """Return the loss of each row under each model.
+
+        `models` has the shape (features, models) or (features, models, classes).
         """
         return self.outcome.losses(jnp.tensordot(batch["row"], models, 1), batch, seen)
 
@@ -135,7 +136,7 @@ class Model:
 
 
 def site_weights(x: Mapping[str, Array]) -> Array:
-    """Return the sites' weights w, (M,), whose mean is 1."""
+    """Return the sites' weights w, as an array of shape (M,). Their mean is 1."""
     return len(x["weight"]) * jax.nn.softmax(x["weight"])
 
 

@@ -39,7 +39,7 @@ from fedbilevel.tasks.images import load_images
 from fedbilevel.tasks.task import Task
 
 OuterLoss = Literal["balanced", "vs"]
-ATTEMPTS = 100  # after this many failed random splits, a class counts as too small to be split
+ATTEMPTS = 100  # after this many failed random splits, an error says that a class is too small to be split
 
 
 def loss_tuning(
@@ -147,7 +147,7 @@ def complete_halves(
 
 
 def balancing_weights(clients: Clients, classes: int) -> np.ndarray:
-    """Return the weights w_c = 1/(C π_c), (classes,), where π_c is the share of class c in the outer samples.
+    """Return a weight for each class c: w_c = 1/(C π_c), where π_c is the share of the class in the outer samples.
 
     The share π_c is weighted by the clients' weights p_i. With this choice, the weighted mean of w_c·loss over all
     samples is the mean over classes of each class's mean loss, and the weighted mean of w_c is 1.

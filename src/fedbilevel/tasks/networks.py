@@ -36,9 +36,9 @@ class Network(NamedTuple):
 
     Args:
         init: a function from a key to the starting values (x, y).
-        logits: a function from (x, y, images) to logits (n, classes).
+        logits: a function from (x, y, images) to logits of shape (n, classes).
         prepare: a function from images of a data set to images in the form that `logits` takes.
-        features: a function from (x, images) to features (n, width), the inputs of the head.
+        features: a function from (x, images) to features of shape (n, width), the inputs of the head.
         structure: the `Structure` of x and y, which names the groups of units.
     """
 
@@ -150,7 +150,7 @@ def head(group: str) -> PyTree:
 
 
 def flattened(images: np.ndarray) -> np.ndarray:
-    """Flatten images (n, …) to (n, pixels)."""
+    """Flatten images of shape (n, …) to the shape (n, pixels)."""
     return images.reshape(len(images), -1)
 
 
@@ -164,11 +164,11 @@ def convolve(maps: Array, weight: Array, stride: int = 1) -> Array:
     which is slow on all devices.
 
     Args:
-        maps: (n, height, width, inputs).
-        weight: (k, k, inputs, outputs), with k odd.
+        maps: an array of shape (n, height, width, inputs).
+        weight: an array of shape (k, k, inputs, outputs), with an odd k.
 
     Returns:
-        (n, ⌈height/stride⌉, ⌈width/stride⌉, outputs).
+        An array of shape (n, ⌈height/stride⌉, ⌈width/stride⌉, outputs).
     """
     _, height, width, inputs = maps.shape
     size = weight.shape[0]
@@ -181,7 +181,10 @@ def convolve(maps: Array, weight: Array, stride: int = 1) -> Array:
 
 
 def max_pool(maps: Array) -> Array:
-    """Pool maps (n, height, width, channels): return the maxima of 2×2 squares with stride 2. Odd sides are padded."""
+    """Return the maxima of 2×2 squares of maps, with stride 2. Odd sides are padded.
+
+    `maps` has the shape (n, height, width, channels).
+    """
     n, height, width, channels = maps.shape
     padded = jnp.pad(maps, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), constant_values=-jnp.inf)
     squares = padded.reshape(n, padded.shape[1] // 2, 2, padded.shape[2] // 2, 2, channels)
@@ -208,9 +211,9 @@ def cross_entropy(logits: Array, labels: Array, weights: Array | float = 1.0) ->
     """Return the mean over samples of −weight·log softmax(logits) at the label, a scalar.
 
     Args:
-        logits: (n, classes).
-        labels: (n,) integers.
-        weights: a number, or (n,).
+        logits: an array of shape (n, classes).
+        labels: integers, as an array of shape (n,).
+        weights: a number, or a number for each sample, as an array of shape (n,).
     """
     chosen = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
     return -jnp.mean(weights * jnp.sum(chosen * jax.nn.log_softmax(logits), axis=-1))
@@ -223,7 +226,7 @@ def accuracy(network: Network, images: np.ndarray, labels: np.ndarray) -> Callab
 
 
 def correctness(network: Network, images: np.ndarray, labels: np.ndarray) -> Callable[[PyTree, PyTree], Array]:
-    """Return the function from (x, y) to (n,): 1 for an image whose largest logit is at its label, else 0."""
+    """Return the function from (x, y) to a number for each image: 1 if its largest logit is at its label, else 0."""
     prepared = jnp.asarray(network.prepare(images))
     truth = jnp.asarray(labels)
 
@@ -238,7 +241,7 @@ def correctness(network: Network, images: np.ndarray, labels: np.ndarray) -> Cal
 
 
 def in_passes(function: Callable[[PyTree], PyTree], images: PyTree) -> PyTree:
-    """Apply a function to images with leaves (n, …), a batch at a time.
+    """Apply a function to images, which are leaves of shape (n, …), a batch at a time.
 
     On a CPU, images for convolutions are taken in small batches.
     """
@@ -366,7 +369,7 @@ def block_axes(name: str, depth: int, inputs: str, outputs: str, shortcut: bool)
 def residual(parts: dict[str, PyTree], maps: Array, stride: int = 1) -> Array:
     """Apply a residual block: ReLU of (last layer + shortcut). The first layer and the shortcut have the given stride.
 
-    `maps` is (n, height, width, channels).
+    `maps` has the shape (n, height, width, channels).
     """
     added = apply(parts["shortcut"], maps, stride) if "shortcut" in parts else maps
     first, *middle, last = parts["layers"]
@@ -377,7 +380,7 @@ def residual(parts: dict[str, PyTree], maps: Array, stride: int = 1) -> Array:
 
 
 def maps_of(image_shape: Sequence[int]) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function that shapes images to (n, height, width, channels).
+    """Return a function that gives images the shape (n, height, width, channels).
 
     Images without an axis of channels get one channel.
 
@@ -406,9 +409,10 @@ def apply(layer: dict[str, Array], maps: Array, stride: int = 1) -> Array:
 
 
 def pool(maps: Array) -> Array:
-    """Pool maps (n, height, width, channels) by maxima of 2×2 squares with stride 2.
+    """Return the maxima of 2×2 squares of maps, with stride 2.
 
-    If a side is odd, its last row or column is dropped, as in the papers, unless it is the only one.
+    If a side is odd, its last row or column is dropped, as in the papers, unless it is the only one. `maps` has the
+    shape (n, height, width, channels).
     """
     _, height, width, _ = maps.shape
     return max_pool(maps[:, : max(1, height - height % 2), : max(1, width - width % 2)])

@@ -29,11 +29,11 @@ class OutcomeKind(NamedTuple):
     """A kind of target, with its loss and its score.
 
     Args:
-        losses: a function (z, batch, seen) -> ℓ of each row under each model. z is (n, models), or (n, models,
-            classes). `seen`, (n, models) of booleans, says which rows each model is trained on; for other rows, ℓ may
-            be any finite number.
+        losses: a function (z, batch, seen) -> ℓ of each row under each model. The shape of z is (n, models) or
+            (n, models, classes). `seen` has the shape (n, models), and is True where the model is trained on the row;
+            elsewhere, ℓ may be any finite number.
         score: the name of the metric that is measured besides the mean loss.
-        scored: a function (z, batch) -> the score of one model; z is (n,) or (n, classes).
+        scored: a function (z, batch) -> the score of one model; z has the shape (n,) or (n, classes).
         larger_is_better: whether a larger score is better.
         whole: whether the loss ℓ of a row depends on other rows of its site.
     """
@@ -71,7 +71,10 @@ def _survival(z: Array, batch: Batch, seen: Array) -> Array:
 
 
 def pairs(batch: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return which pairs (j, k) of a site's n rows can be compared, (n, n) bool: j has an event before k's time."""
+    """Return which pairs of a site's n rows can be compared, as booleans of shape (n, n).
+
+    A pair (j, k) can be compared if row j has an event before the time of row k.
+    """
     time, event, site = batch["time"], batch["event"], batch["site"]
     return (event[:, None] > 0) & (time[:, None] < time) & (site[:, None] == site)
 

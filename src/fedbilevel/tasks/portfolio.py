@@ -36,17 +36,20 @@ TAILS = 5  # the degrees of freedom of Student's t-distribution
 class Moments(NamedTuple):
     """The mean and the covariance of the returns over all markets."""
 
-    mean: Floats  # (assets,)
-    covariance: Floats  # (assets, assets)
+    mean: Floats  # of shape (assets,)
+    covariance: Floats  # of shape (assets, assets)
 
 
 def shares(x: Array) -> Array:
-    """Return w = 1/n + x − mean(x), (n,), which sums to 1 for any x."""
+    """Return w = 1/n + x − mean(x), as an array of shape (n,). It sums to 1 for any x."""
     return 1 / x.shape[0] + x - jnp.mean(x)
 
 
 def moments_of(x: Array, batch: dict[str, Array]) -> Array:
-    """Return r_i(x), (2,), the first and the second moment of the portfolio's return over the months of a batch."""
+    """Return r_i(x): the first and the second moment of the portfolio's return over the months of a batch.
+
+    The result is an array of shape (2,).
+    """
     earned = batch["returns"] @ shares(x)
     return jnp.stack([jnp.mean(earned), jnp.mean(earned**2)])
 
@@ -122,7 +125,7 @@ def moments(clients: Clients) -> Moments:
 
 
 def solution(over_all: Moments, risk_aversion: float) -> Floats:
-    """Return the best shares w*, (n,).
+    """Return the best shares w*, as an array of shape (n,).
 
     They sum to 1, and λ Σ w* − μ is a multiple of the vector of ones, where Σ is the covariance and μ the mean of
     returns.

@@ -84,7 +84,7 @@ class TiedUnits:
 
     @property
     def scales(self) -> np.ndarray:
-        """Return the factors of c and t for the core and for each unit, (1 + U,)."""
+        """Return the factors of c and t: one for the core, and one for each unit."""
         return np.array([1.0, *[self.scale] * self.count])
 
     def tied(self, size: int) -> np.ndarray:

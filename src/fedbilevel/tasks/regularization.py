@@ -83,12 +83,12 @@ def regularization(
 
 
 def with_one(images: np.ndarray) -> np.ndarray:
-    """Flatten each image to a row and append a 1, which gives (n, features)."""
+    """Flatten each image to a row and append a 1. The result has the shape (n, features)."""
     flat = images.reshape(len(images), -1)
     return np.concatenate([flat, np.ones((len(flat), 1), flat.dtype)], axis=1)
 
 
 def logits(y: Array, rows: Array) -> Array:
-    """Return the logits, (n, classes). With two classes, the first class has the logit 0."""
+    """Return the logits, as an array of shape (n, classes). With two classes, the first class has the logit 0."""
     z = rows @ y
     return z if z.shape[1] > 1 else jnp.concatenate([jnp.zeros_like(z), z], axis=1)

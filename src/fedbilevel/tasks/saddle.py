@@ -40,7 +40,8 @@ class SaddlePoint(NamedTuple):
 def loss(x: Array, y: Array, batch: dict[str, Array]) -> Array:
     """Return f_i(x, y), a mean over the samples of the batch.
 
-    `batch` has the diagonals of λP_i under "P", (n, d), and of C_i under "C", (n, d); "A" is (n, d, d), and "b" (n, d).
+    `batch` has the diagonals of λP_i under "P" and those of C_i under "C", both of shape (n, d). "A" has the shape
+    (n, d, d), and "b" the shape (n, d).
     """
     inside = 0.5 * batch["C"] @ y**2 - batch["b"] @ y + jnp.einsum("i,nij,j->n", y, batch["A"], x)
     return jnp.mean(0.5 * batch["P"] @ x**2 - inside)

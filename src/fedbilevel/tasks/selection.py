@@ -29,7 +29,7 @@ from fedbilevel.data import pack_arrays, partition
 from fedbilevel.tasks.images import load_rows
 from fedbilevel.tasks.task import Task
 
-SMALL = 1e-3  # an entry of x counts as zero if its absolute value is at most this share of the largest absolute value
+SMALL = 1e-3  # an entry of x is treated as zero if its absolute value is at most this share of the largest one
 
 
 def selection(

@@ -97,9 +97,9 @@ def tables(
         positive: for two classes, the class with the label 1. If empty, it is the second class in alphabetical order.
         patient: the column that names the patient of each row; all rows of a patient are in the same fold. If empty,
             each row belongs to a different patient.
-        sample_weight: the column with the weights of rows, 0 or more. If empty, all rows count alike. Metrics ignore
-            these weights.
-        categorical: the columns of codes that are categories. Columns of words are categories in any case.
+        sample_weight: the column with the weights of rows, 0 or more. If empty, all rows have the same weight. Metrics
+            ignore these weights.
+        categorical: the columns of codes that are categories. Columns of words are always categories.
         drop: the columns that are left out.
         gaps: texts that mean a gap, besides an empty text, NA, NaN, null and other texts that pandas takes as gaps.
         absent: what happens if a site lacks a column: an error ("refuse"), or all entries of the column are gaps at

@@ -30,10 +30,10 @@ class Task(Shown):
         problem: the losses.
         clients: the clients with their samples; on the server of a federation `RemoteClients`, without samples.
         x0, y0: the starting values of x and y; y0 is None for a problem without y.
-        metrics: functions (x, y) -> scalar by name. Use `Metric` if a larger value is better. Plots and progress bars
-            show the first metric.
-        metrics_per_client: functions (x, y, batch) -> scalar by name, which each client evaluates on its own samples;
-            see `fedbilevel.solve`.
+        metrics: functions (x, y) -> number, by their names. Use `Metric` if a larger value is better. Plots and
+            progress bars show the first metric.
+        metrics_per_client: functions (x, y, batch) -> number, by their names, which each client evaluates on its own
+            samples; see `fedbilevel.solve`.
     """
 
     name: str
@@ -104,6 +104,9 @@ def scattered(
 
 
 def client_means(clients: Clients) -> dict[str, Floats]:
-    """Return the mean of each array over each client's samples, by name, (clients, …) in double precision."""
+    """Return, for each array by its name, the means over each client's samples, in double precision.
+
+    The means have the shape (clients, …).
+    """
     rows = [clients.outer.row(i) | clients.inner.row(i) for i in range(len(clients))]
     return {name: np.array([np.mean(row[name], axis=0, dtype=float) for row in rows]) for name in rows[0]}

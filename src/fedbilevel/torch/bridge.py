@@ -154,7 +154,7 @@ def _traced(module: nn.Module, example: tuple[Any, ...], batch_axis: int | None)
         require(isinstance(argument, torch.Tensor), "example", got, allowed)
     free = None
     if batch_axis is not None:
-        batch = Dim("batch")  # all inputs share this length; torch.export takes a length of 1 for a constant
+        batch = Dim("batch")  # all inputs share this length; torch.export treats a length of 1 as a constant
         example = pytree.tree_map(
             lambda a: torch.cat([a, a], batch_axis) if a.shape[batch_axis:][:1] == (1,) else a, example
         )

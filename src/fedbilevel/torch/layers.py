@@ -310,8 +310,8 @@ def recurrent(
     """Run PyTorch's stacked recurrent layers, in one direction or both, and return (outputs, *last states).
 
     Args:
-        x: (length, samples, inputs), or (samples, length, inputs) with `batch_first`.
-        start: the starting states, each (layers × directions, samples, width).
+        x: an array of shape (length, samples, inputs), or of shape (samples, length, inputs) with `batch_first`.
+        start: the starting states, each of shape (layers × directions, samples, width).
     """
     x = x.swapaxes(0, 1) if batch_first else x
     directions = 2 if both else 1

@@ -41,7 +41,7 @@ Product = Callable[[Any, PyTree, Array, Any], PyTree]
 """A function (the object that runs loops, v, key, number of the fresh cohort) -> H v."""
 SAMPLES_FOR_CHECK, CLIENTS_FOR_CHECK = 1024, 8
 ENTRIES_FOR_CHECK = 10_000  # for a y with more entries, no method looks for negative curvature at the start
-FLAT = 1e-3  # a curvature below this share of the largest one counts as 0, because of rounding
+FLAT = 1e-3  # a curvature below this share of the largest one is treated as 0, because of rounding
 FAR = 100  # the distance of the far points from y is this number times the norm of y, or times 1 if that is larger
 
 

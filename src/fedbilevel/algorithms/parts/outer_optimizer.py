@@ -20,7 +20,7 @@ from fedbilevel.core.facts import Allows, No
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, near
 
-PARALLEL = 1e-4  # vectors count as parallel if the cosine of their angle is below 1 by at most this
+PARALLEL = 1e-4  # vectors are considered parallel if the cosine of their angle is below 1 by at most this
 SIZES = (0.1, 1e3)  # the sizes of the gradients that are tried; an optimizer may clip a large gradient
 STEPS = 3  # the number of updates for each gradient, since a warm-up may begin with updates that are 0
 
