@@ -34,7 +34,7 @@ Elsewhere, the value must also not be a number, as in "token = 3".
 FUNCTION = r"""signature=\w+\([^()"']*\)(?:[\s,;.)]|$)"""
 """The signature of a function, as in "signature=f(x)", which is not a secret.
 
-In a query, such a text is hidden all the same.
+In a query, such a text is hidden nevertheless.
 """
 TAIL = r"[\d_]*(?:\[\]|%5B%5D)?"
 """The texts that may follow the name of a secret if there are several secrets, as in "token2" or "token[]"."""

@@ -342,7 +342,7 @@ class CuttingPlanes(Algorithm):
     def consensus_step(self, client: Client, at: tuple[PyTree, PyTree, Array], key: Array) -> Reply:
         """Take the k-th of the K steps on y'_i that end at φ_i, and reply with y'_i, in the structure of y.
 
-        The message is (x, z', k). z' is z before the first step, and then the mean of the clients' y'_i. From the
+        The message is (x, z', k). Here z' is z before the first step, and then the mean of the clients' y'_i. From the
         second step on, the client also takes a step on ψ_i, the multiplier of the constraint y'_i = z'.
         """
         x, z, k = at

@@ -34,8 +34,8 @@ Departures from the paper:
 2. APHE starts from f_i where ∇y f_i is meant. Its product always has N_i factors and is multiplied by max_i N_i, so
    that it tends to 0 as N_i grows. Here the number of factors is random, and the product is multiplied by N_i. The
    expectation of the product is then the series s Σ_{n<N_i} (I − s∇²yy g_i)^n. The default computes this series, and
-   Neumann(sampling="random") computes the random product, as in the formula above. N_i is the same for all clients
-   unless Neumann.terms has several numbers.
+   Neumann(sampling="random") computes the random product, as in the formula above. The length N_i is the same for all
+   clients unless Neumann.terms has several numbers.
 3. The server keeps a sum of the last replies, and no table of them: see parts/memory.py. The delay of a reply counts
    from the exchange in which it was asked for, and not from its arrival.
 4. Weights are p_i, and not 1/M. The field `delay_penalty` of `Asynchronous` divides step sizes by 1 + c·delay. The
@@ -125,8 +125,8 @@ class AFBO(Nested):
 
     Args:
         inner: the rounds on y, in which the server steps along the mean of the clients' mean gradients.
-        hypergradient: how the hypergradient h is computed: by each client alone (`LocalImplicit`, the paper's APHE), or
-            with a vector v that the server keeps and updates by gradient steps (`SystemSteps`).
+        hypergradient: how the hypergradient h is computed: by each client on its own (`LocalImplicit`, the paper's
+            APHE), or with a vector v that the server keeps and updates by gradient steps (`SystemSteps`).
         outer_lr: α, the server's step size on x; None: it adapts during the run (`AdaptiveSteps`).
     """
 
@@ -160,7 +160,7 @@ class AFBO(Nested):
         """Return, for each phase, how clients step on their own leaves of y, or `No` with the reason why they cannot.
 
         Args:
-            steps: whether the hypergradient comes from `SystemSteps`; otherwise each client computes h alone.
+            steps: whether the hypergradient comes from `SystemSteps`; otherwise each client computes h on its own.
             outer: the name of the phase in the outer exchange.
         """
         if isinstance(self.inner.lr, tuple | Schedule) and getattr(self.inner.lr, "by_k", True):

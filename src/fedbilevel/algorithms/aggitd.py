@@ -25,7 +25,7 @@ v = λ Σ_{k<N} (I − λH)^k ∇y F is the truncated Neumann series of H⁻¹�
 Relation to unrolling: unrolling takes ∇y F at y^N and multiplies by the factors I − λH(y^n) from the last to the first,
 which requires a second pass over the iterates. The method, as in the paper, takes ∇y F at y^Q and the factors in the
 order of the iterates. For general losses, the estimate therefore agrees with unrolling only in the limit y^0 → y*(x).
-Also as in the paper, ∇²xy G is taken at y^N, and H is taken only at y^n, even if a client makes τ > 1 steps.
+Also as in the paper, ∇²xy G is evaluated at y^N, and H only at y^n, even if a client makes τ > 1 steps.
 
 Departures from the paper:
 1. The default is the expectation over Q.
@@ -143,7 +143,7 @@ class AggITD(Algorithm):
     def descent_with_both(self, client: Client, at: tuple[PyTree, InnerIterate], key: Array) -> Reply:
         """Take τ_i local steps on y from y^n. Reply with the change of y, and with ∇y f_i − λ H_i r, the change of r.
 
-        H_i is ∇²yy g_i. Both H_i and ∇y f_i are taken at (x, y^n). Rounds ask for this phase if `sampling` is None.
+        H_i is ∇²yy g_i. Both H_i and ∇y f_i are evaluated at (x, y^n). Rounds ask for this phase if `sampling` is None.
         """
         x, (y, _) = at
         product_key, gradient_key = jax.random.split(key)

@@ -14,9 +14,9 @@ samples. Then it computes the outer loss at its last iterate y_i, on all its out
     ∇̃_j = mean_i (f_i(c_i, y_i) − λ) 1[c_i = c_j] / θ_j            an estimate of the mean loss's gradient in θ
     θ_j ← θ_j exp(−η ∇̃_j) / Σ_l θ_l exp(−η ∇̃_l)                       the exponentiated gradient
 
-This takes one exchange. Means are Σ p_i u_i / Σ p_i over the cohort. λ is a weighted mean of the earlier rounds' mean
-losses: a loss that is j rounds older has γ^j times the weight. In the first round λ is 0. The field `step_rule`
-determines the step size η:
+A round takes one exchange. Means are Σ p_i u_i / Σ p_i over the cohort. The baseline λ is a weighted mean of the
+earlier rounds' mean losses: a loss that is j rounds older has γ^j times the weight. In the first round λ is 0. The
+field `step_rule` determines the step size η:
 
     aggressive   √(2 log k) / ‖∇̃‖_∞
     adaptive     √(2 log k) / (the root of the sum of ‖∇̃‖²_∞ over the rounds so far)

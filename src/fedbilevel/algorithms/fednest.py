@@ -4,13 +4,13 @@ Davoud Ataee Tarzanagh, Mingchen Li, Christos Thrampoulidis, Samet Oymak. "FedNe
 Compositional Optimization". ICML 2022, arXiv:2205.02215. Algorithms 1-4.
 
 A round, which the paper calls an epoch, consists of three procedures of the paper: FedInn, T times, then FedIHGP, and
-then FedOut. F is the mean of f_i, G is the mean of g_i, and H = ∇²yy G. FedInn moves y. FedIHGP computes v ≈ H⁻¹∇y F.
-The gradient in x, the hypergradient, is ∇x F − ∇²xy G v (docs/glossary.md). FedOut moves x. In the listing below, the
-right column has the number of exchanges; an exchange is one message from the server to the clients, with their replies.
-The number ℓ is an upper bound of H's largest eigenvalue, and N is the number of terms of a series for H⁻¹. The step
-sizes for y and x are β and α. Client i makes τ_i local steps, which ν counts, and draws samples ξ for f_i and ζ for
-g_i. A cohort is the set of clients that take part in an exchange. FedIHGP multiplies several estimates of I − H/ℓ. Each
-of them comes from a fresh cohort, drawn independently of all other cohorts of the round, so that these factors are
+then FedOut. Here F is the mean of f_i, G is the mean of g_i, and H = ∇²yy G. FedInn moves y. FedIHGP computes v ≈ H⁻¹∇y
+F. The gradient in x, the hypergradient, is ∇x F − ∇²xy G v (docs/glossary.md). FedOut moves x. In the listing below,
+the right column has the number of exchanges; an exchange is one message from the server to the clients, with their
+replies. The number ℓ is an upper bound of H's largest eigenvalue, and N is the number of terms of a series for H⁻¹. The
+step sizes for y and x are β and α. Client i makes τ_i local steps, which ν counts, and draws samples ξ for f_i and ζ
+for g_i. A cohort is the set of clients that take part in an exchange. FedIHGP multiplies several estimates of I − H/ℓ.
+Each of them comes from a fresh cohort, drawn independently of all other cohorts of the round, so that these factors are
 independent (docs/explanation/exchanges.md).
 
     FedInn   q = mean_i ∇y g_i(x, y; ζ_i)                                                              1
@@ -50,7 +50,7 @@ with its drift on x, which departure 1 defines. With one step on x all drifts ar
 nothing.
 
 In the code, the class `SVRG` is FedInn, `Implicit.estimate` in parts/hypergradients.py is FedIHGP together with h, and
-`LocalImplicit.own` in parts/hypergradients.py is the hypergradient that a client of LFedNest computes alone.
+`LocalImplicit.own` in parts/hypergradients.py is the hypergradient that a client of LFedNest computes on its own.
 
 Departures from the paper:
 1. Clients send changes of y and x, and not the new values. Let p_i be client i's weight, let P of M clients take part
@@ -66,7 +66,7 @@ Departures from the paper:
 3. The default is the expectation of FedIHGP's v, the series v = (1/ℓ) Σ_{n<N} (I − H/ℓ)^n ∇y F. It takes N exchanges.
    The paper's method is Neumann(sampling="random"). The random length of its product causes a variance that grows with
    N, and the series does not have this variance. There are two more ways to compute v: with CG() by conjugate gradient,
-   and with LocalImplicit() by each client alone.
+   and with LocalImplicit() by each client on its own.
 4. Joint steps follow the authors' code, with T = 1. The server adds Σ p̃_i (y_{i,τ} − y), so the common part −βq is
    multiplied by Σ p̃_i. Here q is the mean over the cohort, Σ p_i ∇y g_i / Σ p_i, and the product is
    −β Σ p̃_i ∇y g_i. This is unbiased, and is also what the server adds without joint steps.
@@ -139,7 +139,7 @@ class Epochs(Nested):
 
     Args:
         inner: how y is trained in a round: T, the steps and their sizes.
-        hypergradient: how h is computed: with products that are means over all clients, or by each client alone.
+        hypergradient: how h is computed: with products that are means over all clients, or by each client on its own.
         outer_lr: α; a client's step on x is α/τ_i; None: it adapts during the run (`AdaptiveSteps`).
         outer_steps: τ_i, the number of a client's local steps on x in a round, which may differ between clients
             (`Clients.own`).

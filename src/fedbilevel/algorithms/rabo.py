@@ -85,7 +85,7 @@ from fedbilevel.core.tree import PyTree, move, scaled
 from fedbilevel.oracles.differences import Differences, coordinate_slopes
 from fedbilevel.oracles.fixed_x import inner_loss_at
 
-OWN_SYSTEMS = "local_hypergradient", "slopes"  # phases in which a client computes a hypergradient alone
+OWN_SYSTEMS = "local_hypergradient", "slopes"  # phases in which a client computes a hypergradient on its own
 
 
 class CoordinateSlopes(Hypergradient):
@@ -138,9 +138,9 @@ class CoordinateSlopes(Hypergradient):
 class Coordinates(CoordinateSlopes):
     """Estimate a client's hypergradient from differences of the inner solution along coordinates of x.
 
-    h_i = ∇x f_i + (d/|P|) Σ_{p∈P} ⟨δ_p, ∇y f_i⟩ e_p with δ_p = [y_N(x + μe_p) − y_N(x)]/μ. P is a random set of |P| of
-    the d coordinates of x, and y_N(·) is the result of N steps of size s on y, on the same batches. For quadratic g
-    this is a Neumann series of N terms with step s: ∂y_N/∂x = −s Σ_{n<N} (I − sH)ⁿ ∇²yx g with H = ∇²yy g.
+    h_i = ∇x f_i + (d/|P|) Σ_{p∈P} ⟨δ_p, ∇y f_i⟩ e_p with δ_p = [y_N(x + μe_p) − y_N(x)]/μ. Here P is a random set of
+    |P| of the d coordinates of x, and y_N(·) is the result of N steps of size s on y, on the same batches. For
+    quadratic g this is a Neumann series of N terms with step s: ∂y_N/∂x = −s Σ_{n<N} (I − sH)ⁿ ∇²yx g with H = ∇²yy g.
 
     Args:
         terms: N, the number of steps on y.
@@ -186,7 +186,7 @@ class PrintedSlopes(CoordinateSlopes):
     """Run Algorithm 2 of RAFBO's paper as printed, with δ_p = [∇y g_i(x + μe_p, y) − ∇y g_i(x, y)]/μ and no d/|P|.
 
     h_i = ∇x f_i + Σ_{p∈P} ⟨δ_p, ∇y f_i⟩ e_p is not the hypergradient. The class is here for comparison with the paper.
-    P is a random set of |P| coordinates of x, drawn in every round.
+    Here P is a random set of |P| coordinates of x, drawn in every round.
     """
 
     kind: ClassVar[str] = "printed"
@@ -233,8 +233,8 @@ class RABO(DualPruning):
     """Train submodels at clients of limited capacity, by hypergradients with second derivatives.
 
     Args:
-        hypergradient: how the hypergradient is computed: by each client alone, or with products that are means over the
-            clients that hold an entry.
+        hypergradient: how the hypergradient is computed: by each client on its own, or with products that are means
+            over the clients that hold an entry.
     """
 
     name = "rabo"

@@ -45,7 +45,7 @@ Departures from the paper:
 6. Clients of limited capacity step on submodels. Every entry of q is then the mean over the clients that hold it.
 7. The first v, v⁽⁰⁾, is 0, which is one of the starting points that the paper allows. The `init` of a subclass can
    choose another.
-8. Let z_0, z_1, … be the points of a client's local steps. In (3) the k-th direction is taken at z_k only, with new
+8. Let z_0, z_1, … be the points of a client's local steps. In (3) the k-th direction is computed at z_k only, with new
    samples, so that only averaging reduces the noise of their sum. For each draw of samples, `Anchored` takes the
    direction at z_k and also at z_0. If z_k is near z_0, the difference of these two contains less noise than each of
    them. To this difference `Anchored` adds the direction at z_0 on all samples of the client.
@@ -267,7 +267,7 @@ class RobustState(NamedTuple):
 class Normalised(Projected, LocalDirections):
     """Base class of ShroFBO and CorrectedFBO: replies are h_i = q_i/‖a_i‖₁, and the server steps along ρh.
 
-    Here h is the mean of the h_i. ‖a_i‖₁ is the sum of the weights of client i's directions, and ρ is the mean of these
+    Here h is the mean of the h_i, ‖a_i‖₁ is the sum of the weights of client i's directions, and ρ is the mean of these
     sums.
     """
 

@@ -86,7 +86,7 @@ def _run(options: argparse.Namespace) -> int:
 
     several processes, on one or more hosts:
       Run the same command in each, except for --process 0, 1, …, N-1. Process 0 listens at HOST:PORT, writes the run
-      folder and prints; its spec and its --resume count for all. A run may be resumed with any number of processes.
+      folder and prints; its spec and its --resume apply to all. A run may be resumed with any number of processes.
       --coordinator auto takes all three options from a launcher's environment (Slurm, Open MPI, Kubernetes).
 
     your own task or algorithm:

@@ -138,7 +138,7 @@ class Clients(Shown):
         Args:
             samples: the samples of all clients, in a form that `Clients` takes as `outer`.
             fraction: the share of each client's samples that the inner loss gets, strictly between 0 and 1. The number
-                of these samples is rounded. Both losses get at least one sample of each client.
+                of these samples is rounded. Each of the two losses gets at least one sample of each client.
             seed: the seed of the draw, a whole number from 0 on.
             sizes: each client's true number of samples, M numbers, if `samples` has stacked arrays that are padded at
                 the end.

@@ -82,7 +82,8 @@ class OwnParts(NamedTuple):
         takes: the variables in the message that have the shape of y, in their order: "y", "v", or another variable.
         gives: for each part of the update that has the shape of y: the variable that the client changes along this
             part, and a function of the method that returns the size of this step: variable ← variable − size·part.
-        alone: whether the phase solves a linear system of each client alone, which is only right if no leaf is shared.
+        alone: whether each client solves a linear system of its own in this phase, which is only right if no leaf is
+            shared.
         start_at_y: the variables whose own leaves start at the leaves of y0. The own leaves of other variables start at
             0.
     """

@@ -64,7 +64,7 @@ class OpenStep(NamedTuple):
     """Describe a step size that is None, so that it adapts."""
 
     part: Any  # the method or the part that has the field
-    kind: str  # a StepKind, or "alone" if each client solves its own system
+    kind: str  # a StepKind, or "alone" if each client solves a linear system of its own
     of: str  # the variable that the step changes: "x", "y" or "v"
 
 

@@ -81,7 +81,7 @@ class Given:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Drawn:
-    """Draw a number uniformly for each client and round, from one bound to the other, both included."""
+    """Draw a number uniformly for each client and round, from one bound to the other, including the bounds."""
 
     low: Any
     high: Any

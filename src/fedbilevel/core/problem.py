@@ -414,8 +414,8 @@ class SingleLevel(Problem):
 class SimpleBilevel(Problem):
     """Minimise H(x) among the minimisers x of F over X: one variable, and a preference among many solutions.
 
-    F is the weighted mean over clients of their mean losses. `y0` is None, since x is the only variable. H and f may
-    have kinks: there, JAX's gradient is used as a subgradient.
+    Here F is the weighted mean over clients of their mean losses. `y0` is None, since x is the only variable. Both H
+    and f may have kinks: there, JAX's gradient is used as a subgradient.
 
     Args:
         outer: H(x) -> scalar, strongly convex. Only the server needs it; None at the clients of a federation.

@@ -104,7 +104,8 @@ class ClientPanel:
 def time_of(row: Mapping[str, float]) -> float:
     """Return the seconds of the clock up to a row of a history.
 
-    Rows that early versions wrote have no time; in these, each exchange counts as one second, as in the default clock.
+    Rows that early versions wrote have no time; in these, each exchange is assumed to take one second, as in the
+    default clock.
     """
     return row.get("time", row["exchanges"])
 

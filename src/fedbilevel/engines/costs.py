@@ -61,7 +61,7 @@ def add_costs(a: RoundCosts, b: RoundCosts) -> RoundCosts:
 
 
 def _added(a: dict[Any, Any], b: dict[Any, Any]) -> dict[Any, Any]:
-    """Add two tables by key; a key that is missing in one table counts as 0 there."""
+    """Add two tables by key; a key that is missing in one table has the value 0 there."""
     return {**a, **b} | {k: jax.tree.map(operator.add, a[k], b[k]) for k in a.keys() & b.keys()}
 
 

@@ -22,7 +22,7 @@ from fedbilevel.oracles.population import Population, WeightedLoss
 
 SAMPLES = 2_000  # the number of samples of the inner loss on which curvature is measured
 PRODUCTS = 20  # the number of products with the Hessian of the inner loss by which curvature is measured
-ENTRIES = 1_000_000  # curvature is measured for a y of at most so many entries, in memory for 2·PRODUCTS vectors
+ENTRIES = 1_000_000  # curvature is measured for a y of at most this many entries, in memory for 2·PRODUCTS vectors
 ROUNDING = 1e-3  # the relative rounding error of a curvature that is 0
 FAR = 1000  # a loss above FAR·max(|first loss|, 1) is a sign of steps that are too large
 HIGH = 10  # in place of FAR: the factor for a loss in two consecutive rows, if the run can return to a better row

@@ -252,7 +252,7 @@ def check_availability(clock: Clock, algorithm: Algorithm, population: int, coho
 def available_population(clock: Clock, clients: Clients) -> float:
     """Return the number of all clients, or, if some are never available, M' / Σ p_i.
 
-    M' is the number of the available clients, and Σ p_i the sum of their weights.
+    Here M' is the number of the available clients, and Σ p_i the sum of their weights.
     """
     weights = np.delete(clients.weights, clock.never_available(len(clients)))
     return len(clients) if len(weights) == len(clients) else len(weights) / float(weights.sum())

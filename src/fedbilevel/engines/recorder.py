@@ -185,8 +185,8 @@ def calls_of(
 ) -> list[tuple[RecordedExchange, ExchangeKind, int | None]]:
     """List the exchanges of a round, each with its kind and with the operations that a client's reply takes.
 
-    Operations are counted by `count`; None: their number is not known. Phases are traced and not computed. A
-    full batch counts as many samples as the client with the most samples has, because engines pad batches to this
+    Operations are counted by `count`; None: their number is not known. Phases are traced and not computed. For a full
+    batch, the number of samples is that of the client with the most samples, because engines pad batches to this
     length. Local steps that differ between clients are loops of unknown length.
 
     Args:

@@ -47,7 +47,7 @@ class Rescue:
             result: the point of the row.
         """
         point = jax.tree.leaves((split(result.x)[0], result.state.y))
-        with np.errstate(over="ignore"):  # an overflow is inf, which counts as far away
+        with np.errstate(over="ignore"):  # an overflow is inf, which is treated as far away
             norm = math.hypot(*(np.linalg.norm(np.ravel(leaf)) for leaf in point))
         self.norm = norm if self.norm is None else self.norm
         first = (began if self.everyone else {}) if self.halvings_at_most else None

@@ -29,7 +29,7 @@ from fedbilevel.authoring import Algorithm, Client, Fed, Reply, phase, positive,
 from fedbilevel.estimators.newton_end import SHORTEST, ended
 
 Tree = dict[str, Array]
-"""The coefficients of M models: "coef" has the shape (M, features), and "intercept", which may be left out, (M,)."""
+"""The coefficients of M models: "coef", of shape (M, features), and, for models that have one, the "intercept"."""
 
 SOLVED = 1e-7  # the largest ‖∇G‖ at which penalties are judged, in units of the first ‖∇G‖
 LONGEST = 4.0  # the longest step in log x

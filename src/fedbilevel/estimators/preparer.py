@@ -92,8 +92,8 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
 
         Args:
             min_count: the least number of rows from which a statistic may be computed. The mean of fewer numbers, and
-                categories with fewer rows, are left out. If all sites leave out the mean of a column, the column counts
-                as gaps. 1: nothing is left out.
+                categories with fewer rows, are left out. If all sites leave out the mean of a column, all its entries
+                are treated as gaps. 1: nothing is left out.
         """
         summaries = self.summaries(min_count).items()
         lines = [json.dumps({name: summary}, ensure_ascii=False)[1:-1] for name, summary in summaries]
@@ -137,7 +137,7 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
 
         Raises:
             ConfigurationError: a column is missing or unknown, or has a category that no site has named. (If some site
-                has rarer categories in this column, which `save` does not name, an unknown category counts as a gap
+                has rarer categories in this column, which `save` does not name, an unknown category is treated as a gap
                 instead.)
         """
         check_is_fitted(self)

@@ -10,11 +10,12 @@ grid. For each step the site sends
     its end t_k, the rows at risk n_k (those that leave in this step or later), the events d_k in this step, and
     H(t_k) = Σ_{t_j ≤ t_k} e_j / Σ_{l: t_l ≥ t_j} exp(a_lᵀw), Breslow's cumulative baseline hazard (Biometrics 1974)
 
-Row j has the features a_j and the time t_j; e_j is 1 for an event and otherwise 0; w are the coefficients. H is exact
-at t_k. A patient of the site with the features a survives the time t with the probability exp(−H exp(aᵀw)), where H is
-taken at the last end that is not after t. The Kaplan-Meier curve of all sites is the product of (1 − Σ_i d_i/Σ_i n_i)
-over all ends, with sums over sites i. In this curve, a site's rows leave at the ends of the site's steps. With
-`min_count` = 1 and a grid that contains all times of rows, it is the Kaplan-Meier curve of the pooled rows.
+Row j has the features a_j and the time t_j; e_j is 1 for an event and otherwise 0; w are the coefficients. The sum H is
+exact at t_k. A patient of the site with the features a survives the time t with the probability exp(−H exp(aᵀw)), where
+H is the value at the last end that is not after t. The Kaplan-Meier curve of all sites is the product of
+(1 − Σ_i d_i/Σ_i n_i) over all ends, with sums over sites i. In this curve, a site's rows leave at the ends of the
+site's steps. With `min_count` = 1 and a grid that contains all times of rows, it is the Kaplan-Meier curve of the
+pooled rows.
 """
 
 from collections.abc import Mapping, Sequence

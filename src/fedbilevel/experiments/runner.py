@@ -487,8 +487,8 @@ class Scribe:
 def finish(spec: Spec, place: Folder, result: Result, metric: str, seconds: float, plot: bool) -> None:
     """Write the results of a run. The summary is written last: it marks a run as finished.
 
-    If no row has the metric, for example because clients under privacy do not report it, it is replaced by the first
-    metric of which it is known whether larger values are better.
+    If no row has the metric, for example because clients under privacy do not report it, another metric takes its
+    place: the first one for which it is known whether larger values are better.
     """
     if not any(metric in row for row in result.history.rows):
         metric = next(iter(result.history.judged), "exchanges")

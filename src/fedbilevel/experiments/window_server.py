@@ -34,7 +34,7 @@ from fedbilevel.wording import in_a_line, printable
 LOOPBACK = "127.0.0.1"
 CONNECTIONS = 100  # the largest number of open connections; further ones are closed without an answer
 STREAMS = 50  # the largest number of pages that are kept up to date at the same time
-ALIVE = 15.0  # after so many seconds without news, a stream sends a comment, to find out whether the page is closed
+ALIVE = 15.0  # after this many seconds without news, a stream sends a comment, to find out whether the page is closed
 PATIENCE = 30.0  # the longest wait for a request, or for an answer to be read, in seconds
 POLICY = (
     "default-src 'none'; style-src 'nonce-{0}'; script-src 'nonce-{0}'; connect-src 'self'; base-uri 'none'; "

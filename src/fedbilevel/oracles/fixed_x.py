@@ -184,7 +184,7 @@ def _variables(atoms: Any) -> list[Var]:
 
 
 def _inlined(function: Callable[..., Array], *like: PyTree) -> Callable[..., Array]:
-    """Rewrite `function` without inner `jit`s, since each would count as a single operation."""
+    """Rewrite `function` without inner `jit`s, since each of them would be treated as a single operation."""
     closed = jax.make_jaxpr(function)(*like)
 
     def evaluate(jaxpr: Jaxpr, consts: Any, *arguments: Any) -> list[Any]:

@@ -194,7 +194,7 @@ def _stacked(loss: Loss, rows: Ragged, parts: Sequence[tuple[np.ndarray, np.ndar
 def _chunked(
     rows: Ragged, index: np.ndarray, weights: np.ndarray, length: int | None = None
 ) -> tuple[PyTree, np.ndarray]:
-    """Return the samples at `index`, with leaves of shape (chunks, size, ...), and their weights, (chunks, size).
+    """Return the samples at `index` as leaves of shape (chunks, size, ...), and their weights, of shape (chunks, size).
 
     The padding repeats the first sample, with weight 0.
     """

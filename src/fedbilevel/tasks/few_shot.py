@@ -100,7 +100,7 @@ def few_shot(
         ridge: the factor of ‖y_j‖². A larger factor makes the inner problem easier, and makes the columns of a head
             similar to the means of classes.
         adaptation_steps, adaptation_lr: the number and the size of the adaptation steps of "maml" and "fomaml".
-        test_episodes: the number of new tasks over which "test_accuracy" is a mean. They are the same at each
+        test_episodes: the number of new tasks over which "test_accuracy" is a mean. These tasks are the same at each
             evaluation. A new head is fitted to the support images of each, even if y is shared; with "protonet", "maml"
             and "fomaml", prototypes are computed or x is adapted instead.
         seed: the seed of the partition, the tasks, the starting point and the test episodes.

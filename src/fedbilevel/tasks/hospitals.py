@@ -47,8 +47,8 @@ def hospitals(
         tuned: whether penalties and weights are tuned. If not, the problem has a single level, in which only the model
             is trained and every penalty is `ridge`; FedAvg and FedLin solve it.
         folds: the number of folds, K.
-        offsets: whether each hospital has an intercept of its own, in addition to the common intercept. It is the
-            coefficient of a feature that is 1 for the hospital's patients and 0 for others.
+        offsets: whether each hospital has an intercept of its own, in addition to the common intercept. The hospital's
+            intercept is the coefficient of a feature that is 1 for the hospital's patients and 0 for others.
         ridge: the value of every penalty at the start.
         weighting: how the clients' weights p_i are set in both losses: by the numbers of training patients ("size"), or
             "equal".

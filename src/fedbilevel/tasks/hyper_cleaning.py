@@ -94,7 +94,7 @@ def weighted_losses(
 ) -> tuple[Loss, Loss]:
     """Return f and g for a network whose body and head together are y.
 
-    f is the mean CE, and g is the mean of weight·CE plus ridge·‖y‖².
+    Here f is the mean CE, and g is the mean of weight·CE plus ridge·‖y‖².
 
     The losses hold the model and not the images, since a series of runs keeps the losses in memory.
 

@@ -8,9 +8,9 @@ of F in X:
 
 - Layout "scattered", as in the paper: c_j, a and the start are uniform on X, and r_j is uniform on (0, 1). F usually
   has a single minimiser, so that H does not matter.
-- Layout "overlapping": all balls contain a ball around the origin. F is 0 on the intersection of the balls, and the
-  solution is the projection of the anchor onto this intersection. The solution is a mean of the anchor and of centers,
-  and so it is in X.
+- Layout "overlapping": all balls contain a ball around the origin. The loss F is 0 on the intersection of the balls,
+  and the solution is the projection of the anchor onto this intersection. The solution is a mean of the anchor and of
+  centers, and so it is in X.
 """
 
 from collections.abc import Callable

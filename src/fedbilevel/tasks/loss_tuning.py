@@ -8,8 +8,8 @@ z(y) the logits of an image of class c, the losses are means over a client's tra
 
 The loss in g is the vector-scaling loss (Kini et al., NeurIPS 2021): Δ scales logits by factors in (0, 1), and ℓ shifts
 them. At the start, Δ = ℓ = 0 and sigmoid(0) = ½, so g is the cross-entropy of halved logits, which is the loss without
-tuning. To train with this loss alone, give x a very small step size. f does not depend on x directly. With its weights
-w_c, f is the mean over classes of the classes' validation losses.
+tuning. To train with only this loss, give x a very small step size. The outer loss f does not depend on x directly.
+With its weights w_c, f is the mean over classes of the classes' validation losses.
 
 RABO (Li et al., section V-B) uses the loss of g also as f, with class weights in both that are free variables:
 `outer="vs"`, `class_weights=True`, `normalised=False`. This f is linear in the weights. At a fixed y it is 0 if all

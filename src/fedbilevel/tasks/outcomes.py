@@ -9,9 +9,9 @@ is the value of class c. The losses ℓ are:
     continuous  ℓ = ½ (z − (c − m)/s)²                  m and s the mean and the standard deviation of all targets
     survival    ℓ = e [log Σ_{k at risk} v_k e^{z_k} − z]
 
-The last loss is Cox's partial likelihood with Breslow's treatment of ties. e is 1 if the event was observed at the
-row's time t, and otherwise 0; v are the weights of rows. A row k is at risk if it is of the same site, the model is
-trained on it, and its time is t or later.
+The last loss is Cox's partial likelihood with Breslow's treatment of ties. The number e is 1 if the event was observed
+at the row's time t, and otherwise 0; v are the weights of rows. A row k is at risk if it is of the same site, the model
+is trained on it, and its time is t or later.
 """
 
 from collections.abc import Callable, Mapping

@@ -7,9 +7,9 @@ feature, and let z(y) = Wᵀa be the logits:
 
     g_i = mean CE(z(y), c) + Σ_j exp(x_j) ‖W_j‖²        f_i = mean CE(z(y), c)
 
-The coefficients exp(x_j) are positive for any x, and g_i is strongly convex in y. f does not depend on x directly, and
-∂g_i/∂x_j = exp(x_j) ‖W_j‖². With two classes there is a single logit, whose sigmoid is the probability of class 1. With
-more classes, each class has a logit. x_j starts at log(ridge).
+The coefficients exp(x_j) are positive for any x, and g_i is strongly convex in y. The outer loss f does not depend on x
+directly, and ∂g_i/∂x_j = exp(x_j) ‖W_j‖². With two classes there is a single logit, whose sigmoid is the probability of
+class 1. With more classes, each class has a logit. x_j starts at log(ridge).
 """
 
 from collections.abc import Mapping

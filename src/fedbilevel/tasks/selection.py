@@ -6,9 +6,9 @@ minimisers of F in X:
 
     F(x) = mean log(1 + exp(−b⟨a, x⟩))        H(x) = ‖x‖₁ + ½‖x‖²        X = [−bound, bound]ⁿ
 
-F has many minimisers if some features are always 0 or are equal to others. H is 1-strongly convex. Features are not
-standardised, so that the derivative of F is 0 for a pixel that is always blank. x starts at 0, or uniformly at random
-in [−start, start]ⁿ.
+F has many minimisers if some features are always 0 or are equal to others. The preference H is 1-strongly convex.
+Features are not standardised, so that the derivative of F is 0 for a pixel that is always blank. x starts at 0, or
+uniformly at random in [−start, start]ⁿ.
 """
 
 from collections.abc import Mapping, Sequence

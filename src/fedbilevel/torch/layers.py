@@ -38,7 +38,8 @@ def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
 def taps(x: Array, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> list[Array]:
     """Slide a window over x, and return an array for each position inside the window: the entries of x found there.
 
-    Such an array has an entry for each place of the window. x is (…, *space), and already padded.
+    Such an array has an entry for each place of the window. The array x has the shape (…, *space), and is already
+    padded.
     """
     n = len(kernel)
     counts = [(s - d * (k - 1) - 1) // t + 1 for s, k, t, d in zip(x.shape[-n:], kernel, stride, dilation, strict=True)]

@@ -28,8 +28,8 @@ add up in the next layer. Such moves can make a network useless for the rest of 
 larger by many powers of ten, and they stay in AdaGrad's sums. Therefore the steps of matrices grow linearly over the
 first T rounds, which is the usual warm-up.
 
-The numerator is that of DoG. Small entries, such as the weights of a network, start with small steps. Entries that move
-far get longer steps, up to Rη.
+The numerator is that of DoG. Entries with small values, such as the weights of a network, have short steps at first.
+Entries that move far get longer steps, up to Rη.
 
 η = 0.1 changes a penalty 10^x by at most a quarter in a round, and a weight exp(x) by at most a tenth. A quantity that
 depends on several entries of x can change by more: if an inner curvature is 10^(x_1 + … + x_d), a smaller η is needed.

@@ -36,9 +36,9 @@ Leaves of y that are each client's own, and their part of v, move by c/(a_i L_i)
 If the clients' own steps adapt (`LocalSGD`, FedBiO), a client's changes of these leaves are scaled down to 1/L_i.
 
 Steps on x are AdaGrad's, along the hypergradient h of the round. They are shorter after the inner curvature has risen
-(adagrad.py, curvature.py). h is the change of x in the method's round, divided by the method's step. The server's step
-is LONG, so that h is not lost to rounding. If clients step on x themselves, their steps are SHORT, so that they compute
-h at the x of the server, and their replies are scaled by LONG/SHORT. With longer steps, a client whose own
+(adagrad.py, curvature.py). Here h is the change of x in the method's round, divided by the method's step. The server's
+step is LONG, so that h is not lost to rounding. If clients step on x themselves, their steps are SHORT, so that they
+compute h at the x of the server, and their replies are scaled by LONG/SHORT. With longer steps, a client whose own
 hypergradient is many times the mean would diverge.
 
 With this layer, a message has two more numbers and a seed, and a reply to a phase that measures has six more numbers.

@@ -5,8 +5,8 @@ exchange. Let N be the number of terms of a Neumann series, N' ≤ N − 1 a ran
 of conjugate gradient. An estimate takes N + 1 exchanges by the whole series or with "random_per_client", N' + 2 with
 "random", and K + 2 by `CG`.
 
-`LocalImplicit` takes a single exchange: every client computes a hypergradient alone, with its own f_i and g_i. If
-clients differ, the mean of these is not the hypergradient.
+`LocalImplicit` takes a single exchange: every client computes a hypergradient from its own f_i and g_i. If clients
+differ, the mean of these is not the hypergradient.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Exact(Part):
     hypergradient = staticmethod(products.hypergradient)
 
     def counted(self, reply: Reply) -> Reply:
-        """Return the reply as it is: exact products count as second-order products (hvps)."""
+        """Return the reply as it is: exact products are counted as second-order products (hvps)."""
         return reply
 
 

@@ -2,8 +2,8 @@
 
     min H(x) over the minimisers of F over X:   follow the minimisers of F + λ_k H over X, with λ_k → 0
 
-In round k = 1, 2, … the step is γ_k, and the weight of H is λ_k = λ₁/k^b. F is the mean over samples, as everywhere in
-this library. In papers F is the sum over m samples. Their λ corresponds to λ/m here.
+In round k = 1, 2, … the step is γ_k, and the weight of H is λ_k = λ₁/k^b. Here F is the mean over samples, as
+everywhere in this library. In papers F is the sum over m samples. Their λ corresponds to λ/m here.
 """
 
 from abc import abstractmethod
@@ -76,8 +76,8 @@ class IterativeRegularization(Algorithm):
             rounds. If H is μ-strongly convex, γ₁λ₁μ must be at most 2.
         regularization_decay: b in λ_k = λ₁/k^b, positive.
         tolerance: the run ends when max{‖Δx‖/(‖x‖ + 1), |ΔH|/(|H| + 1), |ΔF|/(|F| + 1)} is at most this number, where Δ
-            is the change from one round to the next and F is the sum over all samples. F is computed only for this
-            rule, and the server gets it one round later. None: the run does not end early.
+            is the change from one round to the next and F is the sum over all samples. This sum is computed only for
+            this rule, and the server gets it one round later. None: the run does not end early.
     """
 
     solves: ClassVar[tuple[type[Problem], ...]] = (SimpleBilevel,)

@@ -10,9 +10,9 @@ A layer has a function for an exchange on the server, one for a reply at a clien
 On each side a layer may keep a state (`server_slot`, `client_slot`) between exchanges and rounds. Layers do not depend
 on each other, with two exceptions: `excludes`, and the memory of last replies, which late and short replies share.
 
-`layered` puts all layers of a run in one `Layered`. It has a field for each place, and the order of the fields is the
-order of the layers around a phase: parts that never leave a client are removed before the rest gets noise, and replies
-are coded after that. A rule acts only on the server, and the last two places act at the end of a round.
+`layered` puts all layers of a run in one `Layered`. This object has a field for each place, and the order of the fields
+is the order of the layers around a phase: parts that never leave a client are removed before the rest gets noise, and
+replies are coded after that. A rule acts only on the server, and the last two places act at the end of a round.
 """
 
 from __future__ import annotations

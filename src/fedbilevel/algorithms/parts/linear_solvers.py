@@ -115,9 +115,9 @@ class Neumann(Part):
         """Compute v ≈ H⁻¹ b. `loop.repeat` and `product` make exchanges, or run in a client's own loop.
 
         The n-th step, n = 1, 2, …, is v ← (I − sH) v + e_n. For the series e_n = s b, and for one random length
-        e_n = 0. If each client draws its own length, `b` has leaves (N, …), with the sum over the clients that drew a
-        length at the place of this length. e_n is then the sum for the length that equals the number of products that
-        follow step n.
+        e_n = 0. If each client draws its own length, `b` has leaves of shape (N, …), with the sum over the clients that
+        drew a length at the place of this length. The summand e_n is then the sum for the length that equals the number
+        of products that follow step n.
         """
         draw_key, loop_key = jax.random.split(key)
         count: Any = terms - 1

@@ -3,7 +3,7 @@
 Jianyu Wang et al., "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization" (FedNova),
 NeurIPS 2020, section 4: local optimizers whose total update is a linear combination of their gradients,
 
-    z_0 − z_τ = η Σ_{k<τ} a_k d_k,   d_k taken at z_k.
+    z_0 − z_τ = η Σ_{k<τ} a_k d_k,   d_k computed at z_k.
 
 Except for plain steps, the a_k depend on τ: after k steps the iterate is z_k = z_0 − η Σ_{j<k} a_j d_j with the a_j of
 k steps. A client therefore does not store the a_k. It stores the sum q of its steps so far and the memory of its
@@ -139,7 +139,7 @@ def mean_gradient(gradient: Gradient, start: PyTree, steps: LocalSteps, lr: Any)
 class LocalOptimizer(Part):
     """Base class of rules for local steps: after steps from z_0 the iterate is z_0 − ηq with q = Σ a_k d_k.
 
-    d_k is the direction of step k, a_k ≥ 0 its coefficient, and η the step size.
+    Here d_k is the direction of step k, a_k ≥ 0 its coefficient, and η the step size.
     """
 
     anchored: ClassVar[bool] = False

@@ -10,10 +10,10 @@ replies whose norm is at most some bounds, since only sums over clients leave an
 simulated clock needs them, and a site does not hide the time of a reply either.
 
 Each client counts its replies for the privacy budget. A client cannot keep a count in fresh cohorts, nor if clients
-hold submodels. In these cases every exchange counts as a reply of every client, which is an upper bound. A method must
-then use a different key for every exchange, since two replies of a client with the same key would have the same noise.
-In a federation, a client without remaining budget is absent. Here the run ends instead (engines/execution.py), since an
-empty cohort has no mean.
+hold submodels. In these cases every exchange is counted as a reply of every client, which is an upper bound. A method
+must then use a different key for every exchange, since two replies of a client with the same key would have the same
+noise. In a federation, a client without remaining budget is absent. Here the run ends instead (engines/execution.py),
+since an empty cohort has no mean.
 """
 
 from __future__ import annotations

@@ -65,9 +65,10 @@ class Local:
     """Simulate clients on this machine's devices, or on those of all processes that called `multihost.join`.
 
     Args:
-        chunk: the number of clients that are vectorised together. None chooses it. On a GPU, it takes all clients, or
-            chunks with at most 256 MiB of states; if clients do unequal work, it takes at least four chunks, sorted by
-            work. On a CPU, it takes as many clients as have their states in a core's cache, and at least one.
+        chunk: the number of clients that are vectorised together. None: the engine chooses it. On a GPU, a chunk has
+            all clients, or as many as have at most 256 MiB of states; if clients do unequal work, there are at least
+            four chunks, sorted by work. On a CPU, a chunk has as many clients as have their states in a core's cache,
+            and at least one.
         devices: the number of devices of each process over which a cohort is distributed. None chooses it: all devices
             of a CPU, one for each core, if the cohort's states take more than a megabyte; else 1, as on a GPU and with
             several processes. A resumed run keeps its number.

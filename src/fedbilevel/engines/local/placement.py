@@ -116,7 +116,10 @@ class DeviceRows(NamedTuple):
     axis: Any  # the axes of the mesh, or None
 
     def here(self, chosen: Array) -> Array:
-        """Return this device's part, (rows,), of a choice among all clients, (M,); padding rows are never chosen."""
+        """Return this device's part of a choice among all clients. Padding rows are never chosen.
+
+        `chosen` has an entry for each client, and the result an entry for each of this device's rows.
+        """
         short = jnp.shape(chosen)[0]
         ids = self.first + jnp.arange(self.size)
         return jnp.where(ids < short, jnp.asarray(chosen)[jnp.minimum(ids, short - 1)], 0).astype(chosen.dtype)

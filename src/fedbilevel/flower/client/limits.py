@@ -63,8 +63,8 @@ class Limits:
     costly to learn single samples from many replies, but do not prevent it: see docs/explanation/security.md.
 
     Args:
-        max_local_steps: the largest number of local steps, from the algorithm or from the message. It also bounds other
-            fields of the algorithm that determine the client's work, such as `inner.rounds` and
+        max_local_steps: the largest number of local steps, from the algorithm or from the message. This limit also
+            bounds other fields of the algorithm that determine the client's work, such as `inner.rounds` and
             `hypergradient.solver.terms`.
         max_batch_size: the largest number of samples of a mini-batch.
         max_seconds: the time limit for a phase, including compilation, and for making the site. If a phase takes

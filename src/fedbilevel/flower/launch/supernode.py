@@ -27,7 +27,7 @@ from fedbilevel.flower.versions import TESTED, require_flower, tested
 
 FASTEST, SLOWEST = 0.02, 2.0  # the shortest and the longest time between two requests for a message, in seconds
 BACKOFF = (1.0, 10.0)
-STEADY = 60.0  # after a process has run for so many seconds, the wait before a restart is short again
+STEADY = 60.0  # after a process has run for this many seconds, the wait before a restart is short again
 
 logger = logging.getLogger("fedbilevel.supernode")
 

@@ -185,8 +185,8 @@ class NormBounds:
 
     norm_factor should refuse only updates that would end a run, and must accept all updates of honest clients. In a
     test with images of digits, labels divided among the clients by a Dirichlet distribution with α = 0.05, and
-    hypergradients that each client computes alone (LFedNest), the longest honest update was 1,020 times as long as the
-    median.
+    hypergradients that each client computes on its own (LFedNest), the longest honest update was 1,020 times as long as
+    the median.
 
     Args:
         terms: the server's rules; `check_response` checks norm_bound.
