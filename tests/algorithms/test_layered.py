@@ -313,7 +313,10 @@ def test_what_cannot_be_together_says_why():
             "BareReply.reply returned Reply.*it must return a Reply and the layer's new state",
         ),
         (lambda: played(KeepsAtOnce()), "KeepsAtOnce.exchange keeps .*, but server_slot says that nothing is kept"),
-        (lambda: played(OneEntry()), "OneEntry.coded: decoding must return a tree like the encoded one"),
+        (
+            lambda: played(OneEntry()),
+            "OneEntry.coded: decoding must return the structure, shapes and dtypes of the encoded tree",
+        ),
         (lambda: fb.solve(layered(METHOD, Eight()), few[0], half, *few[2:], rounds=1), "Clients.capacity"),
         (lambda: fb.solve(fb.Asynchronous(wait_for=2), *few, rounds=1), "goes around a method: fb.layered"),
         (lambda: fb.Asynchronous(METHOD, 2), "a single method, with all fields given by name"),

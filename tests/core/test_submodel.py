@@ -129,8 +129,11 @@ def test_a_group_of_x_and_y_is_pruned_with_both_alone(pruned, left):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"w": "_ h"}, r"not a tree like x: it lacks \[\"\['b'\]\"\] and has \[\]"),
-        ({"w": "_ h", "b": "h", "c": "_"}, r"not a tree like x: it lacks \[\] and has \[\"\['c'\]\"\]"),
+        ({"w": "_ h"}, r"not a tree with the structure of x: it lacks \[\"\['b'\]\"\] and has \[\]"),
+        (
+            {"w": "_ h", "b": "h", "c": "_"},
+            r"not a tree with the structure of x: it lacks \[\] and has \[\"\['c'\]\"\]",
+        ),
         ({"w": "_", "b": "h"}, r"Structure.x\['w'\] = '_' .* of 2 words, one for each axis of \(6, 4\)"),
         ({"w": "h _", "b": "h"}, r"Structure.x\['w'\], axis 0: 6 units of group 'h', but Structure.x\['b'\] has 4"),
         ({"w": "4*h _", "b": "_"}, r"Structure.x\['w'\], axis 0 = '4\*h _' .* a factor that divides the axis's 6 entr"),

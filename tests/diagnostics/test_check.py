@@ -311,7 +311,7 @@ def test_clients_of_a_minimax_problem_invert_no_hessian():
         ({"terms": 0}, ConfigurationError, "terms = 0"),
         ({"step": -1}, ConfigurationError, "step = -1"),
         ({"estimators": {"cg": lambda x, y: x}}, ConfigurationError, "'cg' is not allowed"),
-        ({"estimators": {"mine": lambda x, y: x[:2]}}, ConfigurationError, r"\(2,\).*like x, \(4,\)"),
+        ({"estimators": {"mine": lambda x, y: x[:2]}}, ConfigurationError, r"\(2,\).*the shapes of x, \(4,\)"),
         ({"estimators": {"mine": lambda x, y: x * np.nan}}, NonFiniteError, "'mine' has NaN"),
         ({"estimators": {"mine": Noisy}}, ConfigurationError, "a function"),
     ],

@@ -41,7 +41,7 @@ def box(lower: Any, upper: Any) -> Project:
     lows, highs = _numbers(lower), _numbers(upper)
     for name, bound, entries in (("lower", lower, lows), ("upper", upper, highs)):
         good = bool(entries) and not any(np.any(np.isnan(entry)) for entry in entries)
-        require(good, f"box.{name}", bound, "a number, or a tree like x, without NaN")
+        require(good, f"box.{name}", bound, "a number, or a tree with the structure of x, without NaN")
     pairs = zip(lows, highs, strict=True) if len(lows) == len(highs) else product(lows, highs)
     crossed = any(np.any(low > high) for low, high in pairs)
     require(not crossed, "box.lower", lower, f"nowhere above upper = {upper}, so that the box is not empty")
@@ -271,7 +271,7 @@ def _like(x: PyTree, field: str, given: Any) -> PyTree:
     try:
         return jax.tree.map(fit, x, given, is_leaf=is_none)
     except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"{field} is neither a number nor a tree like x: {error}") from error
+        raise ConfigurationError(f"{field} is neither a number nor a tree with the structure of x: {error}") from error
 
 
 def _is_whole(value: Any) -> bool:

@@ -239,7 +239,7 @@ def _words(part: str, tree: PyTree, words: PyTree) -> list[str]:
             for given in (tree, words)
         )
         lacks = f"it lacks {sorted(mine - theirs)} and has {sorted(theirs - mine)}" if mine != theirs else str(shape)
-        raise ConfigurationError(f"Structure.{part} is not a tree like {part}: {lacks}")
+        raise ConfigurationError(f"Structure.{part} is not a tree with the structure of {part}: {lacks}")
     return strings
 
 

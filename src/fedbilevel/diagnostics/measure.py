@@ -282,7 +282,7 @@ def point(problem: object, clients: object, x: PyTree, y: PyTree) -> Differentia
 def same_shapes(name: str, got: PyTree, like: PyTree) -> None:
     """Raise a ConfigurationError if a tree differs from `like` in structure or shapes."""
     same = str(jax.tree.structure(got)) == str(jax.tree.structure(like)) and _shapes(got) == _shapes(like)
-    require(same, name, _shapes(got), f"like x, {_shapes(like)}")
+    require(same, name, _shapes(got), f"the shapes of x, {_shapes(like)}")
 
 
 def _shapes(tree: PyTree) -> str:

@@ -47,7 +47,7 @@ def sheet(model: Any) -> str:
     parts = [f"Scoring sheet: {_predicted(model)}"]
     parts += [f"{MODELS[study.estimator]}; {agreed.rows} rows of {', '.join(map(printable, study.fitted_sites))}", ""]
     parts += ["Begin with the start. For each number, add the number times its factor."]
-    parts += ["A missing number counts as the mean of its column."] * bool(numbers)
+    parts += ['For a missing number, add the entry of its row under "if missing, add".'] * bool(numbers)
     parts += ["For each word, add the number beside it. The sum is S."]
     parts += [*_precision(decimals, numbers, words), ""]
     parts += _aligned([("start", start)])

@@ -141,8 +141,7 @@ class RunPlan:
 
     Args:
         rounds: the total number of rounds; None if there is a budget.
-        exchanges: a budget in place of rounds. The run ends at the first row of its history with at least this number
-            of exchanges.
+        exchanges: a budget in place of rounds. The run ends at the first row with at least this number of exchanges.
         bytes: a budget in place of rounds: the bytes of all messages, down and up, to and from all clients.
         evaluations: a budget in place of rounds: the batch gradients and hvps of all clients.
         time: a budget in place of rounds, in seconds of the clock.

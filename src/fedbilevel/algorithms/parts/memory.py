@@ -229,7 +229,9 @@ class ReplyDelta(NamedTuple):
             name = f"{type(compressor).__name__}.coded"
             plain_update(name, coded)
             if wrong := difference(restored := decoded(coded), private):
-                raise ConfigurationError(f"{name}: decoding must return a tree like the encoded one: {wrong}")
+                raise ConfigurationError(
+                    f"{name}: decoding must return the structure, shapes and dtypes of the encoded tree: {wrong}"
+                )
             update = optax.tree.add(last.update, join(restored, marked))
             change = (coded, marked)
         return cls(change, Public(joins), Public(exchanges)), LastReply(update, exchange)
