@@ -524,7 +524,8 @@ class ADBO(CuttingPlanes):
     """Replace the inner problem by cutting planes, and wait only for the first replies in every step.
 
     Args:
-        wait_for: S, the number of replies for which a step waits. With 1, the server moves at every reply.
+        wait_for: S, the number of replies for which a step waits. If S is below the number of clients, steps do not
+            wait for stragglers. With 1, the server moves at every reply.
         max_staleness: τ. A step also waits for every client that was asked τ or more steps ago. None: no bound.
     """
 

@@ -33,7 +33,7 @@ the largest β. The condition is therefore still sufficient if L, the largest ei
 The method was developed for this library. Its correction follows Konečný et al., "Federated Optimization: Distributed
 Machine Learning for On-Device Intelligence", 2016, arXiv:1610.02527. Sai Praneeth Karimireddy et al., "Mime: Mimicking
 Centralized Stochastic Algorithms in Federated Learning", 2020, arXiv:2008.03606, also correct local steps by quantities
-that the server computed in the round before. For bilevel problems, FedMSA corrects steps on x, y and v by momenta with
+that the server computed after earlier rounds. For bilevel problems, FedMSA corrects steps on x, y and v by momenta with
 reduced variance (Davoud Ataee Tarzanagh, Mingchen Li, Pranay Sharma, Samet Oymak, "Federated Multi-Sequence Stochastic
 Approximation with Local Hypergradient Estimation", 2023, arXiv:2306.01648). CorrectedFBO is not an implementation of
 FedMSA.

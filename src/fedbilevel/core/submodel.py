@@ -10,7 +10,7 @@ static       The first units, always the same. (HeteroFL: Diao, Ding, Tarokh, IC
              features by the capacity, its static batch normalisation and its masked cross-entropy.)
 rolling      A window that moves on by one unit each round and wraps around. (FedRolex: Alam et al., NeurIPS 2022. Its
              program has the three additions that `static` leaves out.)
-random Units that each client draws anew in each round; with `fixed`, once.
+random       Units that each client draws anew in each round; with `fixed`, once.
 covered      One of the segments into which the units of a group are divided, each as long as a client can hold. The
              segments are dealt out evenly to the clients of a capacity, so that the least coverage of a unit is as
              large as possible. They are dealt anew in each round, so that in time every weight between two groups is
