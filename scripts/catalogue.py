@@ -24,13 +24,13 @@ METHODS = ROOT / "src" / "fedbilevel" / "algorithms"
 PAGES = ROOT / "docs" / "reference" / "algorithms"
 KINDS = {
     "Bilevel": (
-        "x decides how y is trained, by the loss g, and is judged by the loss f of the trained y",
+        "x sets how y is trained with the loss g; the best x gives the trained y the smallest loss f",
         "Bilevel(f, g)",
     ),
-    "Minimax": ("min over x of max over y, one loss", "Minimax(f)"),
-    "Compositional": ("a non-linear function of a mean over all clients", "Compositional(f, r)"),
-    "SimpleBilevel": ("a preference H among the many minimisers of one loss F", "SimpleBilevel(H, f, project)"),
-    "SingleLevel": ("one loss, one variable", "SingleLevel(f)"),
+    "Minimax": ("minimise one loss over x, while y maximises it", "Minimax(f)"),
+    "Compositional": ("a non-linear function f of a mean of r over all clients", "Compositional(f, r)"),
+    "SimpleBilevel": ("choose, by a loss H, among the many minimisers of a loss F", "SimpleBilevel(H, f, project)"),
+    "SingleLevel": ("one loss with one variable", "SingleLevel(f)"),
 }
 """The kinds of problem -> (what it is for, how it is stated)."""
 

@@ -82,7 +82,7 @@ SERVER = {
     "another shape": (
         "round",
         lambda self, fed, state, key: State(jnp.outer(state.x, state.x), state.y),
-        "must return a state like the one that it got, as init made it: .x is float64[2, 2], not float64[2]",
+        "must return a state with the shapes and dtypes that init returned: .x is float64[2, 2], not float64[2]",
     ),
     "if": ("round", rounded, "leave out int(…) and float(…)"),
 }

@@ -76,7 +76,7 @@ class FedBiO(LocalDirections):
         up="1 like x, 2 like y",
         hvps="2τ",
         cost="a gradient of g, and a joint pass for f's gradient and both products with ∇²g",
-        bias="drift of clients, since the server has no steps of its own; different numbers of local steps",
+        bias="drift of clients, which no step of the server reduces; clients that make more local steps count more",
     )
     allows = Allows(late=("local_descent",), submodels=UnitPolicy(), own_y={"local_descent": own_changes("y", "v")})
 
@@ -130,7 +130,7 @@ class FedBiOAcc(LocalDirections):
         up="2 like x, 4 like y",
         hvps="4τ",
         cost="two gradients of g, and two joint passes, each for f's gradient and both products with ∇²g",
-        bias="drift of clients; different numbers of local steps",
+        bias="drift of clients; clients that make more local steps count more",
     )
     allows = Allows(
         late=No(

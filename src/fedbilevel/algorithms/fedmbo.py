@@ -59,7 +59,7 @@ class FedMBO(Nested):
         paper="Huang et al. 2023, arXiv:2302.05412",
         needs="g strongly convex in y",
         good_for="cohorts of many clients, whose random lengths average out; the step on x needs one exchange",
-        exchanges="T + N + 1; by conjugate gradient with K products, T + K + 2",
+        exchanges="T + N + 1; with `CG` in C iterations, T + C + 2",
         up="1 like x, T + N like y",
         hvps="N",
         cost="a gradient of g",

@@ -231,7 +231,7 @@ class SimFBO(OneExchange, LocalDirections):
         up="1 like x, 2 like y",
         hvps="2τ",
         cost="a gradient of g, and a joint pass for f's gradient and both products with ∇²g",
-        bias="drift of clients, proportional to their step size; different numbers of local steps re-weight clients",
+        bias="drift of clients, proportional to their step size; clients that make more local steps count more",
     )
 
 

@@ -73,7 +73,7 @@ def checked_round(algorithm: Server, fed: Fed, state: Any, key: Array) -> Any:
     with explained(where):
         new = algorithm.round(fed, state, key)
     if wrong := difference(new, state):
-        raise ConfigurationError(f"{where} must return a state like the one that it got, as init made it: {wrong}")
+        raise ConfigurationError(f"{where} must return a state with the shapes and dtypes that init returned: {wrong}")
     return new
 
 

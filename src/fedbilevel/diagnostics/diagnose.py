@@ -174,7 +174,7 @@ def _without_steps(found: Diagnosis) -> str:
     needed = DIGITS * found.condition
     if found.mu <= 0:
         return "with adaptive steps: trouble is expected, since y*(x) may not be defined"
-    does = f"y and v need about {float(f'{needed:.2g}'):,.0f} rounds for a thousandth of their error"
+    does = f"y and v need about {float(f'{needed:.2g}'):,.0f} rounds to reduce their errors to a thousandth"
     if needed > found.rounds:
         return f"with adaptive steps: trouble is expected, since {does}, and {found.rounds:,} are planned"
     return f"with adaptive steps: no trouble is expected; {does}"
@@ -227,8 +227,8 @@ def _objective(found: Diagnosis) -> list[str]:
     ]
     if phi.smallest < 0:
         lines.append("  Φ is not convex here")
-    safe = found.safe_steps()
-    steps = ", ".join(f"{name} below {size:.3g}" for name, size in safe.items())
+    parts = ("y and v", "x", "x in a single-loop method")
+    steps = "; ".join(f"{part} below {size:.3g}" for part, size in zip(parts, found.safe_steps().values(), strict=True))
     return [*lines, f"safe steps of a round, full batches: {steps}; ‖v‖ within r = {found.radius:.3g}"]
 
 
@@ -237,7 +237,7 @@ def _needs(found: Diagnosis, algorithm: str) -> str:
     if math.isinf(needed):
         return "no number of rounds is predicted, since Φ is not convex here"
     late = f", more than the {found.rounds} that are planned" if needed > found.rounds else ""
-    return f"about {float(f'{needed:.2g}'):,.0f} rounds to a thousandth of the error{late}"
+    return f"about {float(f'{needed:.2g}'):,.0f} rounds reduce the error to a thousandth{late}"
 
 
 def _pasted(algorithm: str, found: Diagnosis) -> str:

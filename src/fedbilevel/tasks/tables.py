@@ -8,10 +8,11 @@ indicator for each category. The losses of a row with the target c are:
     classes     log Σ_c' e^{z_c'} − z_c        continuous  ½ (z − (c − m)/s)²
     survival    e [log Σ_{k at risk} v_k e^{z_k} − z], of Cox, each site with a baseline hazard of its own
 
-Here z is aᵀy, and m and s are the mean and the standard deviation of all targets. After the features, a row a has an
-indicator for each site, and a 1 as its last entry; rows of Cox's model have neither. Penalties and weights of sites are
-found by cross-validation (Bennett et al., IJCNN 2006). Site i deals its n_i training rows into K folds, and row j is in
-fold k_j. y contains K + 1 models; model k < K is trained without fold k, and model K on all rows:
+Here z is aᵀy, and m and s are the mean and the standard deviation of all targets. A row a contains the features, then
+an indicator for each site, and a 1 as its last entry; rows of Cox's model contain only the features. Penalties and
+weights of sites are found by cross-validation (Bennett et al., IJCNN 2006). Site i divides its n_i training rows into K
+folds, and row j is in fold k_j. y contains K + 1 models; model k < K is trained without fold k, and model K on all
+rows:
 
     g_i = (1/n_i) Σ_j w_i v_j [ℓ_j(y_K) + Σ_{k ≠ k_j} K/(K − 1) ℓ_j(y_k)] + Σ_k Σ_l exp(x.penalty_{p(l)}) ‖y_kl‖²
     f_i = (1/n_i) Σ_j v_j ℓ_j(y_{k_j})               w = M softmax(x.weight), or 1

@@ -1,9 +1,9 @@
 """Estimate the hypergradient ∇Φ(x) ≈ ∇x F − ∇²xy G·v, where v solves ∇²yy G·v = ∇y F.
 
 `Implicit` computes the hypergradient of all clients together: every product is a mean over clients and costs an
-exchange. Let N be the number of terms of a Neumann series, N' ≤ N − 1 a random length, and K the number of iterations
+exchange. Let N be the number of terms of a Neumann series, N' ≤ N − 1 a random length, and C the number of iterations
 of conjugate gradient. An estimate takes N + 1 exchanges by the whole series or with "random_per_client", N' + 2 with
-"random", and K + 2 by `CG`.
+"random", and C + 2 by `CG`.
 
 `LocalImplicit` takes a single exchange: every client computes a hypergradient from its own f_i and g_i. If clients
 differ, the mean of these is not the hypergradient.

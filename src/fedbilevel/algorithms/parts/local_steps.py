@@ -348,7 +348,7 @@ class JointSteps(Algorithm):
 
 
 class LocalDirections(JointSteps):
-    """Base class of methods whose directions in x, y and v have exact products with the second derivatives of g."""
+    """Base class of methods that compute directions in x, y and v with exact Hessian-vector products of g."""
 
     def directions(self, client: Client, local: XYV, key: Array) -> Directions:
         """Return the three directions at `local`, on the samples that the key draws."""
