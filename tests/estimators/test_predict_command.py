@@ -136,6 +136,9 @@ def test_neither_model_nor_table_is_overwritten(saved, tmp_path, capsys):
 def test_parquet_is_read_by_pandas(saved, tmp_path, capsys, monkeypatch):
     """A Parquet file is read by pandas, and gives the same predictions as a CSV file.
 
+    pandas before 3.1 reads the decimal digits of a CSV file with an error of some units in the last place. Predictions
+    are sums of few such numbers of size below 100, so that 1e-12 is a wide margin.
+
     pandas needs pyarrow for it, so that the test replaces the reader. If pyarrow or pandas is missing, the error names
     it.
     """
@@ -145,7 +148,10 @@ def test_parquet_is_read_by_pandas(saved, tmp_path, capsys, monkeypatch):
     assert main(given) == 0
     of_parquet = capsys.readouterr().out
     assert main([*given[:2], str(saved / "south.csv"), *given[3:]]) == 0
-    assert of_parquet == capsys.readouterr().out
+    of_csv = capsys.readouterr().out
+    one, other = (pd.read_csv(io.StringIO(text)) for text in (of_parquet, of_csv))
+    assert list(one) == list(other)
+    np.testing.assert_allclose(one.number, other.number, rtol=1e-12, atol=1e-12)
 
     def missing(file):
         raise ImportError("Unable to find a usable engine")
