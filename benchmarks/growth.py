@@ -74,7 +74,8 @@ def fitted(points: dict[int, dict[str, float]], measure: str) -> tuple[list[int]
 
 
 def draw(found: dict[str, dict[int, dict[str, float]]], file: str) -> None:
-    """Draw a panel for each axis and measure, with the fitted slope. Both axes of a panel are logarithmic."""
+    """Draw a panel for each varied number and each measure, with the fitted slope. The scales of all panels are
+    logarithmic."""
     figure = Figure(figsize=(3.2 * len(found), 8), layout="tight")
     panels = figure.subplots(len(MEASURES), len(found), sharex="col", sharey="row", squeeze=False)
     for column, (axis, points) in enumerate(found.items()):

@@ -195,10 +195,10 @@ def comparison(figure: Figure, claim: Claim, panel: str, than: str, runs: Runs) 
     mean, half = interval(apart)
     state, note = state_of(mean, half, claim.level, within(figure, claim, second)), ""
     if not there:
-        note = f"{claim.better} does not reach the value in every run"
+        note = f"{claim.better} does not reach the value of the claim in every run"
         state = "open" if state == "holds" or not other_there else state
     elif not other_there:
-        note = f"Some runs of {than} do not reach the value, and count with the cost at which they ended"
+        note = f"Some runs of {than} do not reach the value of the claim; they count with the cost at which they ended"
         state = "open" if state == "contradicted" else state
     elif claim.level is not None and mean - half > claim.level:
         note = f"{claim.better} is better than {than} by more than the margin"

@@ -34,8 +34,8 @@ def what_decides(figure: Figure, found: Mapping[str, Any], statement: Statement)
         more = f"{hours:.1f} more hours" if hours >= 0.05 else "a few more minutes"
         words.append(f"{max(known)} seeds ({more} of runs)")
     if hopeless := sum(count is None for _, count in needed):
-        some = f" {hopeless} of the open comparisons" if hopeless < len(left) else " it"
-        words.append(f"not even {MOST:,} seeds would decide{some}")
+        some = f" {hopeless} of the {len(left)} open comparisons" if hopeless < len(left) else " it"
+        words.append(f"even {MOST:,} seeds would not decide{some}")
     if unplayed:
         settings = "setting" if len(unplayed) == 1 else "settings"
         words.append(f"runs in the {settings} {' and '.join(f'“{panel}”' for panel in unplayed)}")

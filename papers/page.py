@@ -30,14 +30,15 @@ IN_ALL = {
 }
 IN_SHORT = "In short: "
 LEGEND = """\
-✔ holds, ✘ contradicted, = no difference (level), ? open. A *comparison* is one statement in one setting, against one
-other method, or a fitted slope against the predicted one. The *effect* is the advantage of the first method, from the
-smallest to the largest of all comparisons.
+✔ holds, ✘ contradicted, = no difference (level), ? open, ◐ mixed: comparisons had different outcomes. A *comparison* is
+one statement in one setting, against one other method; for theorems, it is the slope of a line fitted to the results,
+against the slope that the theorem predicts. The *effect* is the advantage of the first method, from the smallest to the
+largest of all comparisons.
 
-Below, each entry has a table, in which a column is a setting, or a slope that was fitted. A cell of this table has one
-sign for each comparison. Then come the value of the first method, a slash, and the values of the other methods. Values
-are means over the seeds; a seed is a number that fixes the random draws of a run. [The rules](../README.md#the-rules)
-say how a comparison is decided.
+Below, each entry has a table. A column of it is a setting, or the slope of a line that was fitted. A cell has one sign
+for each comparison. Then come the value of the first method, a slash, and the values of the other methods; a dash is in
+the place of a method of which a run failed. Values are means over the seeds; a seed is a number that fixes the random
+draws of a run. [The rules](../README.md#the-rules) say how a comparison is decided.
 """
 COST_UNITS = {*COSTS, *UNITS.values()}
 THEORY = "theory"  # the folder with the theorems of all papers
@@ -260,7 +261,7 @@ def origin(figure: Figure, found: Outcome) -> Iterator[str]:
     if figure.counted:
         yield f"The costs of a round were counted without running it, on {found['date']}. {files}\n"
         return
-    how = "There were no trials."
+    how = "No values were chosen by trials."
     if count := found["trials"]:
         how = f"Each method had up to {count} trials; its values were chosen by `{found['selected_on']}`."
         how += f" {chosen_at_ends(figure, found)}"

@@ -167,7 +167,7 @@ def test_one_that_never_gets_there_counts_with_its_end() -> None:
     fast, never = [history([0.1, 0.8, 0.9])] * 2, [history([0.1, 0.2, 0.3])] * 2
     found = only({"by": "first", "reach": 0.8}, fast, never)
     assert (found.difference, found.state) == (10, "holds")
-    assert "Some runs of B do not reach the value" in found.note
+    assert "Some runs of B do not reach the value of the claim" in found.note
     turned = only({"by": "first", "reach": 0.8}, never, fast)
     assert turned.state == "contradicted"
     assert only({"by": "first", "reach": 0.8}, never, never).state == "open"

@@ -80,7 +80,7 @@ def test_runs_that_two_cells_need_are_counted_once() -> None:
     (failed,) = statements([cells[0], cell("C", note="C failed with 1 of 3 seeds")])
     assert (
         what_decides(figure(), found, failed)
-        == "7 seeds (1.3 more hours of runs); not even 1,000 seeds would decide 1 of the open comparisons"
+        == "7 seeds (1.3 more hours of runs); even 1,000 seeds would not decide 1 of the 2 open comparisons"
     )
     (unplayed,) = statements([cell(panel="shards")])
     assert what_decides(figure(), found, unplayed) == "runs in the setting “shards”"

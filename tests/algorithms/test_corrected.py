@@ -144,7 +144,10 @@ def maps_of_a_round(method, matrices, work):
 
 
 def radius(method, matrices, work):
-    """Return the largest modulus of an eigenvalue of each problem's round on y; rounds on v have the same matrix."""
+    """Return, for each problem, the spectral radius of the matrix by which a round multiplies the error of y.
+
+    A round multiplies the error of v by the same matrix.
+    """
     on_y, on_v = maps_of_a_round(method, matrices, work)
     np.testing.assert_allclose(on_v, on_y, rtol=1e-6, atol=1e-6)
     return np.abs(np.linalg.eigvals(on_y)).max(-1)

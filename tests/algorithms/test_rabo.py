@@ -261,7 +261,8 @@ def test_equals_the_equations_written_out(task):
 def test_ends_where_its_hypergradients_vanish(name, task):
     """Methods with a global hypergradient end at x*; the others end where the mean of clients' own hypergradients is 0.
 
-    That is another point. With one local step, FedAvg rests at y*(x). A round has T + N + 1 exchanges, or T + 1.
+    The latter point is not x*. With one local step, inner rounds by FedAvg do not move y away from y*(x). A round has T
+    + N + 1 exchanges with a global hypergradient, and T + 1 with clients' own.
     """
     exact, biased = solution(task.clients).x, end_of_own(task)
     assert off(biased, exact) > 0.05

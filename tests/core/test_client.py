@@ -145,7 +145,7 @@ def test_what_lies_in_the_padding_reaches_no_gradient():
 
 @pytest.mark.parametrize("key", [None, 5])
 def test_samples_in_turn_are_each_its_own(key):
-    """`in_turn` takes every sample once, in the client's own order if there is no key, in place or from a copy."""
+    """`in_turn` takes every sample once, in place and from a copy; without a key, in the client's own order."""
     order = None if key is None else jax.random.key(key)
     numbered = Clients(*[[np.arange(n) + 10 * i for i, n in enumerate(SIZES)]] * 2).inner
     for i, size in enumerate(SIZES):

@@ -93,7 +93,7 @@ def test_a_method_has_the_numbers_in_its_fields():
         (
             [1, 2],
             r"own\['n'\] = \[1, 2\] is not allowed: it must be of shape \(\), \(3,\), \(rounds, 3\) or "
-            r"\(rounds, inner rounds, 3\), got \(2,\)",
+            r"\(rounds, inner rounds, 3\), for 3 clients, got \(2,\)",
         ),
         ([1, np.nan, 2], "a number, one for each client"),
         ([1, 2**32 + 2, 1], "a number, one for each client"),

@@ -292,7 +292,7 @@ def test_a_late_reply_that_is_not_finite_is_charged(engine):
 
 
 def test_every_step_is_halved_and_nothing_else():
-    """Every step is halved, also several numbers in a field, schedules, and steps of parts; no other field is."""
+    """Every step size is halved, also numbers and schedules in a tuple, and those of parts. No other field changes."""
     inner = fb.parts.MeanGradient(rounds=2, lr=[0.4, lambda round: 0.2 + round], client_lr=0.02)
     half = at(halved(fb.Asynchronous(fixed(fb.AFBO(inner=inner, outer_lr=0.6)), wait_for=2)), 1)
     method = half.algorithm

@@ -69,7 +69,10 @@ def test_values_are_drawn_from_their_ranges_and_always_the_same(played, tmp_path
 
 
 def test_the_best_point_is_chosen_by_the_mean_over_the_seeds(played, tmp_path) -> None:
-    """The best point has the least mean error over the seeds, here 0 and 5, whose mean contribution is 0.001·2.5."""
+    """The best point has the least mean error over the seeds 0 and 5.
+
+    A seed adds 0.001 times its number to the error, and the mean of both seeds is 2.5.
+    """
     found = searched(tmp_path, 8, seeds=[0, 5])
     errors = {step: abs(step - 0.1) + 0.0025 for step in played}
     assert found.rows[0]["relative_error"] == pytest.approx(min(errors.values()), rel=1e-12)

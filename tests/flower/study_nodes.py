@@ -65,7 +65,8 @@ def killed_after(count, nodes):
 
 
 def killed_at(phase, count, nodes):
-    """Return these nodes, whose server now ends at once before it would send its message number `count` for a phase."""
+    """Change these nodes so that the server ends just before it sends message number `count` of a phase, and return
+    them."""
     push, left = nodes.push_messages, [count]
 
     def some(messages):

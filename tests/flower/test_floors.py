@@ -137,7 +137,7 @@ def test_requests_of_a_round_and_of_all_runs(tmp_path):
 def test_greetings_are_requests_and_come_before_the_first_round():
     """Greetings are counted as requests of their own round, before round 0.
 
-    So a client whose limit is the number of requests of a round can reply to all requests of round 0.
+    So a client that may reply to two requests of a round still replies to two requests of round 0 after two greetings.
     """
     limits, kept = replace(federations.FREE, max_requests_per_round=2, max_requests=7), memory()
     runtime = ClientRuntime(federations.site(STEPS, 0, limits=limits))

@@ -128,7 +128,8 @@ def test_what_is_public_stays_as_it_is_and_what_is_withheld_says_nothing():
 def test_the_noise_is_that_of_the_documented_stream():
     """The noise is made from the ChaCha20 stream as the docstring of `gaussian` says.
 
-    It is computed here number by number in Python, for an odd count.
+    The test computes the values one by one. It asks for an odd number of them, because the stream gives values in
+    pairs.
     """
     key = bytes(reversed(range(32)))
     stream = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor().update(bytes(48))

@@ -1,4 +1,4 @@
-"""Models and hypergradient of the task of four hospitals agree with scikit-learn; a hospital has its own patients."""
+"""The models of the task of four hospitals are scikit-learn's, and its hypergradient is the slope of their loss."""
 
 import jax
 import jax.numpy as jnp

@@ -16,8 +16,9 @@ m has m = 0; its replies are then the d_i(z), and their mean is 0. With cohorts 
 the draws, and a run ends near the solution. Clients keep nothing between rounds, and their replies are as long as those
 of ShroFBO.
 
-Replies are means over paths, and the paths follow m. So the new m depends on the old m. With plain steps, equal τ and
-equal Hessians λ, and with e = y − y* (or v − v*), a round is
+Replies are means over paths, and the paths follow m. So the new m depends on the old m. Let η and γ be the step sizes
+of the clients and of the server, and let all clients have the same τ and the same Hessian, the number λ. With plain
+steps, and with e = y − y* (or v − v*), a round is
 
     m ← λ e − β m,   e ← e − γ ρ (λ e − β m),     β = 1 − (1 − (1 − ηλ)^τ)/(τηλ) ≤ ηλ(τ − 1)/2
 

@@ -59,8 +59,9 @@ Departures from the paper:
    participation this gives the paper's mean of the y_{i,τ}, and for unequal weights the sum is unbiased too. After
    corrected steps (SVRG on y, FedOut on x), the change of client i has two parts. One part is the same for all clients:
    −βq on y, and −αh on x. The server adds this part once. The rest is the client's drift d_i. The server adds the mean
-   of the drifts, Σ p_i d_i / Σ p_i. A mean with the weights p̃_i would multiply the common part by Σ p̃_i. Both this
-   sum and q depend on the cohort that was drawn, so their product would be biased.
+   of the drifts, Σ p_i d_i / Σ p_i. A mean with the weights p̃_i would multiply the common part by Σ p̃_i. This sum
+   depends on the cohort that was drawn, and so does the unbiased mean q = Σ p̃_i ∇y g_i, so their product would be
+   biased.
 2. A client makes its first corrected step along q (or h) and computes no gradient for it. The paper's bracket has two
    gradients on the same samples, which are equal in the first step, and so cancel. The numbers do not change.
 3. The default is the expectation of FedIHGP's v, the series v = (1/ℓ) Σ_{n<N} (I − H/ℓ)^n ∇y F. It takes N exchanges.
@@ -68,8 +69,8 @@ Departures from the paper:
    N, and the series does not have this variance. There are two more ways to compute v: with CG() by conjugate gradient,
    and with LocalImplicit() by each client on its own.
 4. Joint steps follow the authors' code, with T = 1. The server adds Σ p̃_i (y_{i,τ} − y), so the common part −βq is
-   multiplied by Σ p̃_i. Here q is the mean over the cohort, Σ p_i ∇y g_i / Σ p_i, and the product is
-   −β Σ p̃_i ∇y g_i. This is unbiased, and is also what the server adds without joint steps.
+   multiplied by Σ p̃_i. In joint steps q is another mean, Σ p_i ∇y g_i / Σ p_i. Its product with −β Σ p̃_i is −β Σ p̃_i
+   ∇y g_i, which is unbiased, and is also what the server adds without joint steps.
 
 Checked in tests/algorithms/test_fednest.py (closed forms, exchanges) and tests/engines/test_agreement.py.
 """

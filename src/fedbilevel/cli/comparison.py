@@ -173,7 +173,8 @@ def _runs(options: argparse.Namespace) -> int:
     )
     if given := [f"--{name.replace('_', '-')}" for name in others if getattr(options, name)]:
         raise ConfigurationError(f"{', '.join(given)}: only allowed with --algorithms")
-    require(bool(options.what), "RUN", options.what, "one or more run folders, or a task with --algorithms")
+    if not options.what:
+        raise ConfigurationError("compare needs one or more run folders, or a task with --algorithms")
     terminal = shared.console()
     from fedbilevel.display.curves import can_draw, require_picture
     from fedbilevel.experiments import export

@@ -430,6 +430,8 @@ def _check(options: argparse.Namespace) -> int:
     given = options.superlink, options.root_certificates, options.auth_supernode_private_key
     inside = [file for name in ("spec", "study") for file in options.app.glob(f"*/{name}.toml")]
     found = [options.app] if options.app.is_file() else inside
+    if not options.app.exists():
+        raise ConfigurationError(f"there is no file or folder {str(options.app)!r}")
     allowed = "a spec.toml or study.toml, or the folder of an app whose package has exactly one of these files"
     require(len(found) == 1, "APP", str(options.app), allowed)
     terminal = shared.console()

@@ -453,7 +453,7 @@ class Samples:
         of_losses = jax.random.fold_in(key, epochs)
 
         def batch(k: Array | int) -> Places:
-            # in a vectorised call, k also counts the batches of clients that have more batches than this client
+            # clients in a vectorised call make equally many steps, so k may be beyond the last batch of this client
             epoch = jnp.minimum(k // count, epochs - 1)
             turn = k % count * batch_size + jnp.arange(width)
             places = orders[epoch, jnp.minimum(turn, self.size - 1)]

@@ -150,7 +150,7 @@ def read(path: str, given: Any, count: int, allowed: str = FORMS) -> Values:
         require(pair, path, given, "a pair (low, high) with low ≤ high; other numbers come in a list or an array")
         return Drawn(numbers[0], numbers[1])
     shaped = numbers.ndim <= 3 and numbers.size > 0 and (numbers.ndim == 0 or numbers.shape[-1] == count)
-    shapes = f"(), ({count},), (rounds, {count}) or (rounds, inner rounds, {count})"
+    shapes = f"(), ({count},), (rounds, {count}) or (rounds, inner rounds, {count}), for {count} clients"
     require(shaped, path, given, f"of shape {shapes}, got {numbers.shape}")
     return Given(numbers)
 

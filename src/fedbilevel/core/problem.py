@@ -185,7 +185,7 @@ class Problem(Shown):
         return changed
 
     def with_x_in(self, project_x: Project | None) -> Self:
-        """Return a copy of this problem whose x stays in the set onto which `project_x` projects; None: in no set."""
+        """Return a copy of this problem whose x stays in the set onto which `project_x` projects; None: x is free."""
         changed = copy.copy(self)
         changed._keep_x_in(project_x)
         return changed
@@ -216,8 +216,8 @@ class Problem(Shown):
     def traced(self, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree]) -> dict[str, ClosedJaxpr]:
         """Check the losses as `check_losses` does, and return the traced programs of the problem's functions, by name.
 
-        Losses are traced on two samples, since on a single sample a sum looks like a mean. If a loss cannot be
-        evaluated on two samples, both are traced on one.
+        Losses are traced on two samples, since on a single sample a sum looks like a mean. If one of the losses cannot
+        be evaluated on two samples, both losses are traced on one sample.
 
         Args:
             x, y: the point, as for `solve`.
@@ -230,11 +230,11 @@ class Problem(Shown):
         return check_losses(self, x, y, *examples) | sets
 
     def keyed(self, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree], programs: Mapping[str, ClosedJaxpr]) -> Self:
-        """Return a copy with a key; problems with equal keys share their compiled programs.
+        """Return a copy with an identifier, its `key`; problems with equal identifiers share their compiled programs.
 
-        The key depends on what the functions of the problem compute: on their traced programs, which `traced` returns
-        and `programs` contains. If a loss contains functions with their own rules for derivatives, the key also depends
-        on the first and second derivatives of this loss.
+        The identifier depends on what the functions of the problem compute: on their traced programs, which `traced`
+        returns and `programs` contains. If a loss contains functions with their own rules for derivatives, it also
+        depends on the first and second derivatives of this loss.
         """
         with_rules = [
             program

@@ -129,7 +129,7 @@ class WeightLayout(UnitLayout):
         return jax.tree.unflatten(jax.tree.structure(self.like[kind]), leaves)
 
     def _lacks(self, kind: str, units: Units) -> bool:
-        """Return whether a client with these units lacks weights of a part of this kind."""
+        """Return whether a client that holds only these units lacks some of the weights of parts of this kind."""
         return kind in self.sizes and units[kind].places.shape[0] < self.sizes[kind]
 
     def _vector(self, kind: str, part: PyTree) -> Array:

@@ -143,7 +143,10 @@ def reply_norms(
 
 
 def parts_of(update: PyTree) -> dict[str, list[Any]]:
-    """Return the leaves that a clip bounds, by their field of the update; all of them are under ALL."""
+    """Return a dict: field of the update -> those of its leaves that a clip bounds.
+
+    The key ALL has the leaves of all fields.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(private_part(update))
     parts: dict[str, list[Any]] = {ALL: [leaf for _, leaf in leaves]}
     for path, leaf in leaves if len({path[:1] for path, _ in leaves}) > 1 else ():

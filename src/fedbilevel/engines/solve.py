@@ -93,9 +93,9 @@ def solve(
             arguments from `algorithm` to `cohort` are the same.
         engine: what carries out the rounds: `Local` (the default), `Reference`, or `Flower` for clients on other
             machines.
-        eval_every: the number of rounds between two rows of the history; None makes about twenty rows.
-        metrics: a dict of functions (x, y) -> number, by name, which are computed for every row of the history.
-            `Metric` says whether a larger number is better.
+        eval_every: the number of rounds between two rows of the history; None makes about twenty rows. metrics: a dict
+        of functions (x, y) -> number, by name, which are computed for every row of the history. `Metric(function,
+        larger_is_better)` in place of a function says whether a larger number is better.
         metrics_per_client: a dict of functions (x, y, batch) -> number, by name. A function returns a mean over the
             samples of the batch. For every row of the history it is called for each client, with all outer samples of
             this client as the batch. `PerClient(function, "inner")` passes the inner samples instead. The history gets
@@ -113,10 +113,11 @@ def solve(
             "shrink" if steps adapt, clients are simulated in one process, and there is no privacy; else "stop".
         privacy: terms of local differential privacy for every client. Each reply is clipped, and noise is added. The
             noise is drawn from the run's key, in the float type of the run. Clients report no metrics. The history has
-            the ε of the client with the most replies. Clients cannot count their replies if a round of the method asks
-            fresh cohorts (`Fed.mean`), or if clients can hold only a part of the model (`Clients.capacity`). Then every
-            exchange is counted as a reply of every client, so that this ε is an upper bound. A run ends before the
-            first round in which a client would exceed the budget; `result.stopped` says so.
+            the ε of the client with the most replies. The replies of a single client are not counted if the method
+            draws new clients within a round (`Fed.mean` with `fresh`), or if clients can hold only a part of the model
+            (`Clients.capacity`). Then every exchange is counted as a reply of every client, so that this ε is an upper
+            bound. A run ends before the first round in which a client would exceed the budget; `result.stopped` says
+            so.
         callbacks: functions (result, row) that are called between rounds, about twice a second. They are also called
             whenever the history has a new row; otherwise row is None. If there are several processes, process 0 calls
             them (see engines.multihost). A callback stops the run by returning a text, which is the reason. If a

@@ -46,7 +46,7 @@ class SubmodelPlan:
 
     @property
     def classes(self) -> list[CapacityClass]:
-        """List the unit layout and the units kept by each class."""
+        """List the layout of all units, and the numbers of kept units, for each class of clients of equal capacity."""
         return [(self.unit_layout, sizes) for sizes in self.kept]
 
     def member(self, round: int, client: int) -> tuple[int, int]:

@@ -58,7 +58,9 @@ REFUSAL = (
 def check_symmetry(
     problem: Problem, x: PyTree, y: PyTree, rng: np.random.Generator, draw: Callable[[], PyTree]
 ) -> None:
-    """Refuse an inner loss whose derivative in y is not the gradient of one function; y needs own and shared leaves.
+    """Refuse an inner loss whose derivatives in the own and in the shared leaves of y belong to different functions.
+
+    Such a loss contains `stop_gradient`, for example. y must have leaves of both kinds.
 
     Args:
         problem: the problem prepared for a run, whose losses take only the floating arrays of x and y.

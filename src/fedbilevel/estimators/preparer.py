@@ -187,9 +187,11 @@ def read_saved(file: Path, read: Callable[[Any], T]) -> T:
     try:
         return read(parse_json(read_bytes(file)))
     except OSError as error:
-        raise DataError(f"{file} cannot be read: {in_a_line(error)}.") from error
+        raise DataError(f"the file {str(file)!r} cannot be read: {in_a_line(error)}.") from error
     except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise DataError(f"{file} is not what `save` writes: {in_a_line(error)}.") from error
+        raise DataError(
+            f"{file} is not a file that `save` of a model or a preparer wrote: {in_a_line(error)}."
+        ) from error
 
 
 def _require_frame(X: Any) -> None:

@@ -63,7 +63,7 @@ class SiteTable:
         held = self._held_out(kept[targets[-1]], patients)
         count, beside = int(np.sum(held == self.whole)), bool(held.any()) and not self.whole
         allowed = f"{study.min_count} or more, as min_count says" + ", in addition to the held-out rows" * beside
-        require(count >= study.min_count, "rows with a target", count, allowed)
+        require(count >= study.min_count, "the number of rows with a target", count, allowed)
         self.absent = [name for name in study.drop if name not in kept]
         if self.absent:
             names = ", ".join(map(repr, self.absent))

@@ -120,7 +120,7 @@ class Study:
         object.__setattr__(self, "offsets", self.offsets and self.estimator != "cox")
         require(len(self.sites) > 0, "sites", self.sites, "the names of one site or more")
         require(bool(self.target), "target", self.target, "the name of a column")
-        allowed = "the name of the column that is 1 if the event came, and 0 if not: Cox's model needs it"
+        allowed = "the name of the column that is 1 if the event came, and 0 if not; Cox's model needs such a column"
         require(self.estimator != "cox" or bool(self.event), "event", self.event, allowed)
         require(
             self.estimator == "cox" or not self.event, "event", self.event, "left out, since only Cox's model has it"

@@ -136,8 +136,9 @@ class Status:
         """
         if not place.exchanges.is_file():
             there = place.exchanges.exists()
-            what = "is not a regular file" if there else "is missing: no exchange has ended, or no run has begun"
-            raise ConfigurationError(f"{place.exchanges} {what}; see --connection")
+            what = "is not a regular file" if there else "does not exist: no exchange has ended, or no run has begun"
+            how = "`fedbilevel flower status --connection NAME` says whether the SuperLink starts runs"
+            raise ConfigurationError(f"{place.exchanges} {what}; {how}")
         finished = place.finished or place.model.is_file()
         found = cls(place.exchanges, finished, place.exchanges.stat().st_mtime)
         for text in place.exchanges.read_text(errors="replace").splitlines():

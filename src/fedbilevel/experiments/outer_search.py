@@ -361,7 +361,8 @@ class SearchRun:
         return trained
 
     def within_budget(self) -> int:
-        """Return how many exchanges can train y in the next trial by the budget of costs. Privacy is not considered."""
+        """Return how many exchanges that train y the budget of costs leaves to the next trial, without regard to
+        privacy."""
         name, amount = self.budget
         left = amount - self.cost(self.ledger)
         if name == "exchanges":

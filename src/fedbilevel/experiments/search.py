@@ -258,7 +258,7 @@ def open_study(
 
 
 def require_reachable(place: str) -> None:
-    """Check that a database's server can be reached. Files are not opened.
+    """Check that the server of a database can be reached. A database that is a file is not opened.
 
     This is called before anything is written to the folder.
     """

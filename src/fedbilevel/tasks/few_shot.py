@@ -10,8 +10,9 @@ in each task. So f stays at the level of chance, log N, or above, unless tasks a
 for each character was also tried; no column came near its minimiser.) If a head has hidden layers, g is not convex in
 y.
 
-Since no two tasks share a head, ∇²yy g is block diagonal, with a block for each task. If all clients hold the whole
-model and invert their Hessians exactly, the mean of their local hypergradients is therefore the hypergradient.
+A task belongs to one client, and no two tasks share a head. So ∇²yy g is block diagonal, with a block for each task,
+and a client needs only the blocks of its own tasks. If all clients hold the whole model and invert these blocks
+exactly, the mean of their local hypergradients is the hypergradient.
 
 The features are φ = z/√(1 + mean z²), where z is the output of the backbone. Without the division, z and the curvature
 of g in y would grow during training, until every step size is too large. Single-level objectives use the same φ, so

@@ -400,7 +400,7 @@ def square_of_y(phase: Phase, update: PyTree) -> Array:
 
 
 def rescaled(phase: Phase, update: PyTree, kind: str, factors: Sequence[Any]) -> PyTree:
-    """Return the update with its first parts of the shape of `kind`, "x" or "y", multiplied by these factors."""
+    """Multiply the first parts of the update that have the shape of `kind`, "x" or "y", each by one of the factors."""
     in_order = iter(factors)
 
     def one(declared: str, part: PyTree) -> PyTree:

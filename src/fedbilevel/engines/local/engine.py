@@ -67,8 +67,8 @@ class Local:
     Args:
         chunk: the number of clients that are vectorised together. None: the engine chooses it. On a GPU, a chunk has
             all clients, or as many as have at most 256 MiB of states; if clients do unequal work, there are at least
-            four chunks, sorted by work. On a CPU, a chunk has as many clients as have their states in a core's cache,
-            and at least one.
+            four chunks, sorted by work. On a CPU, a chunk has as many clients as fit with their states into the cache
+            of a core, and at least one.
         devices: the number of devices of each process over which a cohort is distributed. None chooses it: all devices
             of a CPU, one for each core, if the cohort's states take more than a megabyte; else 1, as on a GPU and with
             several processes. A resumed run keeps its number.

@@ -221,7 +221,8 @@ class Rounds:
         return Cohorts(self.layout.cohort, self.layout.population, inputs.own, keys)
 
     def fresh(self, inputs: ProgramInputs, cohorts: Cohorts, number: Array | int) -> tuple[Members, ...]:
-        """Gather the members on this device of one fresh cohort; `number` is its number among those of the round."""
+        """Gather those members of a fresh cohort that are on this device; `number` counts the fresh cohorts of the
+        round."""
         _, members = self.members(cohorts.fresh(number), inputs, number + 1)
         if self.mesh is None:
             return members

@@ -163,7 +163,7 @@ class SitePhases:
         try:
             check_own(self.algorithm, {name: Given(np.asarray(number)) for name, number in sent.items()})
         except ConfigurationError as error:
-            raise Refusal(Code.CONTRACT, f"own numbers: {error}") from None
+            raise Refusal(Code.CONTRACT, f"the client's own numbers: {error}") from None
         numbers = {**sent, **self.own}
         self.limits.check_own(numbers)
         return {name: jnp.asarray(n, jnp.int32 if isinstance(n, int) else float) for name, n in numbers.items()}
