@@ -14,6 +14,7 @@ import fedbilevel as fb
 from fedbilevel.core.tree import XYV
 from fedbilevel.tasks.quadratic import quadratic, solution
 from fixed_steps import fixed
+from refusals import refuses
 
 AGREEMENT = {
     "F2SA, mini-batches": agreement.Case(
@@ -124,6 +125,13 @@ def test_the_multiplier_of_the_precision_reaches_the_solution():
     assert distance(result.x, exact.x) < 1e-7
     assert distance(result.y, exact.y) < 1e-7
     assert distance(result.state.iterate.v, exact.v) < 1e-7
+
+
+@pytest.mark.parametrize("multiplier", [np.inf, np.nan, np.array([1.0, np.inf])], ids=["inf", "nan", "array"])
+def test_a_multiplier_that_is_not_finite_is_refused(multiplier):
+    """The points y ± v/λ are equal at λ = ∞, so that the difference quotient would be 0/0."""
+    with refuses("F2SA.multiplier", multiplier, "finite"):
+        fb.F2SA(multiplier=multiplier)
 
 
 @pytest.mark.parametrize("independent", [False, True])

@@ -215,8 +215,9 @@ def test_steps_that_adapt_leave_a_point_where_the_losses_have_no_curvature():
     np.testing.assert_allclose(result.y, 1, atol=1e-2)
 
 
+@pytest.mark.parametrize("weight", [np.inf, np.nan])
 @pytest.mark.parametrize("name", ["penalty", "proximity"])
-def test_an_infinite_weight_is_refused(name):
-    with refuses(f"MEHA.{name}", np.inf, "finite"):
-        fb.MEHA(**{name: np.inf})
+def test_a_weight_that_is_not_finite_is_refused(name, weight):
+    with refuses(f"MEHA.{name}", weight, "finite"):
+        fb.MEHA(**{name: weight})
     assert callable(getattr(fb.MEHA(**{name: lambda round: 1.0 + round}), name).function)

@@ -74,7 +74,7 @@ class F2SA(OneExchange, FirstDerivatives):
 
     gradients = 4
 
-    multiplier: float | None = positive(default=None, optional=True)
+    multiplier: float | None = positive(default=None, optional=True, finite=True)
 
     def slopes(self, client: Client, local: XYV, outer_key: Array, inner_key: Array) -> Directions:
         """Return the directions (d_x, d_y, d_v) from the derivatives of s_i, and the mean losses at y₊ and y₋."""

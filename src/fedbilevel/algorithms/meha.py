@@ -55,8 +55,7 @@ from fedbilevel.algorithms.parts.curvature import Added
 from fedbilevel.algorithms.parts.local_steps import FirstDerivatives
 from fedbilevel.algorithms.simfbo import JointExchange, State
 from fedbilevel.core.client import Client, Clients, RemoteClients
-from fedbilevel.core.config import is_concrete, positive
-from fedbilevel.core.errors import require
+from fedbilevel.core.config import positive
 from fedbilevel.core.facts import Allows, Facts, OwnParts
 from fedbilevel.core.field_types import Number
 from fedbilevel.core.problem import Problem
@@ -94,12 +93,8 @@ class MEHA(JointExchange, FirstDerivatives):
 
     gradients = 3
 
-    penalty: Number = positive(default=3.0)
-    proximity: Number = positive(default=1.0)
-
-    def validate(self) -> None:
-        for name, value in (("penalty", self.penalty), ("proximity", self.proximity)):
-            require(not is_concrete(value) or value < float("inf"), f"{self.label}.{name}", value, "finite")
+    penalty: Number = positive(default=3.0, finite=True)
+    proximity: Number = positive(default=1.0, finite=True)
 
     @property
     def allows(self) -> Allows:

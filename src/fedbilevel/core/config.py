@@ -152,10 +152,11 @@ def positive(
     own: bool = False,
     several: bool = False,
     by_k: bool = False,
+    finite: bool = False,
     adaptive: StepKind | None = None,
     tied: str | None = None,
 ) -> Any:
-    """Make a field for a positive number, which may be infinite, or a schedule.
+    """Make a field for a positive number, or a schedule.
 
     Args:
         default: the default.
@@ -163,6 +164,7 @@ def positive(
         own: whether clients may have own values (`Clients.own`), which phases then find in the field.
         several: whether the value may be a list of numbers and schedules, which is stored as a tuple.
         by_k: whether the value may be a function of the round and the inner round.
+        finite: whether infinity is refused. The values of a schedule are not checked.
         adaptive: the use of the step size. The step size may then be None, and `AdaptiveSteps` chooses it.
         tied: the name of another field with a step size. The step size may then be None, which means a twentieth of the
             step size in that field.
@@ -173,11 +175,13 @@ def positive(
         value = value.tolist() if several and isinstance(value, np.ndarray) else value
         if several and isinstance(value, list | tuple) and value:
             return tuple(_prepare_number(f"{name}[{place}]", number) for place, number in enumerate(value))
-        kinds = "a positive number", "a schedule", *["a function (round, k)"] * by_k, *["None"] * optional
+        number = "a finite positive number" if finite else "a positive number"
+        kinds = number, "a schedule", *["a function (round, k)"] * by_k, *["None"] * optional
         allowed = f"{', '.join(kinds[:-1])} or {kinds[-1]}"
         if by_k and callable(value) and positional(value) == 2:
             return _scheduled(name, value, np.number, allowed, arguments=2)
-        return None if optional and value is None else _prepare_number(name, value, allowed=allowed)
+        below = math.inf if finite else None
+        return None if optional and value is None else _prepare_number(name, value, below, allowed)
 
     return dataclasses.field(
         default=default, metadata={"prepare": prepare, "own": own, "adaptive": adaptive, "tied": tied}
@@ -259,14 +263,14 @@ def _check_annotated(cls: type) -> None:
 
 
 def _prepare_number(
-    name: str, value: Any, below: float = math.inf, allowed: str = "a positive number or a schedule"
+    name: str, value: Any, below: float | None = None, allowed: str = "a positive number or a schedule"
 ) -> Any:
     if callable(value) or isinstance(value, Schedule):
         return _scheduled(name, value, np.number, allowed)
     refuse_no_number(name, value, allowed)
     if is_concrete(value):
         numbers = np.asarray(value, float)
-        require(bool(np.all(numbers > 0) and (below == math.inf or np.all(numbers < below))), name, value, allowed)
+        require(bool(np.all(numbers > 0) and (below is None or np.all(numbers < below))), name, value, allowed)
     return value
 
 

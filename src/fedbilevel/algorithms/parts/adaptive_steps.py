@@ -134,13 +134,11 @@ class AdaptiveSteps(Layer):
     kind, place, learns = "adaptive_steps", "steps", True
 
     y_lr: Number = positive(default=1.0)
-    x_lr: Number = positive(default=0.1)
+    x_lr: Number = positive(default=0.1, finite=True)
     remember: bool = static(default=True)
 
     def validate(self) -> None:
-        c, first = self.y_lr, self.x_lr
-        require(not is_concrete(first) or first < float("inf"), "AdaptiveSteps.x_lr", first, "finite")
-        require(not is_concrete(c) or c < 2, "AdaptiveSteps.y_lr", c, "below 2")
+        require(not is_concrete(self.y_lr) or self.y_lr < 2, "AdaptiveSteps.y_lr", self.y_lr, "below 2")
 
     def fits(self, method: Algorithm) -> None:
         name, allowed = "AdaptiveSteps.algorithm", "a method with step sizes that are None, such as SimFBO() or AFBO()"
