@@ -552,7 +552,6 @@ def test_a_client_keeps_its_own_leaves_alone_and_sends_none():
         (fixed(fb.AggITD()), MIXED, r"AggITD cannot leave parts of y .*it needs all of y on the server"),
         (fixed(fb.LFedNest(joint=True)), ALL, r"joint=False"),
         (fixed(fb.LFedNest(inner=fb.parts.SVRG())), ALL, r"corrected by a mean"),
-        (fixed(fb.RABO()), MIXED, r"RABO needs a Bilevel\.own that is True for every leaf"),
         (fb.Submodels(SIMFBO), MIXED, r"SimFBO cannot be given Submodels.*Bilevel\.own.* are always whole"),
         (fb.SimFBO(**SINGLE, server_lr=0.2, radius=1.0), MIXED, r"SimFBO\.radius = 1\.0 .* no machine has all of v"),
         (SIMFBO, fb.Bilevel(outer, inner, own=lambda path: path == "head"), r"True for no leaf .* 'own', 'shared'"),
@@ -562,6 +561,16 @@ def test_a_client_keeps_its_own_leaves_alone_and_sends_none():
 def test_what_is_refused(algorithm, problem, words):
     with pytest.raises(fb.errors.ConfigurationError, match=words):
         run(algorithm, problem)
+
+
+@pytest.mark.parametrize("method", [fb.RABO(), fb.RAFBO(), fb.LFedNest(), fb.AFBO()], ids=lambda method: method.label)
+def test_a_method_that_needs_all_leaves_to_be_own_names_others_that_solve_the_problem(method):
+    """The error names exactly the methods of EXACT_WHERE_MIXED, and MEHA, which all run on the mixed problem."""
+    with pytest.raises(fb.errors.ConfigurationError, match=f"{method.label} needs a Bilevel.own that is True") as error:
+        run(method)
+    named = str(error.value).partition("with shared and own leaves: ")[2]
+    exact = {name for name in EXACT_WHERE_MIXED if not name.startswith("AFBO")} | {"MEHA"}
+    assert named == f"{', '.join(sorted(exact))}, and AFBO with hypergradient=fb.parts.SystemSteps()"
 
 
 def test_what_is_refused_beside_a_run():

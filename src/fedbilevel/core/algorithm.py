@@ -340,9 +340,14 @@ def refuse_unless_allowed(algorithm: Algorithm, entry: str, cannot: str, allows:
         return found.why if isinstance(found, No) else ""
 
     if why := reason(algorithm.allows if allows is None else allows):
-        made = [cls() for cls in ALGORITHMS.values() if all(field.default is not MISSING for field in fields(cls))]
-        able = {type(method).__name__ for method in made if not reason(method.allows)} - {algorithm.label}
-        raise ConfigurationError(f"{algorithm.label} {cannot}: {why}; these methods can: {', '.join(sorted(able))}")
+        able = methods_that(lambda method: not reason(method.allows) and method.label != algorithm.label)
+        raise ConfigurationError(f"{algorithm.label} {cannot}: {why}; these methods can: {able}")
+
+
+def methods_that(fit: Callable[[Algorithm], bool]) -> str:
+    """List the names of the methods for which `fit` is true of an instance with the default of every field."""
+    made = [cls() for cls in ALGORITHMS.values() if all(field.default is not MISSING for field in fields(cls))]
+    return ", ".join(sorted({type(method).__name__ for method in made if fit(method)}))
 
 
 def check_solves(algorithm: Algorithm, problem: Problem) -> None:

@@ -11,7 +11,7 @@ import optax
 
 from fedbilevel.algorithms.parts.adaptive_steps import Sized, WithMeasured
 from fedbilevel.algorithms.parts.layers import Asked, Inside, Kept, Layer
-from fedbilevel.core.algorithm import Algorithm, takes_and_gives
+from fedbilevel.core.algorithm import Algorithm, methods_that, takes_and_gives
 from fedbilevel.core.client import Client
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.facts import Allows, No, OwnParts
@@ -38,10 +38,13 @@ class OwnLeaves(Layer):
 
     def check(self, method: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> None:
         own_paths(problem.own, y)
-        alone = any(parts.alone for parts in _parts_of(method).values())
-        if alone and jax.tree.leaves(server_y(problem.own, y)):
+        if not _serves_mixed(method) and jax.tree.leaves(server_y(problem.own, y)):
             why = "its clients solve their own linear systems, which is exact only if they share no leaf of y"
-            raise ConfigurationError(f"{method.label} needs a Bilevel.own that is True for every leaf of y0: {why}")
+            able = f"{methods_that(_serves_mixed)}, and AFBO with hypergradient=fb.parts.SystemSteps()"
+            raise ConfigurationError(
+                f"{method.label} needs a Bilevel.own that is True for every leaf of y0: {why}; these methods solve "
+                f"problems with shared and own leaves: {able}"
+            )
 
     def client_slot(self, method: Algorithm, problem: Problem, x: PyTree, y: PyTree) -> OwnY:
         own = parted_y(problem.own, y)[1]
@@ -77,6 +80,12 @@ class OwnLeaves(Layer):
         measured = isinstance(reply.update, WithMeasured)
         update = jax.tree.map(stepped, gives, reply.update.update if measured else reply.update)
         return reply._replace(update=reply.update._replace(update=update) if measured else update), OwnY(leaves)
+
+
+def _serves_mixed(method: Algorithm) -> bool:
+    """Return whether a method is exact if some leaves of y are shared, and others are each client's own."""
+    declared = method.allows.own_y
+    return not isinstance(declared, No) and not any(parts.alone for parts in declared.values())
 
 
 def _parts_of(method: Algorithm) -> Mapping[str, OwnParts]:
