@@ -21,6 +21,8 @@ METHODS = {
     "SimFBO": fixed(
         fb.SimFBO(batch_size=2, local_steps=3, server_lr=0.1, local_optimizer=fb.parts.Momentum(decay=0.5))
     ),
+    "F2SA": fixed(fb.F2SA(batch_size=2, local_steps=3, multiplier=20.0)),
+    "MEHA": fixed(fb.MEHA(batch_size=2, local_steps=3, server_lr=fb.XYV(0.1, 0.1, 0.1))),
     "AFBO, local": fixed(fb.AFBO(hypergradient=fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=2)), **AFBO)),
     "AFBO, global": BY_STEPS,
     "AFBO, all are first": fb.Asynchronous(BY_STEPS, wait_for=CLIENTS, delay_penalty=0.0),
@@ -50,7 +52,7 @@ def run(algorithm, rounds=5, x0=START, local="x", **options):
     return fb.solve(algorithm, problem, clients, jnp.asarray(x0), jnp.zeros(DIM_Y), rounds=rounds, **options)
 
 
-SLOW = {"AFBO, all are first", "AFBO, local", "AFBO, global"}
+SLOW = {"F2SA", "MEHA", "AFBO, all are first", "AFBO, local", "AFBO, global"}
 
 
 @pytest.mark.parametrize(
@@ -111,6 +113,11 @@ def test_a_run_that_goes_on_from_a_checkpoint_has_its_blocks(tmp_path):
             fixed(fb.FedNest()),
             START,
             r"FedNest cannot leave x to its clients .*: it needs x on the server.*; .* AFBO, F2SA, MEHA, SimFBO",
+        ),
+        (
+            fixed(fb.CorrectedFBO()),
+            START,
+            r"CorrectedFBO cannot leave x to its clients .*: .*only the server has ρ.*; .* AFBO, F2SA, MEHA, SimFBO",
         ),
         (
             fb.Asynchronous(fixed(fb.SimFBO()), wait_for=2, delay_penalty=1.0),

@@ -150,6 +150,9 @@ ON_A_SLICE = {
     "LFedNest": fixed(fb.LFedNest(batch_size=3, hypergradient=LOCAL)),
     "AFBO": fixed(fb.AFBO(batch_size=3, hypergradient=LOCAL)),
     "AFBO, SystemSteps": fixed(fb.AFBO(batch_size=3, hypergradient=fb.parts.SystemSteps())),
+    "F2SA": fixed(fb.F2SA(batch_size=3, local_steps=2, multiplier=20.0)),
+    "MEHA": fixed(fb.MEHA(batch_size=3, local_steps=2)),
+    "CorrectedFBO": fixed(fb.CorrectedFBO(batch_size=3, local_steps=2)),
 }
 
 

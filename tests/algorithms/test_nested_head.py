@@ -1,0 +1,60 @@
+"""Do clients keep a head that is a dict in a dict, as the parameters of networks are?"""
+
+import jax
+import numpy as np
+import pytest
+from test_own_leaves import DIM_X, OWN, POPULATION, SHARED, SINGLE, START, X0, inner, outer
+
+import fedbilevel as fb
+
+STEPS = {**SINGLE, "server_lr": 0.1, "client_lr": 0.1}
+METHODS = {
+    "SimFBO": fb.SimFBO(**STEPS),
+    "F2SA": fb.F2SA(**STEPS, multiplier=20.0),
+    "MEHA": fb.MEHA(**STEPS),
+    "FedBiO": fb.FedBiO(**SINGLE, client_lr=0.1),
+}
+NESTED = {
+    "body": {"dense": {"bias": START["shared"]}},
+    "head": {"last": {"bias": START["own"][:1], "weight": START["own"][1:]}},
+}
+
+
+def flat(y):
+    """Return the y of test_own_leaves.py that has the numbers of a nested one."""
+    last = y["head"]["last"]
+    return {"own": jax.numpy.concatenate([last["bias"], last["weight"]]), "shared": y["body"]["dense"]["bias"]}
+
+
+def nested(loss):
+    return lambda x, y, batch: loss(x, flat(y), batch)
+
+
+PROBLEM = fb.Bilevel(nested(outer), nested(inner), own=lambda path: path.startswith("head/last/"))
+
+
+@pytest.mark.parametrize(
+    "name", ["F2SA", *[pytest.param(name, marks=pytest.mark.slow) for name in METHODS if name != "F2SA"]]
+)
+def test_a_nested_head_gives_the_numbers_of_a_flat_one(name):
+    """A nested head gives the numbers of a y with a single leaf that is own, and no message has an entry of it."""
+    same = fb.Bilevel(outer, inner, own=lambda path: path == "own")
+    want, have = (
+        fb.solve(METHODS[name], problem, POPULATION, X0, y0, rounds=5)
+        for problem, y0 in ((same, START), (PROBLEM, NESTED))
+    )
+    np.testing.assert_allclose(have.x, want.x, rtol=1e-12, atol=1e-14)
+    for i in range(len(POPULATION)):
+        for leaf, value in flat(have.own(i)).items():
+            np.testing.assert_allclose(value, want.own(i)[leaf], rtol=1e-12, atol=1e-14)
+    assert have.ledger.bytes_up == want.ledger.bytes_up == 5 * len(POPULATION) * (DIM_X + 2 * SHARED) * 8
+    first, second = (have.own(i)["head"]["last"]["weight"] for i in (0, 1))
+    assert len(first) == OWN - 1
+    assert np.abs(first - second).max() > 1e-3
+
+
+def test_corrected_fbo_refuses_it_and_says_why():
+    with pytest.raises(
+        fb.errors.ConfigurationError, match=r"CorrectedFBO cannot leave .* no mean direction .* F2SA.*MEHA"
+    ):
+        fb.solve(fb.CorrectedFBO(), PROBLEM, POPULATION, X0, NESTED, rounds=1)
