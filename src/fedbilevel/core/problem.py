@@ -190,6 +190,12 @@ class Problem(Shown):
         changed._keep_x_in(project_x)
         return changed
 
+    def with_own(self, own: IsOwn) -> Self:
+        """Return a copy of this problem in which `own` says which leaves of y are each client's own."""
+        changed = copy.copy(self)
+        vars(changed).update(own=own, key=None)
+        return changed
+
     def with_losses(self, change: Callable[[Loss], Loss], inner: Callable[[Loss], Loss] | None = None) -> Self:
         """Return a copy of this problem with losses changed by `change`; if given, `inner` changes the inner loss."""
         changed = copy.copy(self)

@@ -14,24 +14,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbilevel.algorithms.parts.adaptive_steps import adaptive
+from fedbilevel.algorithms.parts.adaptive_steps import adapted, adaptive
 from fedbilevel.algorithms.parts.layers import layered
 from fedbilevel.algorithms.parts.memory import Asynchronous
 from fedbilevel.core.algorithm import Algorithm, check_algorithm
 from fedbilevel.core.client import Clients, RemoteClients
-from fedbilevel.core.errors import CheckError, NonFiniteError, require, require_count
+from fedbilevel.core.errors import CheckError, ConfigurationError, NonFiniteError, require, require_count
 from fedbilevel.core.facts import No
 from fedbilevel.core.hyperparameters import entries, replaced
+from fedbilevel.core.own_y import path_of
 from fedbilevel.core.privacy import Privacy
-from fedbilevel.core.problem import Bilevel
-from fedbilevel.core.tree import PyTree, is_floating, nbytes
-from fedbilevel.diagnostics.report import CheckReport, NamedCheck, report_of
+from fedbilevel.core.problem import Bilevel, SingleLevel
+from fedbilevel.core.projections import box
+from fedbilevel.core.tree import PyTree, is_floating, nbytes, split
+from fedbilevel.diagnostics.report import LONGEST, CheckReport, NamedCheck, report_of
 from fedbilevel.engines.engine import Engine
 from fedbilevel.engines.history import Result
 from fedbilevel.engines.local.engine import Local
 from fedbilevel.engines.reference import Reference
 from fedbilevel.engines.solve import solve
 from fedbilevel.tasks.quadratic import quadratic
+from fedbilevel.wording import in_a_line
 
 TOLERANCE = 1e-10
 """The largest allowed difference of results in float64; see `difference`.
@@ -40,13 +43,11 @@ Engines add numbers in different orders, which changes a sum by some units of ro
 ill-conditioned system can multiply this difference by a few thousand. A mistake in a method causes a far larger
 difference."""
 
-FEATURES = {
-    "submodels": "clients of limited capacity",
-    "local_x": "an x that clients keep",
-    "own_y": "leaves of y that are each client's own",
-    "project_x": "an x in a set",
-}
+FEATURES = {"submodels": "clients of limited capacity", "local_x": "an x that clients keep"}
 """Features that depend on the problem. For them, the method's declaration is reported, and nothing is run."""
+
+IN_BOX = 0.1
+"""The part of the way of x in a run without a set that is inside of the box in which x is kept."""
 
 ROUNDS_TO_REST = 2000
 SOLVED = 1e-6  # a quadratic problem is considered solved if the relative error of x is at most this
@@ -88,6 +89,9 @@ def check_method(
       federation over Flower in this process, if Flower is installed.
     - The ledger has the bytes of the replies.
     - Late replies and noised replies work, or the method refuses them.
+    - If leaves of y are each client's own, engines agree. With a single client and fixed step sizes, the run ends where
+      it ends with a shared y: otherwise the variables or the step sizes in `Allows.own_y` are wrong.
+    - If x is kept in a box, engines agree, x is in the box, and so is every copy of x in the state.
     - With the fact `bias="nothing"`, and full batches, the method ends at the solution of a quadratic problem whose
       clients differ in losses, weights and numbers of samples.
 
@@ -153,6 +157,9 @@ def checks(runs: Runs, plain: Result) -> Iterator[NamedCheck]:
     for name, words in FEATURES.items():
         allowed = getattr(allows, name)
         yield words, allowed if isinstance(allowed, No) else lambda: ""
+    own, in_set = allows.own_y, allows.project_x
+    yield "leaves of y that are each client's own", own if isinstance(own, No) else lambda: with_own_leaves(runs)
+    yield "an x in a set", in_set if isinstance(in_set, No) else lambda: in_a_box(runs, plain)
 
 
 def moved(runs: Runs, plain: Result) -> str:
@@ -265,6 +272,73 @@ def solved(runs: Runs) -> str:
     if last > SOLVED and last > before / 2:
         raise CheckError(f"after {ROUNDS_TO_REST} rounds the relative error of x is {last:.2g}, and no longer falls")
     return f"relative error of x {last:.1g} after {ROUNDS_TO_REST} rounds"
+
+
+def with_own_leaves(runs: Runs) -> str | No:
+    """Check a run in which the first array of y is each client's own, or all of y if clients solve their own systems.
+
+    With a single client, the leaves that it keeps and the leaves that the server would hold move in the same way.
+    """
+    problem, parts = runs.problem, runs.method.allows.own_y
+    if type(problem) is not Bilevel or problem.own is not None or problem.local is not None:
+        return ""
+    alone = any(part.alone for part in parts.values()) if not isinstance(parts, No) else False
+    first = next(path_of(path) for path, leaf in jax.tree_util.tree_leaves_with_path(runs.y0) if is_floating(leaf))
+    several = replace(runs, problem=problem.with_own(lambda path: alone or path == first))
+    try:
+        kept = several.run(Local())
+    except ConfigurationError as error:
+        return No(in_a_line(error, LONGEST))
+    each = several.run(Reference())
+    close("y", kept.y, each.y)
+    found = compared(kept, each)
+    if adapted(runs.method):
+        return found
+    rows = runs.clients
+    outer = [rows.outer.row(0)]
+    single = Clients(outer) if rows.inner is rows.outer else Clients(outer, [rows.inner.row(0)])
+    shared, own = (replace(one, clients=single).run(Local()) for one in (runs, several))
+    whole = jax.tree.map(lambda leaf, like: jnp.reshape(leaf, jnp.shape(like)), own.y, shared.y)
+    for name, a, b in (("y", shared.y, whole), ("x", shared.x, own.x)):
+        close(f"with a single client and its own leaves of y, {name}", a, b)
+    return f"{found}; a single client ends where it ends with a shared y"
+
+
+def in_a_box(runs: Runs, plain: Result) -> str | No:
+    """Check a run in which x is kept in a box that ends a tenth of the way to the x of `plain`."""
+    problem = runs.problem
+    if not isinstance(problem, Bilevel | SingleLevel) or problem.project_x is not None or problem.local is not None:
+        return ""
+    start, end = split(runs.x0)[0], split(plain.x)[0]
+    bound = jax.tree.map(lambda a, b: a + IN_BOX * (b - a), start, end)
+    low, high = (jax.tree.map(side, start, bound) for side in (jnp.minimum, jnp.maximum))
+    boxed = replace(runs, problem=problem.with_x_in(box(low, high)))
+    try:
+        result = boxed.run(Local())
+    except ConfigurationError as error:
+        return No(in_a_line(error, LONGEST))
+    found = compared(result, boxed.run(Reference()))
+    x = split(result.x)[0]
+    close("x in the box", x, jax.tree.map(jnp.clip, x, low, high))
+    for path in copies_of_x(plain, end, start):
+        held = dict(leaves(result))[path]
+        if not any(np.array_equal(held, leaf) for leaf in jax.tree.leaves(x)):
+            raise CheckError(f"state{path} is a copy of x that stays outside of the box, since only x is projected")
+    return found
+
+
+def copies_of_x(result: Result, end: PyTree, start: PyTree) -> list[str]:
+    """Return the paths of the leaves of a state that have the numbers of a leaf of x, `end`, which has moved."""
+    moved = [np.asarray(a) for a, b in zip(jax.tree.leaves(end), jax.tree.leaves(start), strict=True) if np.any(a != b)]
+    return [path for path, leaf in leaves(result) if any(np.array_equal(leaf, a) for a in moved)]
+
+
+def close(name: str, first: PyTree, second: PyTree) -> None:
+    """Raise CheckError, which names the quantity, if two trees of numbers differ by more than rounding."""
+    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+    worst = max((difference(np.asarray(a), np.asarray(b)) for a, b in pairs if is_number_array(a)), default=0.0)
+    if not worst <= TOLERANCE:
+        raise CheckError(f"{name} differs by {worst:.2g} of its size; at most {TOLERANCE:.2g} is allowed")
 
 
 def compared(first: Result, second: Result, exact: bool = False, timed: bool = True) -> str:

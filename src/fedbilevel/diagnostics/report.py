@@ -12,10 +12,11 @@ from fedbilevel.wording import in_a_line
 
 LONGEST = 400  # the largest number of characters of an error in the table
 
-NamedCheck = tuple[str, Callable[[], str] | No]
+NamedCheck = tuple[str, Callable[[], str | No] | No]
 """The name of a check; and either its function, which returns a detail or raises an error, or why nothing is checked.
 
-A function returns "" if a feature is supported according to the method's declaration, and nothing was run."""
+A function returns "" if a feature is supported according to the method's declaration, and nothing was run. It returns
+`No` with the reason if a run was refused."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def report_of(subject: str, checks: Iterable[NamedCheck]) -> CheckReport:
     return report
 
 
-def outcome(name: str, check: Callable[[], str] | No) -> CheckOutcome:
+def outcome(name: str, check: Callable[[], str | No] | No) -> CheckOutcome:
     """Run one check and return its outcome; an error of any class is a failure, and does not end other checks."""
     if isinstance(check, No):
         return CheckOutcome(name, "refused", check.why)
@@ -81,4 +82,6 @@ def outcome(name: str, check: Callable[[], str] | No) -> CheckOutcome:
         return CheckOutcome(name, "failed", in_a_line(error, LONGEST), error)
     except Exception as error:  # noqa: BLE001 - the code that is checked may raise anything
         return CheckOutcome(name, "failed", f"{type(error).__name__}: {in_a_line(error, LONGEST)}", error)
+    if isinstance(detail, No):
+        return CheckOutcome(name, "refused", detail.why)
     return CheckOutcome(name, "passed" if detail else "allowed", detail)
