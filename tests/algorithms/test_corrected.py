@@ -1,13 +1,16 @@
 """Does CorrectedFBO end at the solution with any number of local steps, and compute its equations?"""
 
 import agreement
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from benchmarks.peers import fedmsa
 from test_simfbo import WORK, affine, relative_error, run, spread, weights_of
 
 import fedbilevel as fb
 from fedbilevel import authoring
+from fedbilevel.engines.engine import first_carry
 from fedbilevel.tasks.quadratic import quadratic, solution
 from fixed_steps import fixed
 
@@ -88,6 +91,46 @@ def test_equals_rounds_written_out(optimizer):
         z = z - spread(gamma) * (p @ [a.sum() for a in coefficients]) * mean
     np.testing.assert_allclose(np.concatenate(state.inside.iterate), z, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(np.concatenate(state.mean), mean, rtol=1e-12, atol=1e-12)
+
+
+def test_a_round_with_the_mean_direction_at_its_own_start_is_a_round_of_fedmsa():
+    """If m is the mean direction at z, a round equals FedMSA's, by hand and by the program of benchmarks/peers.
+
+    FedMSA, with full batches and without momentum, starts a client's estimate at the mean h = Σ p_i d_i(z) and updates
+    it by differences, q_0 = h, z_{k+1} = z_k − ηq_k, q_{k+1} = q_k + d_i(z_{k+1}) − d_i(z_k); the server takes
+    Σ p_i z_{i,τ}. Since Σ p_i (q_{i,k} − d_i(z_{i,k})) = 0, this is z − η Σ_k Σ p_i d_i(z_{i,k}) = z − ηρ Σ p_i h_i
+    with ρ = τ, which is the round of CorrectedFBO with γ = η.
+    """
+    task, tau, eta = quadratic(clients=8, noise=0.0, samples=(4, 4)), 4, fb.XYV(0.03, 0.2, 0.1)
+    p, z = task.clients.weights, np.random.default_rng(5).normal(size=21)
+    maps = [affine(task, i) for i in range(8)]
+    mean = sum(weight * (slopes @ z - shift) for weight, (slopes, shift) in zip(p, maps, strict=True))
+    end = np.zeros(21)
+    for weight, (slopes, shift) in zip(p, maps, strict=True):
+        at, estimate = z, mean
+        for _ in range(tau):
+            moved = at - spread(eta) * estimate
+            estimate = estimate + (slopes @ moved - shift) - (slopes @ at - shift)
+            at = moved
+        end += weight * at
+
+    def parts(vector):
+        return fb.XYV(*map(jnp.asarray, np.split(vector, [5, 13])))
+
+    method = fb.CorrectedFBO(batch_size=None, local_steps=tau, client_lr=eta, server_lr=eta)
+    given = method, task.problem, task.clients
+    carry = first_carry(*given, parts(z).x, parts(z).y)
+    inside = carry.state.inside._replace(iterate=parts(z))
+    run = fb.Reference().start(*given, 8, jax.random.key(0), carry)
+    state = run.advance(carry._replace(state=carry.state._replace(inside=inside, mean=parts(mean))), 1).carry.state
+    np.testing.assert_allclose(np.concatenate(state.inside.iterate), end, rtol=1e-12, atol=1e-12)
+
+    rows = {part: [getattr(task.clients, part).row(i) for i in range(8)] for part in ("outer", "inner")}
+    data = {part: jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows[part]) for part in rows}
+    program = fedmsa.program(task.problem, local_steps=tau)
+    by_program = program(tuple(parts(z)), data, jnp.asarray(p), tuple(eta), 1)
+    np.testing.assert_allclose(np.concatenate(by_program), end, rtol=1e-12, atol=1e-12)
+    assert np.abs(end - (z - tau * spread(eta) * mean)).max() > 1e-3  # a plain step of the same length ends elsewhere
 
 
 TAU = np.array([1, 2, 5, 9])
