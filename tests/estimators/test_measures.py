@@ -87,6 +87,59 @@ def test_calibration_is_that_of_a_regression_on_the_scores():
     assert slope_error == pytest.approx(covariance[1, 1] ** 0.5, rel=1e-5)
 
 
+def sandwich(design, label, chance, patients):
+    """Return standard errors from scores that are summed by patient; the model has the log odds design @ w."""
+    information = design.T @ (design * (chance * (1 - chance))[:, None])
+    left = (label - chance)[:, None] * design
+    scores = np.array([left[patients == one].sum(0) for one in np.unique(patients)])
+    inverse, m = np.linalg.inv(information), len(scores)
+    return np.sqrt(m / (m - 1) * np.diag(inverse @ scores.T @ scores @ inverse))
+
+
+def test_calibration_has_errors_by_patient():
+    """With patients, the errors of calibration are those of the sandwich of scores that are summed by patient.
+
+    The patients have numbers with gaps, and one to four rows each. For the intercept the score is an offset, and the
+    only column of the design is 1.
+    """
+    patients = 7 * np.random.default_rng(2).integers(0, 25, 60)
+    b, b_error, slope, slope_error = measures.calibration(
+        lambda at: measures.calibration_sums(SCORE, LABEL, at, patients)
+    )
+    assert [b, slope] == measures.calibration(lambda at: measures.calibration_sums(SCORE, LABEL, at))[::2]
+    made = LogisticRegression(C=np.inf, tol=1e-12, max_iter=1000).fit(SCORE[:, None], LABEL)
+    design = np.stack([np.ones(60), SCORE], 1)
+    errors = sandwich(design, LABEL, made.predict_proba(SCORE[:, None])[:, 1], patients)
+    assert slope_error == pytest.approx(errors[1], rel=1e-5)
+    errors = sandwich(design[:, :1], LABEL, 1 / (1 + np.exp(-b - SCORE)), patients)
+    assert b_error == pytest.approx(errors[0], rel=1e-9)
+
+
+def test_errors_of_calibration_by_patient_are_the_usual_ones_if_shares_are_exactly_as_predicted():
+    """Without repeated rows, and with the shares of positive rows that the model predicts, both errors are equal.
+
+    Of n rows with the probability p, np are positive, with the residual 1 − p, and n(1 − p) negative, with −p. So the
+    sum of squared residuals is np(1 − p)² + n(1 − p)p² = np(1 − p), which is the part of these rows in the information
+    matrix. So the sandwich is the inverse of this matrix, except for the factor m/(m − 1). Ten copies of each row, as
+    rows of one patient, change nothing.
+    """
+    share = np.repeat([0.25, 0.5, 0.75], [8, 4, 8])
+    score, label = np.log(share / (1 - share)), np.repeat([1, 0, 1, 0, 1, 0], [2, 6, 2, 2, 6, 2])
+    usual = measures.calibration(lambda at: measures.calibration_sums(score, label, at))
+    expected = usual * np.array([1, np.sqrt(20 / 19)] * 2)
+    assert usual[::2] == pytest.approx([0, 1], abs=1e-9)
+    for copies in (1, 10):
+        rows, patients = (np.repeat(one, copies) for one in (score, np.arange(20)))
+        labels = np.repeat(label, copies)
+        found = measures.calibration(lambda at: measures.calibration_sums(rows, labels, at, patients))  # noqa: B023
+        assert found == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+def test_calibration_of_a_single_patient_has_no_error():
+    patients = np.zeros(60, int)
+    assert measures.calibration(lambda at: measures.calibration_sums(SCORE, LABEL, at, patients)) is None
+
+
 def test_scores_that_separate_the_classes_have_no_slope():
     score = np.where(LABEL, 1.0, -1.0) * RNG.uniform(1, 2, 60)
     assert measures.calibration(lambda at: measures.calibration_sums(score, LABEL, at)) is None

@@ -109,6 +109,16 @@ def test_the_report_has_the_numbers_of_the_held_out_rows_in_one_place(logistic):
         assert overall[name]["least"] <= overall[name]["value"] <= overall[name]["most"]
     made = LogisticRegression(C=np.inf, tol=1e-12, max_iter=1000).fit(score[:, None], label)
     assert overall["calibration"]["slope"]["value"] == pytest.approx(made.coef_[0, 0], abs=1e-6)
+    patients = {site: SiteTable(logistic.agreement.study, site, frame).held_out[2] for site, frame in tables().items()}
+    patient = np.concatenate([[f"{site} {one}" for one in members] for site, members in patients.items()])
+    design, chance = np.stack([np.ones(len(label)), score], 1), made.predict_proba(score[:, None])[:, 1]
+    inverse = np.linalg.inv(design.T @ (design * (chance * (1 - chance))[:, None]))
+    scores = pd.DataFrame((label - chance)[:, None] * design).groupby(patient).sum().to_numpy()
+    m, products = len(scores), inverse @ scores.T @ scores @ inverse
+    slope = overall["calibration"]["slope"]
+    assert m < len(label)
+    half = 1.959964 * np.sqrt(m / (m - 1) * products[1, 1])  # a sandwich, with the rows of each patient added up
+    assert (slope["high"] - slope["low"]) / 2 == pytest.approx(half, rel=1e-5)
     curve = pd.DataFrame(report["curve"])
     assert curve.rows.sum() == len(label)
     assert curve.rows @ curve.observed == pytest.approx(label.sum())

@@ -84,7 +84,7 @@ def answered(question: Mapping[str, Any], rows: Mapping[str, Any], least: int) -
             return None
 
         def sums(at: Numbers) -> Numbers:
-            return measures.calibration_sums(score, label, at)
+            return measures.calibration_sums(score, label, at, patients)
 
         if "at" in question:
             return sums(np.array(question["at"], float).reshape(-1, 2)).tolist()
@@ -151,7 +151,7 @@ def evaluated(model: Any, ask: AskSites) -> Any:
         few = f"fewer than {study.min_count} held-out rows{OF[study.estimator]}"
         content["undefined"] = {site: few for site in asked if site not in measured}
         if measured and study.estimator == "logistic":
-            content |= _logistic(measured, lambda at: _sum_of(ask({**question, "at": at.tolist()}), study.sites))
+            content |= _logistic(measured, lambda at: _sum_of(ask({**question, "at": at.tolist()}), study))
         elif measured:
             content |= (_cox if study.estimator == "cox" else _ridge)(measured)
         if isinstance(study.holdout, str):  # with a single site, the overall measures are the site's
@@ -196,13 +196,14 @@ def _check(site: str, answer: Any, names: tuple[str, ...]) -> None:
     require(fits, f"evaluation of {site}", type(answer).__name__, f"finite numbers: {', '.join(names)}")
 
 
-def _sum_of(answers: list[Any], sites: tuple[str, ...]) -> Numbers:
-    """Add up the sums in the answers of sites. Sites with too few rows answer None."""
-    total = np.zeros((2, 5))
-    for site, answer in zip(sites, answers, strict=True):
+def _sum_of(answers: list[Any], study: Any) -> Numbers:
+    """Add up the `calibration_sums` in the answers of sites. Sites with too few rows answer None."""
+    total = np.zeros((2, 9 if study.patient else 5))
+    for site, answer in zip(study.sites, answers, strict=True):
         if answer is not None:
             sums = numbers(f"sums of {site}", answer)
-            require(sums.shape == (2, 5) and bool(np.isfinite(sums).all()), f"sums of {site}", answer, "(2, 5), finite")
+            fits = sums.shape == total.shape and bool(np.isfinite(sums).all())
+            require(fits, f"sums of {site}", answer, f"{total.shape}, finite")
             total += sums
     return total
 

@@ -9,6 +9,14 @@ This is the infinitesimal jackknife (Efron, "The Jackknife, the Bootstrap and Ot
 first order, it is the variance of a bootstrap of the site's patients with infinitely many replicates. It needs no seed,
 and a site sends only one number. From many bootstrap replicates with a known seed, a server could compute the ranks of
 rows. For AUROC it is DeLong's variance (Biometrics 1988), up to factors m/(m − 1).
+
+The calibration of all sites together is fitted from sums over rows, so its errors have to follow from sums, too. With
+the information matrix I of the calibration model, and the score s_j of row j, its covariance is
+
+    m/(m − 1) I⁻¹ [Σ_c (Σ_{j of c} s_j)(Σ_{j of c} s_j)ᵀ] I⁻¹    if patients are given, m in all
+    I⁻¹                                                         otherwise
+
+If each patient has one row and the model is right, the expectation of the sum in brackets is I.
 """
 
 from collections.abc import Callable
@@ -22,9 +30,25 @@ CELLS = 50  # the largest number of cells into which probabilities are divided
 NORMAL = 1.959963984540054  # the 97.5 % quantile of the normal distribution
 
 
+def sums_by_patient(of_row: Numbers, patients: Numbers) -> Numbers:
+    """Add up the numbers of each patient's rows.
+
+    Args:
+        of_row: an array of shape (n,) or (n, D), with a number or D numbers for each row.
+        patients: an array of shape (n,), whose equal entries mean the same patient.
+
+    Returns:
+        An array of shape (m,) or (m, D), for the m patients in rising order.
+    """
+    _, patient = np.unique(patients, return_inverse=True)
+    total = np.zeros((int(np.max(patient, initial=-1)) + 1, *of_row.shape[1:]))
+    np.add.at(total, patient, of_row)
+    return total
+
+
 def standard_error(influence: Numbers, patients: Numbers | None) -> float:
     """Return the standard error of a measure. `influence` has the influence of each row on the measure."""
-    each = influence if patients is None else np.bincount(patients, influence)[np.unique(patients)]
+    each = influence if patients is None else sums_by_patient(influence, patients)
     return float(np.sqrt(np.sum(each**2) * len(each) / max(len(each) - 1, 1)))
 
 
@@ -126,16 +150,23 @@ def grouped(probability: Numbers, label: Numbers, least: int) -> list[list[float
     return groups
 
 
-def calibration_sums(score: Numbers, label: Numbers, at: Numbers) -> Numbers:
+def calibration_sums(score: Numbers, label: Numbers, at: Numbers, patients: Numbers | None = None) -> Numbers:
     """Return derivatives of a calibration model's log likelihood at points (a, b), summed over rows.
 
     In the model, label = 1 has the log odds a + b·score. The result has a row of five numbers for each point: the
-    gradient in a and b, and the entries (a, a), (a, b) and (b, b) of the information matrix.
+    gradient in a and b, and the entries (a, a), (a, b) and (b, b) of the information matrix. If the patient of each row
+    is given, a row has four more numbers. The gradient of a patient's rows has the products (a, a), (a, b) and (b, b)
+    of its entries; three numbers are the sums of these products over all patients, and the last is the number of
+    patients.
     """
     chance = expit(at[:, :1] + at[:, 1:] * score)
     left, weight = label - chance, chance * (1 - chance)
     parts = [left, left * score, weight, weight * score, weight * score**2]
-    return np.stack([part.sum(1) for part in parts], 1)
+    if patients is None:
+        return np.stack([part.sum(1) for part in parts], 1)
+    a, b = (sums_by_patient(part.T, patients) for part in parts[:2])
+    products = [(a * a).sum(0), (a * b).sum(0), (b * b).sum(0), np.full(len(at), len(a))]
+    return np.stack([*(part.sum(1) for part in parts), *products], 1)
 
 
 def calibration(sums: Callable[[Numbers], Numbers]) -> list[float] | None:
@@ -143,7 +174,7 @@ def calibration(sums: Callable[[Numbers], Numbers]) -> list[float] | None:
 
     The intercept is fitted with the slope fixed at 1; the slope is fitted together with another intercept. Both fits
     use Newton's method. If it does not converge, for example because the scores separate the classes, the result is
-    None.
+    None. It is also None if all rows are of one patient, so that no standard error can be computed.
 
     Args:
         sums: a function that returns `calibration_sums` of all rows at two points, which it gets as an array of shape
@@ -152,14 +183,22 @@ def calibration(sums: Callable[[Numbers], Numbers]) -> list[float] | None:
     at = np.array([[0.0, 1.0], [0.0, 0.0]])
     for _ in range(15):
         found = sums(at)
-        (g, _, i, *_), (g_a, g_b, aa, ab, bb) = found
+        (g, _, i, *_), (g_a, g_b, aa, ab, bb) = found[:, :5]
         size = aa * bb - ab**2
         if not (i > 0 and size > 1e-12 * aa * bb):
             return None
         step = np.array([[g / i, 0.0], [(bb * g_a - ab * g_b) / size, (aa * g_b - ab * g_a) / size]])
         at = at + step
         if np.abs(step).max() <= 1e-9 * (1 + np.abs(at).max()):
-            return [float(at[0, 0]), float(i**-0.5), float(at[1, 1]), float((aa / size) ** 0.5)]
+            variances = 1 / i, aa / size
+            if found.shape[1] > 5:
+                (of_intercept, *_), (p_aa, p_ab, p_bb, count) = found[:, 5:]
+                of_slope = ab**2 * p_aa - 2 * aa * ab * p_ab + aa**2 * p_bb
+                variances = of_intercept / i**2, of_slope / size**2
+                if not (count > 1 and min(variances) >= 0):
+                    return None
+                variances = variances[0] * count / (count - 1), variances[1] * count / (count - 1)
+            return [float(at[0, 0]), float(variances[0] ** 0.5), float(at[1, 1]), float(variances[1] ** 0.5)]
     return None
 
 
