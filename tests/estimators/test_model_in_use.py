@@ -71,13 +71,18 @@ def test_the_intercept_has_the_error_of_the_sandwich_of_the_columns_as_they_are(
     """Standard errors of the table, also the intercept's, are those of the sandwich formula for the original columns.
 
     The design matrix here is not standardised, and its gaps are filled by means. A penalty λ of a standardised column
-    is λ(deviation)² for the original column.
+    is λ(deviation)² for the original column. The scores of rows, less their mean, are added up by patient of a site. If
+    S has these sums in its rows, one for each of m patients, and I is the information with the penalties, the
+    covariance is m/(m − 1) I⁻¹ SᵀS I⁻¹.
     """
     given, frames = study("logistic"), tables()
     model = fitted("logistic")
-    told, parts = model.agreement.features, []
+    told, parts, patients, ill = model.agreement.features, [], [], []
     for site, frame in frames.items():
-        kept = SiteTable(given, site, frame).features
+        own = SiteTable(given, site, frame)
+        kept = own.features
+        patients += [(site, one) for one in own.patients]
+        ill += [*(own.target.ill == "yes")]
         made = pd.DataFrame(index=kept.index)
         for name, one in told.items():
             if "categories" in one:
@@ -95,7 +100,11 @@ def test_the_intercept_has_the_error_of_the_sandwich_of_the_columns_as_they_are(
     information = design.T @ (design * (chance * (1 - chance))[:, None])
     penalty = 2 * len(design) * np.append(model.estimator.penalties_ * np.square(deviations), 0)
     inverse = np.linalg.inv(information + np.diag(penalty))
-    errors = np.sqrt(np.diag(inverse @ information @ inverse))
+    scores = (chance - ill)[:, None] * design
+    sums = pd.DataFrame(scores - scores.mean(0)).groupby(pd.MultiIndex.from_tuples(patients)).sum().to_numpy()
+    m = len(sums)
+    assert m < len(design)
+    errors = np.sqrt(m / (m - 1) * np.diag(inverse @ sums.T @ sums @ inverse))
     np.testing.assert_allclose(table["standard error"], [errors[-1], *errors[:-1]], rtol=1e-8)
 
 

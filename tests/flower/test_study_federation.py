@@ -31,16 +31,18 @@ def test_sites_that_keep_their_tables_have_the_numbers_of_one_machine(kind, file
     given, place = study(kind), tmp_path / "run"
     serve(given, Nodes(client_app(given), files), {"out": str(place), "poll": 0.1})
     model, here = StudyModel.load(place / "model.json"), fitted(kind)
-    for name in ("coef_", "penalties_"):
+    for name in ("coef_", "penalties_", "standard_errors_"):
         np.testing.assert_allclose(
             getattr(model.estimator, name), getattr(here.estimator, name), rtol=1e-10, atol=1e-10
         )
+    assert model.intercept_error == (None if kind == "cox" else pytest.approx(here.intercept_error, rel=1e-10))
     rows = tables()["south"].drop(columns=list(TARGETS[kind].values()))
     np.testing.assert_allclose(
         model.estimator.coef_ @ model.prepared(rows, "south").T, here.estimator.coef_ @ here.prepared(rows, "south").T
     )
     lines = [json.loads(line) for line in (place / "exchanges.jsonl").read_text().splitlines()]
     assert [line["phase"] for line in lines[:3]] == ["a question", "an agreement", "derivatives"]
+    assert lines[-1]["phase"] == "a question"  # about the scores of patients
     assert all(line["answered"] == [0, 1, 2] for line in lines)
     assert len(lines) < 45
     assert Status.of(Folder(place)).lines[0].startswith("finished; last: round ")
@@ -237,7 +239,8 @@ def test_the_log_of_a_site_has_what_it_told(files, caplog):
     given = study("ridge", rounds=3)
     alone(given, Nodes(client_app(given), files))
     told = [record.getMessage() for record in caplog.records if "client 0 answers: " in record.getMessage()]
-    assert len(told) == 1
+    assert len(told) == 2
+    assert json.loads(told[1].partition("answers: ")[2])["patients"] == 20
     statistics = json.loads(told[0].partition("answers: ")[2])
     assert statistics["rows"] == 40
     assert "z" not in statistics["features"]["kind"]["categories"]

@@ -41,6 +41,7 @@ from sklearn.utils.validation import check_consistent_length, check_is_fitted, c
 import fedbilevel as fb
 from fedbilevel.data import dealt, generator_of_site, strata_of
 from fedbilevel.errors import ConfigurationError, NumericalWarning
+from fedbilevel.estimators.coefficient_errors import Minimum, answer
 from fedbilevel.estimators.columns import Numbers, labels, moments, numbers, require_sizes, sites_of
 from fedbilevel.estimators.penalty_search import PenaltySearch
 from fedbilevel.estimators.preparer import read_saved
@@ -82,9 +83,15 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
     `standard_errors_` are the standard errors of `coef_`, and `covariance_` is the covariance of `coef_` and, in the
     last row and column, of the intercept. Both are None with more than 300 features. If H is the Hessian of the mean
     training loss of n rows, and Λ = diag λ, the covariance is (H + 2Λ)⁻¹ H (H + 2Λ)⁻¹/n. For `Ridge` it is multiplied
-    by twice the residual variance, with n − tr H(H + 2Λ)⁻¹ degrees of freedom. The errors describe how the coefficients
-    vary about the values to which penalised coefficients tend, not about the true ones, and ignore that the penalties
-    were chosen from the data (Gray, JASA 1992). Without a penalty they are the usual standard errors.
+    by twice the residual variance, with n − tr H(H + 2Λ)⁻¹ degrees of freedom. If patients are passed to `fit`, rows of
+    a patient may depend on each other: the covariance is (H + 2Λ)⁻¹ V (H + 2Λ)⁻¹/n², where V = m/(m − 1) Σ_c u_c u_cᵀ,
+    and u_c is the sum over the rows of patient c of the gradients of their losses, less the mean gradient of all rows.
+    There are m patients; a patient with rows at two sites counts as two. With a single patient both attributes are
+    None.
+
+    The errors describe how the coefficients vary about the values to which penalised coefficients tend, not about the
+    true ones, and ignore that the penalties were chosen from the data (Gray, JASA 1992). Without a penalty they are the
+    usual standard errors.
     """
 
     has_intercept, curvature = True, 1.0  # κ
@@ -95,6 +102,10 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
     _target: Any  # (y) -> (arrays for `_losses`, each row's stratum for the folds, 0 or 1)
     _encoded: Any  # (y of some rows) -> arrays for `_losses`, after `fit` has seen all rows
     _losses: Any  # (z, rows, valid) -> ℓ of each row of a site at z = a_jᵀw + b; any number where not `valid`
+    _scores: (
+        Any  # (z, design, rows) -> the scores of a site's rows, of shape (n, D), for rows as `_samples` returns them
+    )
+    _minimum: Minimum | None  # the end of the last model's training; None with many features
 
     def __init__(
         self,
@@ -121,8 +132,8 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
             y: the target of each row. For Cox's model, two columns: the time of each row, and 1 if the event came at
                 this time, or 0 if it had not come by then.
             groups: the site of each row. None: all rows are treated as rows of one site, with a warning.
-            patients: the patient of each row. All rows of a patient at a site are put into one fold. None: each row is
-                a different patient.
+            patients: the patient of each row. All rows of a patient at a site are put into one fold, and count together
+                in standard errors. None: each row is a different patient.
 
         Raises:
             ValueError: an argument is wrong. It is usually a ConfigurationError, which names the column or the site.
@@ -145,9 +156,15 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
             for site, part in zip(self.sites_, parts, strict=True):
                 some = None if patients is None else patients[part]
                 rows["fold"][part] = self._folds(site, rows["stratum"][part], some)
-        sites = [self._samples({name: values[part] for name, values in rows.items()}) for part in parts]
+        own = [{name: values[part] for name, values in rows.items()} for part in parts]
+        sites = [self._samples(one) for one in own]
         with jax.enable_x64(True):
             self._train(fb.Clients(sites, weights="size"), centre, spread, len(found), fb.Local(devices=1))
+        if patients is not None:
+            of_rows = [patients[part] for part in parts]
+            self._count_patients(
+                lambda question: [answer(self, *each, question) for each in zip(own, of_rows, strict=True)]
+            )
         if hasattr(X, "iloc"):
             self.penalties_ = type(X.iloc[0])(self.penalties_, X.columns, name="penalty")
         return self
@@ -207,24 +224,33 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         if self.has_intercept:
             self.intercept_ = float(self._mean + self._unit * np.asarray(y["intercept"])[-1] - centre @ self.coef_)
 
-        self.covariance_ = self.standard_errors_ = None
+        self._minimum = covariance = None
         if last is not None:
-            of_standardised = np.diag(np.append(1 / spread, 1.0) * self._unit)  # derivatives of coef_ and intercept_
-            of_standardised[-1, :width] = -self._unit * centre / spread
-            of_standardised = of_standardised if self.has_intercept else of_standardised[:width, :width]
-            self.covariance_ = of_standardised @ self._covariance(x, y, last, rows) @ of_standardised.T
-            self.standard_errors_ = np.sqrt(np.diag(self.covariance_)[:width])
+            w = np.append(y["coef"][-1], y["intercept"][-1]) if self.has_intercept else np.asarray(y["coef"])[-1]
+            penalty = np.append(2 * self.curvature * x, 0.0)[: len(w)]
+            unit = np.diag(np.append(1 / spread, 1.0) * self._unit)
+            unit[-1, :width] = -self._unit * centre / spread
+            gradient, hessian = last
+            self._minimum = Minimum(w, gradient, hessian, penalty, unit[: len(w), : len(w)], rows)
+            covariance = self._minimum.covariance(rows * self._dispersion(self._minimum) * hessian)
+        self._keep_covariance(covariance)
 
-    def _covariance(self, x: Numbers, y: Any, last: tuple[Numbers, Numbers], rows: int) -> Numbers:
-        """Compute the covariance of standardised coefficients, from the last derivatives of the training loss."""
-        gradient, hessian = last
-        w = np.append(y["coef"][-1], y["intercept"][-1]) if self.has_intercept else np.asarray(y["coef"])[-1]
-        penalty = np.append(2 * self.curvature * x, 0.0)[: len(w)]
-        inverse = np.linalg.pinv(hessian + np.diag(penalty), hermitian=True)
-        dispersion = self._dispersion(gradient, hessian, w, float(np.sum(inverse * hessian)), rows)
-        return np.asarray(dispersion * inverse @ hessian @ inverse / rows)
+    def _keep_covariance(self, covariance: Numbers | None) -> None:
+        """Set `covariance_` and `standard_errors_`."""
+        self.covariance_ = covariance
+        self.standard_errors_ = None if covariance is None else np.sqrt(np.diag(covariance)[: len(self.coef_)])
 
-    def _dispersion(self, gradient: Numbers, hessian: Numbers, w: Numbers, freedom: float, rows: int) -> float:
+    def _count_patients(self, ask: Callable[[dict[str, Any]], Sequence[Any]]) -> None:
+        """Compute the errors anew, with the rows of a patient counted together.
+
+        Args:
+            ask: a function (question) -> the answers of the sites `sites_`, as `coefficient_errors.answer` makes them.
+        """
+        if self._minimum is not None:
+            answers = dict(zip(map(str, self.sites_), ask(self._minimum.question), strict=True))
+            self._keep_covariance(self._minimum.covariance_by_patient(answers))
+
+    def _dispersion(self, minimum: Minimum) -> float:
         """Return the ratio of the variance of a row's score to the mean second derivative; 1 for a log likelihood."""
         return 1.0
 
@@ -420,11 +446,16 @@ class Ridge(RegressorMixin, Penalised):  # type: ignore[misc]
     def _losses(self, z: Array, rows: Any, valid: Array) -> Array:
         return (z - rows["target"]) ** 2
 
-    def _dispersion(self, gradient: Numbers, hessian: Numbers, w: Numbers, freedom: float, rows: int) -> float:
+    def _scores(self, z: Numbers, design: Numbers, rows: Any) -> Numbers:
+        return 2 * (z - rows["target"])[:, None] * design
+
+    def _dispersion(self, minimum: Minimum) -> float:
         """Return twice the residual variance.
 
         It follows from gradient and Hessian, since the loss of a standardised target is 1 at w = 0 and quadratic in w.
         """
+        w, gradient, hessian, *_, rows = minimum
+        freedom = float(np.sum(minimum.inverse * hessian))
         return 2 * float(1 + gradient @ w - w @ hessian @ w / 2) * rows / max(rows - freedom, 1.0)
 
 
@@ -458,6 +489,9 @@ class LogisticRegression(ClassifierMixin, Penalised):  # type: ignore[misc]
 
     def _losses(self, z: Array, rows: Any, valid: Array) -> Array:
         return jax.nn.softplus(z) - rows["label"] * z
+
+    def _scores(self, z: Numbers, design: Numbers, rows: Any) -> Numbers:
+        return (expit(z) - rows["label"])[:, None] * design
 
     def decision_function(self, X: Any) -> Numbers:
         """Return the predicted log odds of the second class for each row."""

@@ -202,6 +202,31 @@ def calibration(sums: Callable[[Numbers], Numbers]) -> list[float] | None:
     return None
 
 
+def hazard_scores(risk: Numbers, columns: Numbers, event: Numbers, last: Numbers) -> Numbers:
+    """Return the score of each row of a Cox regression, by Lin and Wei (JASA 1989).
+
+    The score is the derivative of the gradient of the log partial likelihood (with Breslow's ties) in the row's weight.
+    The scores of all rows add up to the gradient.
+
+    Args:
+        risk: the log hazard of each row, of shape (n,), for rows that are sorted by time, latest first.
+        columns: the features of each row, of shape (n, D).
+        event: 1 for an event and 0 for none, of shape (n,).
+        last: the index of the last row with the same time, of shape (n,). All rows up to it are at risk.
+
+    Returns:
+        An array of shape (n, D).
+    """
+    weight = np.exp(risk - np.max(risk))[:, None]
+    total = np.cumsum(weight, 0)[last]
+    mean = np.cumsum(weight * columns, 0)[last] / total
+    # Each event adds weight/total (columns - mean) to the expected score of every row at risk at its time.
+    hazard = event[:, None] / total
+    start = np.searchsorted(last, last, "left")  # the first row of the same time
+    ended, ended_mean = (np.cumsum(one[::-1], 0)[::-1][start] for one in (hazard, hazard * mean))
+    return np.asarray(event[:, None] * (columns - mean) - weight * (columns * ended - ended_mean))
+
+
 def hazard_slope(time: Numbers, event: Numbers, risk: Numbers, patients: Numbers | None = None) -> list[float] | None:
     """Compute the slope of a Cox regression on the rows' predicted log hazards, and its standard error.
 
@@ -230,9 +255,6 @@ def hazard_slope(time: Numbers, event: Numbers, risk: Numbers, patients: Numbers
         if abs(step) <= 1e-9 * (1 + abs(slope)):
             if patients is None:
                 return [slope / scale, float(information**-0.5) / scale]
-            # Each event adds weight/total (risk - mean) to the expected score of every row at risk at its time.
-            ended = np.cumsum((event / total)[::-1])[::-1], np.cumsum((event * mean / total)[::-1])[::-1]
-            start = np.searchsorted(-time, -time, "left")  # the first row of the same time
-            scores = event * (risk - mean) - weight * (risk * ended[0][start] - ended[1][start])
+            scores = hazard_scores(slope * risk, risk[:, None], event, last)[:, 0]
             return [slope / scale, standard_error(scores / information, patients[order]) / scale]
     return None

@@ -11,7 +11,9 @@ import numpy as np
 from fedbilevel.data import generator_of_site
 from fedbilevel.data.columns import hidden_entries
 from fedbilevel.errors import ConfigurationError, DataWarning
+from fedbilevel.estimators import coefficient_errors
 from fedbilevel.estimators.agreement import SITE, Agreement, DifferentColumnsError
+from fedbilevel.estimators.coefficient_errors import SCORES
 from fedbilevel.estimators.columns import labels, numbers, require_in_frame
 from fedbilevel.estimators.evaluation import answered, held_out
 from fedbilevel.estimators.preparer import Preparer, Summaries, words_of
@@ -146,19 +148,30 @@ class SiteTable:
 
         If the site is held out, they are random numbers.
         """
-        estimator, (centre, spread) = agreement.estimator(), agreement.scales
+        estimator = agreement.estimator()
         self._prepared(agreement, *self.held_out[:2])  # to find errors in held-out rows before the exchanges
         if self.whole:
             return agreement.blank(len(self.held_out[1]))
-        rows, encoded = self._prepared(agreement, self.features, self.target)
-        stratum = encoded["stratum"]
+        rows = self._standardised(agreement)
+        stratum = rows["stratum"]
         if self.study.estimator == "logistic" and estimator.classes_[0] > estimator.classes_[1]:
             stratum = 1 - stratum  # then folds do not depend on which class is positive
         fold = estimator._folds(self.site, stratum, self.patients)
-        return dict(estimator._samples({"row": (rows - centre) / spread, **encoded, "fold": fold}))
+        return dict(estimator._samples({**rows, "fold": fold}))
+
+    def _standardised(self, agreement: Agreement) -> dict[str, Any]:
+        """Return the rows to which the model is fitted, standardised, with their encoded target."""
+        centre, spread = agreement.scales
+        rows, encoded = self._prepared(agreement, self.features, self.target)
+        return {"row": (rows - centre) / spread, **encoded}
 
     def answer(self, agreement: Agreement, question: Mapping[str, Any]) -> Any:
-        """Return the site's answer about how a model fits its rows: see `evaluation` and `survival_curves`."""
+        """Return the site's answer about a model and its rows.
+
+        See `evaluation`, `survival_curves` and, for the scores of patients, `coefficient_errors`.
+        """
+        if SCORES in question:
+            return self._scores(agreement, question)
         curves = bool(self.study.times and question.get("curves"))
         features, target, patients = (self.features, self.target, self.patients) if curves else self.held_out
         if not len(target):
@@ -172,6 +185,13 @@ class SiteTable:
         if curves:
             return steps(encoded["time"], encoded["event"], score, self.study.times, self.study.min_count)
         return answered(question, {"score": score, **encoded, "patients": patients}, self.study.min_count)
+
+    def _scores(self, agreement: Agreement, question: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the products of the scores of the site's patients; None if the site is held out."""
+        require(bool(self.study.patient), "question", SCORES, "asked only if the study has a column of patients")
+        if self.whole or self.patients is None:
+            return None
+        return coefficient_errors.answer(agreement.estimator(), self._standardised(agreement), self.patients, question)
 
     def _prepared(self, agreement: Agreement, features: Any, target: Any) -> tuple[Any, dict[str, Any]]:
         """Return prepared rows, as an array of shape (n, features), and their encoded target."""

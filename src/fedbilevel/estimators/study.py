@@ -19,7 +19,7 @@ gradient reveals them anyway.
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from itertools import pairwise
+from itertools import compress, pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,7 +28,7 @@ import numpy as np
 import fedbilevel as fb
 from fedbilevel.estimators.agreement import KINDS, SITE, Agreement
 from fedbilevel.estimators.columns import require_in_frame
-from fedbilevel.estimators.evaluation import Report, evaluated
+from fedbilevel.estimators.evaluation import AskSites, Report, evaluated
 from fedbilevel.estimators.measures import CELLS
 from fedbilevel.estimators.model_card import StudyCosts, card
 from fedbilevel.estimators.model_in_use import coefficient_table, fitted_pipeline, intercept_error
@@ -56,7 +56,8 @@ class Study:
         positive: for logistic regression, the class whose probability is predicted; empty: the second of both classes
             in alphabetical order.
         patient: the column that identifies the patient of each row, if patients have several rows; empty: each row is a
-            different patient.
+            different patient. All rows of a patient at a site are in one fold, are held out together, and count
+            together in standard errors and intervals.
         categorical: the columns of categories: codes or words.
         columns: the features; empty: all columns except target, event, patient and `drop`.
         drop: the columns that are left out. If a table lacks such a column, a warning is issued; if all tables
@@ -208,9 +209,13 @@ class Study:
             with at_site(site):
                 samples[site] = table.samples(agreement)
         clients = fb.Clients([samples[site] for site in self.fitted_sites], weights="size")
-        model = StudyModel.of(agreement, agreement.train(clients, engine or fb.Local(devices=1)))
-        model = replace(model, costs=StudyCosts.of(model.estimator.ledgers_))
-        return evaluated(model, lambda question: [table.answer(agreement, question) for table in own.values()])
+        estimator = agreement.train(clients, engine or fb.Local(devices=1))
+
+        def ask(question: dict[str, Any]) -> list[Any]:
+            return [table.answer(agreement, question) for table in own.values()]
+
+        model = StudyModel.of(agreement, estimator, ask)
+        return evaluated(replace(model, costs=StudyCosts.of(estimator.ledgers_)), ask)
 
 
 @dataclass(frozen=True)
@@ -235,8 +240,16 @@ class StudyModel:
     costs: StudyCosts | None = None
 
     @classmethod
-    def of(cls, agreement: Agreement, estimator: Any) -> Self:
-        """Make the model from a fitted estimator, without a report."""
+    def of(cls, agreement: Agreement, estimator: Any, ask: AskSites) -> Self:
+        """Make the model from a fitted estimator, without a report.
+
+        If the study has a column of patients, the sites are asked for the scores of their patients, and the errors of
+        the coefficients follow from these.
+        """
+        study = agreement.study
+        if study.patient:
+            fitted = [site != study.holdout for site in study.sites]
+            estimator._count_patients(lambda question: [*compress(ask(question), fitted)])
         return cls(agreement, estimator, intercept_error(agreement, estimator))
 
     def save(self, file: str | Path) -> None:

@@ -16,9 +16,9 @@ from jax import Array
 
 from fedbilevel.data import in_order_of_time
 from fedbilevel.errors import ConfigurationError
-from fedbilevel.estimators.columns import numbers, sites_of
+from fedbilevel.estimators.columns import Numbers, numbers, sites_of
 from fedbilevel.estimators.linear import Columns, Penalised
-from fedbilevel.estimators.measures import concordance
+from fedbilevel.estimators.measures import concordance, hazard_scores
 from fedbilevel.extending import require
 
 
@@ -61,6 +61,9 @@ class CoxRegression(Penalised):
         most = jax.lax.stop_gradient(jnp.max(z))  # so that no exponential overflows
         at_risk = jnp.cumsum(jnp.where(valid, jnp.exp(z - most), 0))[rows["last"]]
         return rows["event"] * (most + jnp.log(jnp.where(valid, at_risk, 1)) - z)
+
+    def _scores(self, z: Numbers, design: Numbers, rows: Any) -> Numbers:
+        return -hazard_scores(z, design, rows["event"], rows["last"])
 
     def score(self, X: Any, y: Any, groups: Any = None) -> float:
         """Return Harrell's concordance, the share of pairs of rows that are predicted in the right order.

@@ -253,13 +253,13 @@ def played(study: Study, engine: Any, search: SavedSearch | None = None) -> Stud
         under_contract(latest).agree(of_last.text)
         latest = of_last
 
-    model = StudyModel.of(agreement, agreement.train(remote, engine, checkpoint, on_searched))
+    estimator = agreement.train(remote, engine, checkpoint, on_searched)
     questions = under_contract(latest)
 
     def ask(question: dict[str, Any]) -> list[Any]:
         return [parse_json(answer.encode()) for answer in questions.question(json.dumps(question))]
 
-    return evaluated(model, ask)
+    return evaluated(StudyModel.of(agreement, estimator, ask), ask)
 
 
 def _costs(place: Folder) -> StudyCosts:
