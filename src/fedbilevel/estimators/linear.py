@@ -41,7 +41,8 @@ from sklearn.utils.validation import check_consistent_length, check_is_fitted, c
 import fedbilevel as fb
 from fedbilevel.data import dealt, generator_of_site, strata_of
 from fedbilevel.errors import ConfigurationError, NumericalWarning
-from fedbilevel.estimators.coefficient_errors import Minimum, answer
+from fedbilevel.estimators import coefficient_errors
+from fedbilevel.estimators.coefficient_errors import Minimum
 from fedbilevel.estimators.columns import Numbers, labels, moments, numbers, require_sizes, sites_of
 from fedbilevel.estimators.penalty_search import PenaltySearch
 from fedbilevel.estimators.preparer import read_saved
@@ -102,9 +103,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
     _target: Any  # (y) -> (arrays for `_losses`, each row's stratum for the folds, 0 or 1)
     _encoded: Any  # (y of some rows) -> arrays for `_losses`, after `fit` has seen all rows
     _losses: Any  # (z, rows, valid) -> ℓ of each row of a site at z = a_jᵀw + b; any number where not `valid`
-    _scores: (
-        Any  # (z, design, rows) -> the scores of a site's rows, of shape (n, D), for rows as `_samples` returns them
-    )
+    _scores: Any  # (z, design, rows) -> the scores of a site's rows, of shape (n, D); `rows` are those of `_samples`
     _minimum: Minimum | None  # the end of the last model's training; None with many features
 
     def __init__(
@@ -161,10 +160,8 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         with jax.enable_x64(True):
             self._train(fb.Clients(sites, weights="size"), centre, spread, len(found), fb.Local(devices=1))
         if patients is not None:
-            of_rows = [patients[part] for part in parts]
-            self._count_patients(
-                lambda question: [answer(self, *each, question) for each in zip(own, of_rows, strict=True)]
-            )
+            known = [(one, patients[part]) for one, part in zip(own, parts, strict=True)]
+            self._count_patients(lambda question: [coefficient_errors.answer(self, *one, question) for one in known])
         if hasattr(X, "iloc"):
             self.penalties_ = type(X.iloc[0])(self.penalties_, X.columns, name="penalty")
         return self
