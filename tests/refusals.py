@@ -14,7 +14,7 @@ ANY: Any = object()
 
 
 @contextmanager
-def refuses(path: str, got: Any = ANY, fact: str = "", near: str = "") -> Iterator[None]:
+def refuses(path: str, got: Any = ANY, fact: str = "", near: str = "") -> Iterator[pytest.ExceptionInfo]:
     """Expect a ConfigurationError about one field, as a context manager.
 
     Args:
@@ -23,9 +23,12 @@ def refuses(path: str, got: Any = ANY, fact: str = "", near: str = "") -> Iterat
         fact: a text that the error's description of what is allowed must contain. It should be a bound or the name of
             another field, and not a wording.
         near: the name that the error suggests.
+
+    Yields:
+        What `pytest.raises` yields: after the block, its `value` is the error.
     """
     with pytest.raises(ConfigurationError) as error:
-        yield
+        yield error
     (wrong,) = error.value.wrong
     assert (wrong.path, wrong.near) == (path, near)
     assert wrong.allowed

@@ -233,11 +233,34 @@ def test_a_column_to_leave_out_that_no_site_has_is_an_error():
         given.fit(frames)
 
 
-def test_times_that_are_not_allowed_are_reported_with_their_site():
-    frames = tables()
-    frames["west"].loc[3, "days"] = -1
-    with refuses("times of west", [-1.0], "0 or later"):
-        study("cox").fit(frames)
+@pytest.mark.parametrize(
+    ("kind", "column", "wrong", "fact"),
+    [
+        ("cox", "days", -1.0, "a time from 0 "),
+        ("cox", "days", np.inf, "a time from 0 "),
+        ("cox", "days", "soon", "a time from 0 "),
+        ("ridge", "days", -np.inf, "a number from -1e+100 to 1e+100"),
+        ("logistic", "age", np.inf, "a number from -1e+100 to 1e+100"),
+        ("cox", "age", 1e101, "a number from -1e+100 to 1e+100"),
+    ],
+)
+def test_values_that_are_not_allowed_are_reported_with_their_column_and_site_and_the_number_of_rows(
+    kind, column, wrong, fact
+):
+    """The error has the number of rows also if rows without a target, which are left out, come before the wrong ones.
+
+    A held-out row is checked like any other. Times of 0 are allowed: events may come on the first day.
+    """
+    frames, target = tables(), TARGETS[kind]["target"]
+    values = frames["west"][column].astype(object if wrong == "soon" else float)
+    values[[7, 8, 30]] = wrong
+    frames["west"] = frames["west"].assign(**{column: values}, ill="yes")
+    frames["west"].loc[[0, 2], target] = np.nan
+    with refuses(f"column {column!r} of west", [wrong], fact) as found:
+        study(kind, holdout=0.5, min_count=4).fit(frames)
+    assert f"table of west: column {column!r}: 3 rows have" in str(found.value)
+    first = frames["north"].assign(days=np.where(np.arange(40) < 5, 0, frames["north"].days))
+    assert SiteTable(study(kind), "north", first).left_out == 0
 
 
 def test_standard_errors_in_a_file_are_numbers(tmp_path):
@@ -255,10 +278,10 @@ def test_a_column_to_leave_out_may_be_missing_at_a_site():
         SiteTable(study("logistic", drop=("dose", "days", "died")), "north", table(0).drop(columns="dose"))
 
 
-@pytest.mark.parametrize("wrong", [[True, False], ["yes", "no"], [1, 2]])
-def test_events_are_1_or_0(wrong):
+@pytest.mark.parametrize(("wrong", "told"), [([True, False], 2), (["yes", "no"], 2), ([1, 2], 1)])
+def test_events_are_1_or_0(wrong, told):
     frame = table(0)
-    with refuses("events 'died'", sorted(map(str, wrong)), "1"):
+    with refuses("column 'died'", [*map(str, wrong)][-told:], "1"):
         SiteTable(study("cox"), "north", frame.assign(died=np.resize(wrong, len(frame))))
 
 

@@ -87,6 +87,33 @@ def test_a_site_looks_at_what_it_will_tell(files, tmp_path, monkeypatch, capsys)
         assert printed.count(wrong) == 1
 
 
+@pytest.mark.parametrize(
+    ("column", "wrong", "said"),
+    [
+        ("days", -3, "column 'days': 2 rows have a value that is not allowed (-3.0): allowed is a time from 0 to 1e+100"),
+        ("days", "inf", "column 'days': 2 rows have a value that is not allowed (inf): allowed is a time from 0"),
+        ("died", 2, "column 'died': 2 rows have a value that is not allowed (2): allowed is 1 if the event came"),
+        (
+            "age",
+            "-inf",
+            "column 'age': 2 rows have a value that is not allowed (-inf): allowed is a number from -1e+100",
+        ),
+    ],
+)
+def test_a_site_finds_values_that_are_not_allowed_before_a_study_begins(
+    column, wrong, said, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    of_cox = ["--estimator", "cox", "--target", "days", "--event", "died", "--sites", ",".join(SITES), "--drop", "ill"]
+    assert main(["flower", "new", "app", *of_cox, "--categorical", "code", "--patient", "patient"]) == 0
+    frame = tables()["north"]
+    frame[column] = frame[column].astype(object)
+    frame.loc[[4, 9], column] = wrong
+    frame.to_csv("north.csv", index=False)
+    assert main(["flower", "check", "app", "--node-config", "partition-id=0 table='north.csv'"]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
 def test_every_field_of_a_study_is_an_option(tmp_path, monkeypatch, capsys):
     """Each field of a study is an option of `flower new`, whose help has the words of the class."""
     monkeypatch.chdir(tmp_path)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fedbilevel.data.columns import MOST
 from fedbilevel.data.columns import moments as exact_moments
 from fedbilevel.errors import ConfigurationError, DataWarning
-from fedbilevel.extending import require, unknown, warn
+from fedbilevel.extending import printable, require, unknown, warn
 
 ABSURD = 50  # a number is far away if its distance to the median is this many times the median distance
 SHARE = 0.9  # there is a warning if few numbers cause this share of the variance
@@ -54,6 +54,23 @@ def require_sizes(field: str, column: NDArray[np.float64], gaps: str) -> None:
     if bad.size:
         got = "a gap" if math.isnan(column[bad[0]]) else float(column[bad[0]])
         require(False, f"{field}, row {bad[0]}", got, f"a number from {-MOST:g} to {MOST:g}; {gaps}")
+
+
+def require_values(name: str, values: Any, fits: Any, allowed: str) -> None:
+    """Refuse a column of a site's table in which some values are not allowed. The message has the number of such rows.
+
+    Args:
+        name: the name of the column.
+        values: the values of the column, as an array of shape (n,).
+        fits: which of them are allowed, as booleans of the same shape.
+        allowed: the allowed values, in words.
+    """
+    if count := int(np.sum(~fits)):
+        examples = list(dict.fromkeys(values[~fits].tolist()))[:3]
+        rows = "1 row has" if count == 1 else f"{count} rows have"
+        such = ", ".join(printable(str(one)) for one in examples)
+        message = f"column {name!r}: {rows} a value that is not allowed ({such}): allowed is {allowed}"
+        raise ConfigurationError(path=f"column {name!r}", got=examples, allowed=allowed, message=message)
 
 
 def moments(field: str, column: NDArray[np.float64]) -> tuple[float, float]:

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from fedbilevel.data import generator_of_site
-from fedbilevel.data.columns import hidden_entries
+from fedbilevel.data.columns import MOST, hidden_entries
 from fedbilevel.errors import ConfigurationError, DataWarning
 from fedbilevel.estimators import coefficient_errors
 from fedbilevel.estimators.agreement import SITE, Agreement, DifferentColumnsError
 from fedbilevel.estimators.coefficient_errors import SCORES
-from fedbilevel.estimators.columns import labels, numbers, require_in_frame
+from fedbilevel.estimators.columns import labels, numbers, require_in_frame, require_values
 from fedbilevel.estimators.evaluation import answered, held_out
-from fedbilevel.estimators.preparer import Preparer, Summaries, words_of
+from fedbilevel.estimators.preparer import NUMBERS, Preparer, Summaries, words_of
 from fedbilevel.estimators.survival_curves import steps
 from fedbilevel.extending import printable, require, unknown, warn
 
@@ -54,10 +54,7 @@ class SiteTable:
         targets = [study.target, *([study.event] if study.event else [])]
         kept = frame[frame[targets].notna().all(axis=1)].reset_index(drop=True)
         self.left_out = len(frame) - len(kept)
-        if study.event:
-            events = sorted({*words_of(kept[study.event])})
-            allowed = "1 if the event came, and 0 if not"
-            require({*events} <= {"0", "1"}, f"events {study.event!r}", events[:5], allowed)
+        self._require_values(kept)
         patients = (
             labels("patient", kept[study.patient], len(kept), "the patient of each row")[1] if study.patient else None
         )
@@ -82,6 +79,25 @@ class SiteTable:
         self.features, self.target = features[~held], kept.loc[~held, targets]
         self.patients = None if patients is None else patients[~held]
         self.held_out = features[held], kept.loc[held, targets], None if patients is None else patients[held]
+
+    def _require_values(self, kept: Any) -> None:
+        """Refuse times, events and numbers that no model can use, in all rows that have a target."""
+        import pandas as pd
+
+        study = self.study
+        if study.event:
+            events = words_of(kept[study.event])
+            allowed = "1 if the event came, and 0 if not"
+            require_values(study.event, events.to_numpy(), events.isin(["0", "1"]).to_numpy(bool), allowed)
+        columns = study.columns or [name for name in kept if name not in (*study.not_features, *study.drop)]
+        targets = [study.target] if study.estimator != "logistic" else []
+        measured = [name for name in columns if name not in study.categorical and kept[name].dtype.kind in NUMBERS]
+        for name in [*targets, *measured]:
+            values = pd.to_numeric(kept[name], errors="coerce").to_numpy(float, na_value=np.nan)
+            least = 0.0 if study.event and name == study.target else -MOST
+            fits = (least <= values) & (values <= MOST) | kept[name].isna().to_numpy()
+            what = "a time" if least == 0 else "a number"
+            require_values(name, kept[name].to_numpy(), fits, f"{what} from {least:g} to {MOST:g}, or an empty entry")
 
     def _held_out(self, target: Any, patients: Any) -> Any:
         """Return which rows are held out, as a bool for each row.
