@@ -20,17 +20,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from federations import memory
+from study_nodes import Nodes
 from test_site import greeted, request
 
 import fedbilevel as fb
 from fedbilevel.cli import main
 from fedbilevel.core.errors import CheckpointError, ConfigurationError
 from fedbilevel.core.privacy import Privacy
+from fedbilevel.experiments.study import client_app as app_of_study
+from fedbilevel.experiments.study import serve
 from fedbilevel.flower.client import site as sites
 from fedbilevel.flower.client.audit import Audit
 from fedbilevel.flower.client.site import ClientRuntime, client_app
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.wire import METRICS, digest
+from site_tables import SITES, study, tables
 
 STEPS = federations.Steps()
 
@@ -105,6 +109,36 @@ def test_no_value_of_the_data_is_in_the_audit(tmp_path):
     values = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(federations.TASK.clients.inner.values)])
     assert values.size > 50
     assert not [value for value in values if f"{value:.4g}" in text and abs(value) > 1e-3 and value % 1]
+
+
+@pytest.mark.usefixtures("posed_once")
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+def test_a_study_leaves_an_audit_at_each_site_without_values_of_its_table(files, tmp_path, capsys):
+    """A site of a study has a line for each text and each update that it sent, and no number of its table in them.
+
+    The bytes in the lines of all sites are those that the server has received. A text has no norm.
+    """
+    given, place = study("ridge", rounds=3, holdout=0.4, min_count=4), tmp_path / "run"
+    own = [{**one, "state-folder": str(tmp_path / one["site"])} for one in files]
+    serve(given, Nodes(app_of_study(given), own), {"out": str(place), "poll": 0.1})
+    received = [json.loads(line) for line in (place / "exchanges.jsonl").read_text().splitlines()]
+    every = {site: lines(tmp_path / site) for site in SITES}
+    for site, entries in every.items():
+        sent = [line["phase"] for line in entries if line["phase"] != "greeting"]
+        assert sent == [line["phase"] for line in received]
+        assert {line["event"] for line in entries} == {"sent"}
+        assert {line["subject"] for line in entries} == {digest(given.text)}
+        assert {line["phase"] for line in entries if "norm" in line} == {"derivatives"}
+        text = json.dumps([line | {"time": ""} for line in entries])
+        values = tables()[site][["age", "dose"]].to_numpy().ravel()
+        assert not [value for value in values if f"{value:.4g}" in text and value % 1]
+        assert main(["flower", "audit", str(tmp_path / site)]) == 0
+        assert f"{len(entries)} lines in an unbroken chain" in capsys.readouterr().out
+    sums = [
+        sum(line["bytes"] for entries in every.values() for line in entries),
+        sum(line["bytes_up"] for line in received),
+    ]
+    assert sums[0] == sums[1]
 
 
 def fb_loss(x, y, batch):

@@ -5,27 +5,32 @@ import pytest
 from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from study_nodes import Nodes
 
 import fedbilevel as fb
 from fedbilevel.core.errors import ExchangeError
+from fedbilevel.experiments.study import client_app, serve
 from fedbilevel.flower.launch import credentials
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.server.engine import Flower
 from fedbilevel.flower.server.terms import Terms
+from fedbilevel.flower.wire import QUESTION, RequestMessage, decode
+from site_tables import study
 
 ONLINE = federations.app(federations.Steps())
 
 
-class Registered(InProcess):
-    """A grid whose nodes have registered public keys; it returns the keys in the form in which Flower keeps them."""
+def registered(grid, folder, numbers):
+    """Return this grid, whose nodes have now registered public keys, in the form in which Flower keeps them.
 
-    def __init__(self, folder, numbers):
-        super().__init__(ONLINE, 6)
-        read = [load_ssh_public_key((folder / f"client-{number}.pub").read_bytes()) for number in numbers]
-        self.public = dict(enumerate(map(public_key_to_bytes, read), start=1))
-
-    def get_nodes(self):
-        return [NodeInfo(node_id=node, public_key=self.public.get(node, b"")) for node in self.get_node_ids()]
+    Args:
+        folder: the folder of the keys.
+        numbers: for each node, the number of its key.
+    """
+    read = [load_ssh_public_key((folder / f"client-{number}.pub").read_bytes()) for number in numbers]
+    public = dict(enumerate(map(public_key_to_bytes, read), start=1))
+    grid.get_nodes = lambda: [NodeInfo(node_id=node, public_key=public.get(node, b"")) for node in grid.get_node_ids()]
+    return grid
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +49,7 @@ def solve(grid, keys, **terms):
 
 def test_everyone_with_the_clients_own_key(keys):
     """If all nodes have the keys of their clients, a run has the same numbers as a run without keys."""
-    bound = solve(Registered(keys, range(6)), keys, quorum=1.0)
+    bound = solve(registered(InProcess(ONLINE, 6), keys, range(6)), keys, quorum=1.0)
     federations.same(bound, solve(InProcess(ONLINE, 6), None, quorum=1.0))
 
 
@@ -56,7 +61,7 @@ def test_a_registered_key_does_not_take_another_clients_place(keys, caplog):
     with pytest.raises(
         ExchangeError, match=r"3 clients are online, but 4 of 6 are needed .*which has another key"
     ) as told:
-        solve(Registered(keys, [0, 1, 6, 3, 5, 4]), keys, quorum=0.6)
+        solve(registered(InProcess(ONLINE, 6), keys, [0, 1, 6, 3, 5, 4]), keys, quorum=0.6)
     refused = [record.getMessage() for record in caplog.records if record.name == "fedbilevel.server"]
     claims = "does not take part: the node claims to be client"
     assert [f"node {k + 1} {claims} {k}, which has another key" for k in (2, 4, 5)] == [
@@ -71,6 +76,32 @@ def test_nodes_without_keys_are_nobody(keys):
     """A node that has registered no key takes no client's place."""
     with pytest.raises(ExchangeError, match="0 clients are online"):
         solve(InProcess(ONLINE, 6), keys)
+
+
+@pytest.mark.usefixtures("posed_once")
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+def test_a_study_asks_a_site_with_another_key_no_question(files, keys, tmp_path):
+    """A study in which a site has another key than its client ends, and names the client, which gets no question.
+
+    The node of the site south has a key that belongs to no site. With the keys of the sites the study has a model.
+    """
+    given, asked = study("ridge", rounds=1), []
+    good = client_app(given)
+
+    def app(message, context):
+        asked.append((context.node_config["site"], decode(RequestMessage, message).phase))
+        return good(message, context)
+
+    def run(numbers, place):
+        grid = registered(Nodes(app, files), keys, numbers)
+        serve(given, grid, {"out": str(place), "client-keys": str(keys), "join": 1.0, "attempts": 1})
+
+    with pytest.raises(ExchangeError, match="client 1: the node claims to be client 1, which has another key"):
+        run([0, 6, 2], tmp_path / "other")
+    assert {phase for site, phase in asked if site == "south"} == {""}  # only greetings
+    run([0, 1, 2], tmp_path / "own")
+    assert (tmp_path / "own" / "model.json").exists()
+    assert ("south", QUESTION) in asked
 
 
 def test_keys_that_cannot_be_used_are_refused_before_the_first_message(keys, tmp_path):
