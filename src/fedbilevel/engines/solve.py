@@ -93,9 +93,9 @@ def solve(
             arguments from `algorithm` to `cohort` are the same.
         engine: what carries out the rounds: `Local` (the default), `Reference`, or `Flower` for clients on other
             machines.
-        eval_every: the number of rounds between two rows of the history; None makes about twenty rows. metrics: a dict
-        of functions (x, y) -> number, by name, which are computed for every row of the history. `Metric(function,
-        larger_is_better)` in place of a function says whether a larger number is better.
+        eval_every: the number of rounds between two rows of the history; None makes about twenty rows.
+        metrics: a dict of functions (x, y) -> number, by name, which are computed for every row of the history.
+            `Metric(function, larger_is_better)` in place of a function says whether a larger number is better.
         metrics_per_client: a dict of functions (x, y, batch) -> number, by name. A function returns a mean over the
             samples of the batch. For every row of the history it is called for each client, with all outer samples of
             this client as the batch. `PerClient(function, "inner")` passes the inner samples instead. The history gets

@@ -65,10 +65,10 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
     """The base class of the estimators of linear models.
 
     Args:
-        penalties: λ, a single number or a number for each feature; None: found by cross-validation. penalty_groups:
-        "one": all features share one penalty, which is multiplied by the variance of each feature. "feature": each
-        feature has a penalty of its own. A list with a label for each feature: features with the same label share a
-        penalty.
+        penalties: λ, a single number or a number for each feature; None: found by cross-validation.
+        penalty_groups: "one": all features share one penalty, which is multiplied by the variance of each feature.
+            "feature": each feature has a penalty of its own. A list with a label for each feature: features with the
+            same label share a penalty.
         cv: K, the number of folds.
         rounds: the largest number of exchanges with the sites. The search usually ends after a few dozen exchanges,
             when the projected gradient is small. With more than 300 features, the search ends when the validation loss
