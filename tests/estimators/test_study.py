@@ -177,7 +177,7 @@ def test_sites_that_differ_from_the_others_take_part():
         (lambda one: one.assign(ill=np.resize(["a", "b", "c"], len(one))), "classes of 'ill'", ["a", "b", "c"], "two"),
         (lambda one: one.assign(ill="perhaps"), "classes of 'ill'", ["no", "perhaps", "yes"], "two"),
         (lambda one: one.assign(site="x"), "column 'site' of north", "a feature", "offsets = false"),
-        (lambda one: one.iloc[:7], "rows with a target of north", 7, "8 or more"),
+        (lambda one: one.iloc[:7], "the number of rows with a target of north", 7, "8 or more"),
         (lambda one: one.assign(patient=np.nan), "patient, entry 0 of north", "a gap", ""),
     ],
 )
