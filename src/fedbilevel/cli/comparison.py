@@ -303,8 +303,8 @@ def _sweep(options: argparse.Namespace) -> int:
       fedbilevel sweep quadratic --grid server_lr.x=0.01,0.03,0.1 --grid local_steps=1,5 --seeds 0,1,2 --out runs/steps
       fedbilevel sweep --set task.holdout=0.2 --select validation_accuracy --grid client_lr.x=0.01,0.1 --exchanges 300
 
-    --search lets Optuna (extra [sweep]) draw --trials points from ranges: numbers with four digits, or whole numbers if
-    both ends are whole. The values of --grid are then choices.
+    --search lets Optuna (extra [sweep]) draw --trials points from ranges: whole numbers if both ends are whole, else
+    numbers with four significant digits. With --search, Optuna also chooses among the values of --grid.
 
       fedbilevel sweep quadratic --search server_lr.x=0.001:1:log --search local_steps=1:8 --trials 40 --out runs/search
 

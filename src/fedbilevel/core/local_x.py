@@ -34,7 +34,7 @@ def server_x(problem: Problem, x: PyTree) -> PyTree:
 
 
 def local_block(x: PyTree) -> PyTree:
-    """Return the block with which every client starts, with leaves of shape (1, ...)."""
+    """Return a client's part of the starting x, which is the same for every client, with leaves of shape (1, ...)."""
     return jax.tree.map(lambda leaf: leaf[:1], x)
 
 

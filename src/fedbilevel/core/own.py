@@ -9,7 +9,7 @@ These numbers can differ between clients, between rounds, or both. Each number c
     (low, high) or {"low": …, "high": …}  drawn uniformly for each client and round, both ends included; if both ends
                                           are whole numbers, so are the draws
     a function (round, client, key)       of JAX's operations, compiled with the rounds; each client has its own key
-    a function (round, client, key, k)    the same for each inner round k, which also has a key of its own
+    a function (round, client, key, k)    a function that also takes the inner round k, with a key for each inner round
 
 Inner rounds are counted within `Fed.repeat`; outside of it, k is 0.
 

@@ -228,7 +228,7 @@ def _entries(units: Array, size: int, times: int) -> Array:
 
 
 def _words(part: str, tree: PyTree, words: PyTree) -> list[str]:
-    """Return the string of the structure for each leaf of `tree`."""
+    """Return, for each leaf of `tree`, the text that says which of its axes are cut into units."""
     leaves, shape = jax.tree.flatten(tree)
     if words is None:
         return [" ".join("_" * np.ndim(leaf)) for leaf in leaves]

@@ -250,9 +250,10 @@ def check_availability(clock: Clock, algorithm: Algorithm, population: int, coho
 
 
 def available_population(clock: Clock, clients: Clients) -> float:
-    """Return the number of all clients, or, if some are never available, M' / Σ p_i.
+    """Return the factor M of the unbiased mean (M/P) Σ p_i u_i over P clients: the number of all clients.
 
-    Here M' is the number of the available clients, and Σ p_i the sum of their weights.
+    If some clients are never available, the mean is over the others. Then the factor is M'/w, where M' is the number of
+    the available clients, and w is the sum of their weights.
     """
     weights = np.delete(clients.weights, clock.never_available(len(clients)))
     return len(clients) if len(weights) == len(clients) else len(weights) / float(weights.sum())

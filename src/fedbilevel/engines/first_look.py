@@ -44,11 +44,11 @@ SHARE = 0.25  # a loss is no mean if more than this share shows it, of the pairs
 
 
 class Seen(NamedTuple):
-    """Hold the results of one look: derivatives of the losses at x, y and v, and their values on pairs of samples.
+    """Hold what is known of the losses after a look at them before a run, at one point (x, y, v) and on few samples.
 
     Args:
         moves: the name of a derivative, such as "g_xy" (the product of ∇²xy g with v) -> whether it is not 0.
-        leaves: for each leaf of x, in order, whether a derivative that moves x is not 0 there.
+        leaves: for each leaf of x, in order, whether the gradients by which x is updated are not 0 there.
         reach: for y and for v: which of their entries a gradient step moves.
         values: for each loss that should be a mean, its values on the pairs.
     """

@@ -521,7 +521,8 @@ def reason(budget: Budget) -> str:
 def rounds_at_most(budget: Budget) -> int:
     """Return a number of rounds after which the budget is certainly spent.
 
-    A round makes at least one exchange, but may take no time at all.
+    A round makes at least one exchange, so a budget of n exchanges lasts for at most n rounds. A round may take no time
+    and no bytes, so for other budgets the number is ENDLESS.
     """
     name, amount = budget
     return math.ceil(amount) if name == "exchanges" else ENDLESS

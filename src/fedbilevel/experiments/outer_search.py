@@ -514,7 +514,7 @@ class SearchRun:
 
 
 class SearchExperiment(Experiment):
-    """The objects of a search over x.
+    """Hold what a spec describes (task, method, engine) for a search over x, and run this search in place of `solve`.
 
     The search writes no checkpoints, and makes the rows of its history itself.
     """

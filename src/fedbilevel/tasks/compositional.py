@@ -27,7 +27,7 @@ def outer(y: Array, batch: dict[str, Array]) -> Array:
 
 
 def inner(x: Array, batch: dict[str, Array]) -> Array:
-    """Return r_i(x), a mean over the samples of the batch, of shape (dim_y,)."""
+    """Return r_i(x), the inner function of client i, of shape (dim_y,), as the mean over the samples of the batch."""
     return jnp.mean(batch["B"] @ x + batch["c"], axis=0)
 
 

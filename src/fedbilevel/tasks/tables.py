@@ -251,9 +251,10 @@ class _Files:
         return training, self.tested.get(name, measured)
 
     def parts(self, name: str, agreed: Summaries, holdout: float) -> tuple[SiteFile, SiteFile]:
-        """Return a site's training rows and measured rows.
+        """Return the rows of a site on which the model is trained, and those on which it is measured.
 
-        In training rows, entries that the site's summaries leave out become gaps.
+        In the rows for training, an entry becomes a missing value if the site's summaries leave it out because few rows
+        have it.
         """
         training, measured = (with_columns(part, agreed, self.columns) for part in self.split(name))
         if holdout:

@@ -85,11 +85,11 @@ class Shares:
         return where, member, taken
 
     def own_rows(self, rows: Ragged) -> tuple[PyTree, np.ndarray]:
-        """Return this process's samples one after another, and where each client's samples begin in its process.
+        """Return the samples of this process, one after another, and the place at which those of each client begin.
 
         Returns:
             values: the samples, with leaves of shape (longest, ...), where `longest` is the largest number of samples
-                of any process.
+                of any process; a process with fewer samples has padding at the end.
             start: the place at which each client's samples begin, as int64 of shape (M,).
         """
         ends = np.concatenate([[0], np.cumsum(rows.size)])

@@ -76,10 +76,10 @@ class Approvals:
             write_json(self.path, approvals | ({name: f"{by} approved at {now()}"} if approve else {}))
 
     def decision(self, proposal: Proposal, approve: str) -> tuple[str, str]:
-        """Return who has approved a proposal, or "" and the reason why the site's rule does not approve it.
+        """Return who has approved a proposal, and a reason: (name, "") if it is approved, ("", why) if it is not.
 
         Args:
-            approve: "ask", or the file of a rule.
+            approve: "ask" if only a person can approve; otherwise the path of a rule that can approve, too.
 
         Raises:
             ConfigurationError: the rule cannot be read, or is wrong.
