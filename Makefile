@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-torch test-trackers test-newest test-oldest packages lint format papers benchmarks catalogue notebooks docs docs-versions links lock clean
+.PHONY: help setup demo test test-slow test-torch test-trackers test-formats test-newest test-oldest packages lint format papers benchmarks catalogue notebooks docs docs-versions links lock clean
 
 # What another project left in the environment must not leak into this one.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
@@ -34,6 +34,10 @@ test-torch: setup  ## install PyTorch, what is built on it, and MLflow, then the
 test-trackers: setup  ## install MLflow, Weights & Biases and TensorBoard, then the tests of fedbilevel.trackers
 	@$(PYTHON) scripts/bootstrap.py trackers
 	$(BIN)/pytest -m "" tests/trackers
+
+test-formats: setup  ## install ONNX and pyarrow, then the tests of models in ONNX and of tables in Parquet
+	@$(PYTHON) scripts/bootstrap.py formats
+	$(BIN)/pytest -n 0 tests/estimators/test_model_in_use.py tests/estimators/test_predict_command.py
 
 test-newest:  ## the tests with the newest versions of all packages; JAX's newest needs PYTHON=python3.13
 	@$(PYTHON) scripts/bootstrap.py newest

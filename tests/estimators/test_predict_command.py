@@ -139,8 +139,8 @@ def test_parquet_is_read_by_pandas(saved, tmp_path, capsys, monkeypatch):
     pandas before 3.1 reads the decimal digits of a CSV file with an error of some units in the last place. Predictions
     are sums of few such numbers of size below 100, so that 1e-12 is a wide margin.
 
-    pandas needs pyarrow for it, so that the test replaces the reader. If pyarrow or pandas is missing, the error names
-    it.
+    pandas needs pyarrow for it, so that this test replaces the reader; another test reads a real file. If pyarrow or
+    pandas is missing, the error names it.
     """
     frame = tables()["south"]
     given = ["predict", str(saved / "ridge.json"), str(tmp_path / "south.parquet"), "--site", "south"]
@@ -162,3 +162,19 @@ def test_parquet_is_read_by_pandas(saved, tmp_path, capsys, monkeypatch):
     with pytest.raises(DataError, match=r"south.csv needs pandas, which is not installed: .*\[tables\]"):
         read_table(saved / "south.csv")
     assert "south.parquet needs pyarrow, which is not installed: pip install pyarrow" in capsys.readouterr().err
+
+
+def test_a_parquet_file_gives_the_predictions_of_a_csv_file(saved, tmp_path, capsys):
+    """A file that pyarrow wrote, with its own gaps and texts, gives the same predictions as a CSV file.
+
+    They agree to 1e-12, as in the test before.
+    """
+    pytest.importorskip("pyarrow")
+    frame = tables()["south"]
+    assert frame.age.isna().any()
+    frame.to_parquet(tmp_path / "south.parquet")
+    shown = []
+    for table in (saved / "south.csv", tmp_path / "south.parquet"):
+        assert main(["predict", str(saved / "ridge.json"), str(table), "--site", "south"]) == 0
+        shown.append(pd.read_csv(io.StringIO(capsys.readouterr().out)))
+    pd.testing.assert_frame_equal(*shown, rtol=1e-12, atol=1e-12)
