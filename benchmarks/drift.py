@@ -23,7 +23,7 @@ from fedbilevel.engines.engine import first_carry
 from fedbilevel.tasks.quadratic import quadratic, solution
 
 warnings.simplefilter("ignore")
-Y_STEPS, X_SHARES = (1.0, 0.3, 0.1, 0.03), (0.3, 0.1)
+Y_STEPS, X_SHARES = (1.0, 0.3, 0.1, 0.03, 0.01, 0.003), (0.3, 0.1)
 METHODS = "CorrectedFBO", "FedMSA", "SimFBO"
 PART, FAR = 20, 1e3  # rounds between two checks; the run diverges if x is farther away than FAR
 QUICK = {"exchanges": 20, "local_steps": (1,)}
