@@ -298,8 +298,9 @@ def with_own_leaves(runs: Runs) -> str | No:
     outer = [rows.outer.row(0)]
     single = Clients(outer) if rows.inner is rows.outer else Clients(outer, [rows.inner.row(0)])
     shared, own = (replace(one, clients=single).run(Local()) for one in (runs, several))
-    whole = jax.tree.map(lambda leaf, like: jnp.reshape(leaf, jnp.shape(like)), own.y, shared.y)
-    for name, a, b in (("y", shared.y, whole), ("x", shared.x, own.x)):
+    like, kept_y = split(shared.y)[0], split(own.y)[0]
+    whole = jax.tree.map(lambda leaf, one: jnp.reshape(leaf, jnp.shape(one)), kept_y, like)
+    for name, a, b in (("y", like, whole), ("x", shared.x, own.x)):
         close(f"with a single client and its own leaves of y, {name}", a, b)
     return f"{found}; a single client ends where it ends with a shared y"
 
@@ -334,9 +335,9 @@ def copies_of_x(result: Result, end: PyTree, start: PyTree) -> list[str]:
 
 
 def close(name: str, first: PyTree, second: PyTree) -> None:
-    """Raise CheckError, which names the quantity, if two trees of numbers differ by more than rounding."""
-    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
-    worst = max((difference(np.asarray(a), np.asarray(b)) for a, b in pairs if is_number_array(a)), default=0.0)
+    """Raise CheckError, which names the quantity, if the floating arrays of two trees differ by more than rounding."""
+    pairs = zip(*(jax.tree.leaves(split(tree)[0]) for tree in (first, second)), strict=True)
+    worst = max((difference(np.asarray(a), np.asarray(b)) for a, b in pairs), default=0.0)
     if not worst <= TOLERANCE:
         raise CheckError(f"{name} differs by {worst:.2g} of its size; at most {TOLERANCE:.2g} is allowed")
 
