@@ -21,6 +21,7 @@ EVERY = pytest.mark.parametrize("figure", FIGURES, ids=lambda one: one.id)
 PUBLIC = {"fedbilevel", "fedbilevel.authoring", "fedbilevel.data", "fedbilevel.errors", "fedbilevel.experiments"}
 LONGER = {
     "afbo-1",
+    "afbo-2",
     "afbo-3",
     "fism-table-1",
     "simfbo-2",
