@@ -18,10 +18,10 @@ def refuses(path: str, got: Any = ANY, fact: str = "", near: str = "") -> Iterat
     """Expect a ConfigurationError about one field, as a context manager.
 
     Args:
-        path: the field.
+        path: the field; "" for an error without fields, which has only a text.
         got: the value that the error reports; ANY, the default, accepts any value.
-        fact: a text that the error's description of what is allowed must contain. It should be a bound or the name of
-            another field, and not a wording.
+        fact: a text that the error's description of what is allowed must contain, or its text if it has no fields. It
+            should be a bound, the name of another field or an allowed name, and not a wording.
         near: the name that the error suggests.
 
     Yields:
@@ -31,6 +31,6 @@ def refuses(path: str, got: Any = ANY, fact: str = "", near: str = "") -> Iterat
         yield error
     (wrong,) = error.value.wrong
     assert (wrong.path, wrong.near) == (path, near)
-    assert wrong.allowed
-    assert fact in str(wrong.allowed)
+    assert wrong.allowed != "" if path else fact != ""
+    assert fact in str(wrong.allowed if path else wrong)
     assert got is ANY or (type(wrong.got), repr(wrong.got)) == (type(got), repr(got)), wrong.got

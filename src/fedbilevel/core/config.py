@@ -256,10 +256,13 @@ def _check_annotated(cls: type) -> None:
         number = isinstance(value, int | float | XYV) and name not in inherited
         if (number or name in fields) and name not in annotated and not name.startswith("_"):
             field = f"{name}: {'…' if isinstance(value, property) else type(value).__name__} = "
-            raise ConfigurationError(
-                f"{cls.__name__}.{name} = {value!r} has no annotation; make it a field: write {field}positive(…), "
+            path = f"{cls.__name__}.{name}"
+            allowed = f"a field, {field}positive(…), or a constant, {name}: ClassVar = …"
+            message = (
+                f"{path} = {value!r} has no annotation; make it a field: write {field}positive(…), "
                 f"{field}static(…) or another function for fields; for a constant, write {name}: ClassVar = …"
             )
+            raise ConfigurationError(path=path, got=value, allowed=allowed, message=message)
 
 
 def _prepare_number(

@@ -216,9 +216,9 @@ def hyperparameters(configuration: Any) -> dict[str, Any]:
 
 
 def local_epochs(configuration: Any) -> dict[str, int]:
-    """Return the fields `local_epochs` that are not None, by path, including those in parts."""
-    fields = {path: value for path, value in _choices(configuration).items() if path.split(".")[-1] == "local_epochs"}
-    return {path: epochs for path, epochs in fields.items() if epochs is not None}
+    """Return the fields `local_epochs` that are not None, by path without wrappers, including those in parts."""
+    fields = {entry.path: entry.value for entry in entries(configuration, unwrapped=True)}
+    return {path: n for path, n in fields.items() if path.split(".")[-1] == "local_epochs" and n is not None}
 
 
 def _choices(configuration: Any) -> dict[str, Any]:

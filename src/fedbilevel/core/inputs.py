@@ -52,7 +52,8 @@ def require_function(field: str, got: object, arguments: str, otherwise: str = "
     try:
         signature.bind(*arguments.split(", "))
     except TypeError:
-        raise ConfigurationError(f"{field} takes {signature}; it must be {allowed}") from None
+        message = f"{field} takes {signature}; it must be {allowed}"
+        raise ConfigurationError(path=field, got=str(signature), allowed=allowed, message=message) from None
 
 
 def declares_key(function: object, arguments: str) -> bool:
@@ -157,7 +158,8 @@ def require_start(name: str, given: PyTree, variable: PyTree) -> None:
     require(bool(jax.tree.leaves(variable)), name, given, some)
     if bad := nonfinite_leaves(variable):
         where = "" if bad == ["value"] else f" in {', '.join(bad)}"
-        raise ConfigurationError(f"{name} holds NaN or infinity{where}; it must be finite in every leaf")
+        message = f"{name} holds NaN or infinity{where}; it must be finite in every leaf"
+        raise ConfigurationError(path=name, got=bad, allowed="finite in every leaf", message=message)
     for path, leaf in jax.tree_util.tree_leaves_with_path(given):
         if type(leaf) is int and not in_a_module(given, path):
             text = (

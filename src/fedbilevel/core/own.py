@@ -284,7 +284,7 @@ def check_own(
                 raise unknown(f"name in the clients' own numbers for {type(method).__name__}", name, known)
             check(path_of(name), values, known[name])
             for path, number in local_epochs(method).items() if name == LOCAL_STEPS else ():
-                why = f"left out: {type(method).__name__}.{path} = {number} says how many steps clients make"
+                why = f"left out: {method.label}.{path} = {number} says how many steps clients make"
                 raise ConfigurationError(path=path_of(name), got=str(values), allowed=why)
             if values.by_k:
                 check_inner_rounds(path_of(name), name, values, method, rounds)

@@ -271,7 +271,8 @@ def _like(x: PyTree, field: str, given: Any) -> PyTree:
     try:
         return jax.tree.map(fit, x, given, is_leaf=is_none)
     except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"{field} is neither a number nor a tree with the structure of x: {error}") from error
+        allowed = "a number, or a tree with the structure of x"
+        raise ConfigurationError(str(error), path=field, got=given, allowed=allowed) from error
 
 
 def _is_whole(value: Any) -> bool:
