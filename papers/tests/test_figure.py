@@ -99,7 +99,7 @@ def test_figures_are_found_by_id_paper_or_path(tmp_path: Path) -> None:
     own.write_bytes((PAPERS / "fednest" / "fednest-4.toml").read_bytes())
     assert [one.id for one in find(["theory-drift", str(own), "afbo"])][-2:] == ["theory-drift", "mine-1"]
     assert len(find(["all"])) == len(FIGURES)
-    with pytest.raises(ConfigurationError, match="unknown figure 'afob'; did you mean afbo"):
+    with pytest.raises(ConfigurationError, match=r"'afob'.* afbo"):
         find(["afob"])
     with pytest.raises(ConfigurationError, match=r"nowhere\.toml"):
         find(["nowhere.toml"])
@@ -113,18 +113,18 @@ def test_a_panel_may_have_fewer_methods_and_a_scale_fewer_panels() -> None:
     assert figure.pairs("full") == [("iid", "FedBiO"), ("iid", "SimFBO"), ("other", "FedBiO")]
     (found,) = findings(figure, {"other": {"FedBiO": []}})
     assert (found.state, found.note) == ("open", "iid is not run at this scale")
-    with pytest.raises(ConfigurationError, match="claim in panel other"):
+    with pytest.raises(ConfigurationError, match=r"\bpanel other"):
         made_up(**change)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tuning": {"select": "test_accuracy"}}, "test_accuracy is measured on test data"),
-        ({"tuning": {"select": "accTest2"}}, "accTest2 is measured on test data"),
+        ({"tuning": {"select": "test_accuracy"}}, "test_accuracy "),
+        ({"tuning": {"select": "accTest2"}}, "accTest2 "),
         ({"tuning": None}, "untuned"),
-        ({"tuning": None, "untuned": "-"}, r"a grid needs \[tuning\]"),
-        ({"against": "exchange"}, "did you mean exchanges"),
+        ({"tuning": None, "untuned": "-"}, r"grid .*\[tuning\]"),
+        ({"against": "exchange"}, r"exchanges\?"),
         ({"reported": [{"what": "-", "value": "1", "source": "read of the figure"}]}, "read off the figure"),
         ({"claims": []}, "claims"),
         ({"claims": [{"says": "-", "better": "SimFBO", "than": ["FedBio"]}]}, "did you mean FedBiO"),
@@ -132,10 +132,10 @@ def test_a_panel_may_have_fewer_methods_and_a_scale_fewer_panels() -> None:
         ({"claims": [{"says": "-", "better": "SimFBO", "than": ["FedBiO"], "by": "first"}]}, "reach"),
         ({"claims": [{"says": "-", "better": "SimFBO", "than": ["FedBiO"], "by": "best"}]}, "unknown way"),
         ({"claims": [{"says": "-", "better": "SimFBO"}]}, "either than or slope"),
-        ({"claims": [{"says": "-", "better": "SimFBO", "slope": 1.0}]}, "a slope needs panels with values"),
+        ({"claims": [{"says": "-", "better": "SimFBO", "slope": 1.0}]}, "slope needs"),
         ({"claims": [{"says": "-", "beter": "SimFBO"}]}, "did you mean better"),
         ({"panels": {"all": {"value": 1.0}}}, "series"),
-        ({"quick": {"panels": {"al": {}}}}, "unknown panel of a scale 'al'"),
+        ({"quick": {"panels": {"al": {}}}}, "panel of a scale 'al'"),
         ({"quick": {"methods": {"SimFB": {}}}}, "did you mean SimFBO"),
         ({"quick": {"spec": {"run": {"exchanges": 100, "eval_every": 20}}}}, "eval_every"),
         (

@@ -88,7 +88,7 @@ def test_the_seeds_of_trials_are_not_those_of_runs(figure: Figure, place: Path, 
     folders = {file.parent for file in place.rglob("summary.json")}
     assert {one.name for one in folders if "trials" in one.parts} == {"seed-100"}
     assert {one.name for one in folders if "runs" in one.parts} == {"seed-0", "seed-1"}
-    with pytest.raises(ConfigurationError, match=r"seeds \[100\] are those of the trials"):
+    with pytest.raises(ConfigurationError, match=r"\[100\] .*trials"):
         run(figure, "quick", tmp_path, seeds=(0, 100))
     assert not list(tmp_path.iterdir())
 
@@ -111,7 +111,7 @@ def test_values_that_were_chosen_for_something_else_are_not_taken(
 ) -> None:
     """More seeds are refused without an outcome of the same scale and setting, from which they take their values."""
     before = {**outcome(place), **kept} if kept else {}
-    with pytest.raises(ConfigurationError, match="no outcome of made-up with this setting is stored"):
+    with pytest.raises(ConfigurationError, match="no outcome of made-up "):
         run(figure, "quick", tmp_path, before=before)
     assert not list(tmp_path.iterdir())
 
@@ -229,11 +229,11 @@ def test_what_another_process_plays_is_waited_for(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"algorithm": {"name": "simfbo", "radius": -1.0}}, "radius = -1.0 is not allowed"),
-        ({"grid": {"server_lr.x": [0.05, -0.1]}}, "server_lr.x = -0.1 is not allowed"),
-        ({"algorithm": {"name": "fism"}, "grid": {"lr": [0.1, 0.2]}}, "FISM solves SimpleBilevel problems"),
-        ({"task": {"noise": -1.0}}, "noise = -1.0 is not allowed"),
-        ({"run": {"cohort": 7}}, "cohort = 7 is not allowed: it must be 1 to 3"),
+        ({"algorithm": {"name": "simfbo", "radius": -1.0}}, r"radius = -1\.0 "),
+        ({"grid": {"server_lr.x": [0.05, -0.1]}}, r"server_lr\.x = -0\.1 "),
+        ({"algorithm": {"name": "fism"}, "grid": {"lr": [0.1, 0.2]}}, "FISM .*SimpleBilevel"),
+        ({"task": {"noise": -1.0}}, r"noise = -1\.0 "),
+        ({"run": {"cohort": 7}}, "cohort = 7 .* 1 to 3"),
         ({"tsak": {"noise": 1.0}}, "tsak"),
     ],
     ids=["field", "value of a grid", "problem", "task", "cohort", "section"],
@@ -251,9 +251,9 @@ def test_a_mistake_ends_a_figure_before_anything_is_played(
 @pytest.mark.parametrize(
     ("change", "seeds", "message"),
     [
-        ({"quick": {"spec": {"run": {"rounds": 0}}}}, (0,), "rounds = 0 is not allowed"),
-        ({}, (0, -1), "seed = -1 is not allowed"),
-        ({"tuning": {"select": "validation_accuracy"}}, (0,), "unknown metric to choose by 'validation_accuracy'"),
+        ({"quick": {"spec": {"run": {"rounds": 0}}}}, (0,), "rounds = 0 "),
+        ({}, (0, -1), "seed = -1 "),
+        ({"tuning": {"select": "validation_accuracy"}}, (0,), "'validation_accuracy'"),
     ],
     ids=["runs alone", "a later seed", "metric"],
 )
@@ -272,7 +272,7 @@ def test_a_rehearsal_is_one_round_and_names_what_is_refused(figure: Figure, tmp_
     assert [line.partition(",")[0] for line in said] == ["all · FedBiO: one round", "all · SimFBO: one round"]
     assert {json.loads(file.read_text())["rounds"] for file in tmp_path.rglob("summary.json")} == {1}
     methods = {**CONTENT["methods"], "SimFBO": {**CONTENT["methods"]["SimFBO"], "run": {"cohort": 7}}}
-    with pytest.raises(ConfigurationError, match=r"^all · SimFBO: cohort = 7 is not allowed"):
+    with pytest.raises(ConfigurationError, match=r"^all · SimFBO: cohort = 7 "):
         rehearse(made_up(methods=methods), "quick", tmp_path, say=silent)
 
 
@@ -301,7 +301,7 @@ def test_values_of_a_table_stand_beside_those_at_the_end() -> None:
     (table,) = [line for line in axes.lines if line.get_marker() == "D"]
     row = [*figure.methods][::-1].index("FedBiO")
     assert table.get_xydata().tolist() == [[80.5, row]]
-    with pytest.raises(ConfigurationError, match="unknown method in printed, all 'FedBio'; did you mean FedBiO"):
+    with pytest.raises(ConfigurationError, match=r"printed, all 'FedBio'.* FedBiO"):
         made_up(printed={"all": {"FedBio": 80.5}})
 
 
@@ -416,7 +416,7 @@ def test_a_counted_figure_has_the_costs_of_a_round_that_is_run(tmp_path: Path) -
     for method, of in found["panels"]["all"].items():
         costs = played["panels"]["all"][method]["costs"]
         assert of["costs"] == {name: costs[name] for name in ("exchanges", "megabytes", "gflop")}
-    with pytest.raises(ConfigurationError, match=r"unknown cost that is counted 'seconds'"):
+    with pytest.raises(ConfigurationError, match=r"counted 'seconds'"):
         made_up(**{**content, "metric": "seconds"}, counted=True)
-    with pytest.raises(ConfigurationError, match=r"all · FedBiO: costs are counted of one round"):
+    with pytest.raises(ConfigurationError, match=r"all · FedBiO: .*one round"):
         made_up(**{**content, "quick": CONTENT["quick"]}, counted=True)

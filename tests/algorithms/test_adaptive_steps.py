@@ -9,7 +9,6 @@ The inner solution is y*(x) = 10^-x k with k = (Σ p A)⁻¹ Σ p c. For a small
 
 import dataclasses
 import itertools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from fedbilevel.algorithms.parts.adagrad import REACH
 from fedbilevel.parts import SVRG, Implicit, LocalImplicit, LocalSGD, MeanGradient, Neumann, SystemSteps
 from fedbilevel.tasks import quadratic
 from fixed_steps import fixed
-from refusals import refuses
+from refusals import ANY, refuses
 from representatives import slow_but
 
 SCALES, WEIGHTS, DIM = np.array([0.5, 1.0, 2.0]), np.array([0.4, 0.4, 0.2]), 4
@@ -433,7 +432,7 @@ def test_which_steps_are_given_is_a_program_of_its_own():
 
 def test_an_inner_loss_without_curvature_is_said():
     problem = fb.Bilevel(lambda x, y, batch: jnp.sum(x**2), lambda x, y, batch: jnp.sum(x) * jnp.sum(y))
-    with pytest.warns(UserWarning, match="no curvature in y at this point"):
+    with pytest.warns(UserWarning, match="no curvature in y"):
         fb.solve(fb.SimFBO(batch_size=None), problem, fb.Clients([np.ones((1, 1))]), np.ones(2), np.ones(2), rounds=2)
 
 
@@ -493,24 +492,39 @@ def test_what_cannot_be_adapted_says_why():
     given, (_, clients) = fixed(fb.SimFBO()), problem
     small = fb.Clients(clients.outer, clients.inner, capacity=0.5)
     own = fb.Clients(clients.outer, clients.inner, own={"client_lr.x": 0.1, "client_lr.v": 0.1})
-    for make, words in (
-        (lambda: fb.AdaptiveSteps(fb.SimFBO(), y_lr=2.0), "y_lr = 2.0 is not allowed: it must be below 2"),
-        (lambda: fb.AdaptiveSteps(fb.SimFBO(), y_lr=np.float32(2.5)), "it must be below 2"),
-        (lambda: fb.AdaptiveSteps(fb.SimFBO(), x_lr=float("inf")), "AdaptiveSteps.x_lr = inf is not allowed"),
-        (lambda: played(fb.SimFBO(), (problem[0], own), 1), "Clients.own[client_lr.v] = 'given' is not allowed"),
-        (lambda: fb.AdaptiveSteps(fb.FedAvg()), "a method with step sizes that are None"),
-        (lambda: fb.AdaptiveSteps(given), "a method with step sizes that are None"),
-        (lambda: fb.AdaptiveSteps(steps), "around SimFBO, 'steps': AdaptiveSteps and AdaptiveSteps; leave one out"),
+    for make, refusal in (
+        (lambda: fb.AdaptiveSteps(fb.SimFBO(), y_lr=2.0), ("AdaptiveSteps.y_lr", 2.0, "below 2")),
+        (
+            lambda: fb.AdaptiveSteps(fb.SimFBO(), y_lr=np.float32(2.5)),
+            ("AdaptiveSteps.y_lr", np.float32(2.5), "below 2"),
+        ),
+        (lambda: fb.AdaptiveSteps(fb.SimFBO(), x_lr=float("inf")), ("AdaptiveSteps.x_lr", float("inf"))),
+        (lambda: played(fb.SimFBO(), (problem[0], own), 1), ("Clients.own[client_lr.v]", "given", "server_lr")),
+        (lambda: fb.AdaptiveSteps(fb.FedAvg()), ("AdaptiveSteps.algorithm", ANY, "None")),
+        (lambda: fb.AdaptiveSteps(given), ("AdaptiveSteps.algorithm", ANY, "None")),
+        (
+            lambda: fb.AdaptiveSteps(steps),
+            ("", ANY, "around SimFBO, 'steps': AdaptiveSteps and AdaptiveSteps"),
+        ),
         (
             lambda: fb.Asynchronous(steps, wait_for=1),
-            "have steps of other rounds; give numbers for server_lr",
+            ("", ANY, "SimFBO cannot be Asynchronous"),
         ),
-        (lambda: played(fb.Asynchronous(fb.SimFBO(), wait_for=1), problem, 1), "give numbers for server_lr.x"),
-        (lambda: played(fb.SimFBO(), (problem[0], small), 1), "needs step sizes if clients have capacities"),
-        (lambda: fb.Submodels(steps), "its steps follow the curvature in the whole y"),
-        (lambda: played(fb.Submodels(fb.FedNest()), problem, 1), "give numbers for hypergradient.solver.step"),
+        (
+            lambda: played(fb.Asynchronous(fb.SimFBO(), wait_for=1), problem, 1),
+            ("", ANY, "server_lr.x, server_lr.y, server_lr.v"),
+        ),
+        (
+            lambda: played(fb.SimFBO(), (problem[0], small), 1),
+            ("", ANY, "SimFBO needs step sizes if clients have capacities"),
+        ),
+        (lambda: fb.Submodels(steps), ("", ANY, "SimFBO cannot be given Submodels")),
+        (
+            lambda: played(fb.Submodels(fb.FedNest()), problem, 1),
+            ("", ANY, "hypergradient.solver.step, outer_lr, inner.lr"),
+        ),
     ):
-        with pytest.raises(fb.errors.ConfigurationError, match=re.escape(words)):
+        with refuses(*refusal):
             make()
     assert jax.tree.map(lambda leaf: sentinel, steps).steps.y_lr is sentinel  # JAX's placeholders are not checked
     assert "depends on its data" in steps.allows.noise.why

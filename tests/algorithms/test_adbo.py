@@ -15,10 +15,11 @@ from matrices import inner_gradient, members, outer_gradient
 
 import fedbilevel as fb
 from fedbilevel.algorithms.adbo import ADBO, SDBO
-from fedbilevel.core.errors import AbsenceWarning, ConfigurationError
+from fedbilevel.core.errors import AbsenceWarning
 from fedbilevel.engines.engine import first_carry
 from fedbilevel.parts import Lagrangian, LinearizedADMM
 from fedbilevel.tasks.quadratic import inner, outer, quadratic, solution
+from refusals import refuses
 
 FEW = {"estimate": LinearizedADMM(steps=2), "lagrangian": Lagrangian(planes=2)}
 AGREEMENT = {
@@ -341,30 +342,29 @@ def test_the_gradient_of_h_is_that_of_a_plain_h():
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "refusal"),
     [
-        (lambda: ADBO(wait_for=None), "ADBO.wait_for = None is not allowed: it must be a positive integer"),
-        (lambda: ADBO(max_staleness=-1), "ADBO.max_staleness = -1 is not allowed: it must be a positive integer or"),
-        (lambda: ADBO(estimate=3), "ADBO.estimate = 3 is not allowed: it must be LinearizedADMM(…)"),
-        (lambda: Lagrangian(tolerance=0.0), "Lagrangian.tolerance = 0.0"),
+        (lambda: ADBO(wait_for=None), ("ADBO.wait_for", None)),
+        (lambda: ADBO(max_staleness=-1), ("ADBO.max_staleness", -1)),
+        (lambda: ADBO(estimate=3), ("ADBO.estimate", 3, "LinearizedADMM(…)")),
+        (lambda: Lagrangian(tolerance=0.0), ("Lagrangian.tolerance", 0.0)),
     ],
 )
-def test_bad_fields_are_refused_by_name(make, words):
-    with pytest.raises(ConfigurationError) as error:
+def test_bad_fields_are_refused_by_name(make, refusal):
+    with refuses(*refusal):
         make()
-    assert words in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "cohort", "words"),
+    ("algorithm", "cohort", "refusal"),
     [
-        (ADBO(wait_for=11), None, r"ADBO\.wait_for = 11 is not allowed: it must be at most 10"),
-        (ADBO(), 5, r"cohort = 5 .* needs all clients in every round"),
-        (SDBO(), 5, r"cohort = 5 .* needs all clients in every round"),
+        (ADBO(wait_for=11), None, ("ADBO.wait_for", 11, "at most 10")),
+        (ADBO(), 5, ("cohort", 5, "ADBO")),
+        (SDBO(), 5, ("cohort", 5, "SDBO")),
     ],
 )
-def test_what_does_not_fit_the_clients(algorithm, cohort, words, task):
-    with pytest.raises(ConfigurationError, match=words):
+def test_what_does_not_fit_the_clients(algorithm, cohort, refusal, task):
+    with refuses(*refusal):
         fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, rounds=1, cohort=cohort)
 
 

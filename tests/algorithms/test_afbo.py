@@ -17,6 +17,7 @@ from matrices import end_of_own, hypergradient, members, neumann, outer_gradient
 import fedbilevel as fb
 from fedbilevel.core.hyperparameters import at, halved
 from fedbilevel.tasks.quadratic import quadratic, solution
+from refusals import ANY, refuses
 from representatives import slow_but
 
 AGREEMENT = {
@@ -245,60 +246,62 @@ def test_the_random_length_gives_the_series_on_average(task):
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "refusal"),
     [
-        (lambda: fb.AFBO(hypergradient=fb.parts.Implicit()), "it must be LocalImplicit(…) or SystemSteps(…)"),
+        (
+            lambda: fb.AFBO(hypergradient=fb.parts.Implicit()),
+            ("AFBO.hypergradient", ANY, "LocalImplicit(…) or SystemSteps(…)"),
+        ),
         (
             lambda: fb.parts.MeanGradient(rounds=2, lr=[0.1, 0.2, 0.3]),
-            "MeanGradient.lr = (0.1, 0.2, 0.3) is not allowed: it must be a number, or 2 numbers, one for each inner",
+            ("MeanGradient.lr", (0.1, 0.2, 0.3), "2 numbers"),
         ),
-        (lambda: fb.parts.MeanGradient(rounds=2, lr=[0.1, 0]), "MeanGradient.lr[1] = 0 is not allowed"),
-        (lambda: fb.parts.MeanGradient(rounds=lambda t: 1, lr=[0.1]), "a number, since `rounds` is a function"),
+        (lambda: fb.parts.MeanGradient(rounds=2, lr=[0.1, 0]), ("MeanGradient.lr[1]", 0)),
+        (lambda: fb.parts.MeanGradient(rounds=lambda t: 1, lr=[0.1]), ("MeanGradient.lr", (0.1,), "`rounds`")),
         (
             lambda: fb.parts.MeanGradient(lr=lambda t, k, e: 0.1),
-            "it must be a positive number, a schedule, a function (round, k) or None",
+            ("MeanGradient.lr", ANY, "(round, k)"),
         ),
-        (lambda: fb.parts.MeanGradient(lr=lambda t, k: [0.1, 0.2]), "a function (round, k) or None"),
-        (lambda: fb.AFBO(outer_lr=lambda t, k: 0.1), "cannot be called with a round"),
-        (lambda: series([3, 0]), "Neumann.terms = [3, 0] is not allowed: it must be a positive integer, or one for"),
-        (lambda: series([]), "Neumann.terms = []"),
+        (lambda: fb.parts.MeanGradient(lr=lambda t, k: [0.1, 0.2]), ("MeanGradient.lr", ANY, "(round, k)")),
+        (lambda: fb.AFBO(outer_lr=lambda t, k: 0.1), ("AFBO.outer_lr",)),
+        (lambda: series([3, 0]), ("Neumann.terms", [3, 0])),
+        (lambda: series([]), ("Neumann.terms", [])),
         (
             lambda: fb.parts.Implicit(solver=fb.parts.Neumann(terms=[3, 2])),
-            "Implicit.solver.terms = (3, 2) is not allowed: it must be a single number",
+            ("Implicit.solver.terms", (3, 2), "LocalImplicit"),
         ),
     ],
 )
-def test_wrong_fields(make, words):
-    with pytest.raises(fb.errors.ConfigurationError) as error:
+def test_wrong_fields(make, refusal):
+    with refuses(*refusal):
         make()
-    assert words in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "words"),
+    ("algorithm", "refusal"),
     [
-        (method(series((4, 1))), r"Neumann\.terms = \(4, 1\) .* a number for each of the 5 clients"),
-        (method(series(step=5.0)), r"Neumann\.step = 5\.0"),  # products would grow
-        (fb.Asynchronous(LOCAL, wait_for=6), r"Asynchronous\.wait_for = 6 .* at most 5"),
+        (method(series((4, 1))), ("Neumann.terms", (4, 1), "5 clients")),
+        (method(series(step=5.0)), ("Neumann.step", 5.0)),  # products would grow
+        (fb.Asynchronous(LOCAL, wait_for=6), ("Asynchronous.wait_for", 6, "at most 5")),
     ],
 )
-def test_what_does_not_fit_the_clients(algorithm, words, task):
-    with pytest.raises(fb.errors.ConfigurationError, match=words):
+def test_what_does_not_fit_the_clients(algorithm, refusal, task):
+    with refuses(*refusal):
         run(algorithm, task, 1)
 
 
 @pytest.mark.parametrize("engine", [fb.Local, fb.Reference])
 @pytest.mark.parametrize(
-    ("algorithm", "words"),
+    ("algorithm", "refusal"),
     [
-        (fb.Asynchronous(GLOBAL, wait_for=2), "wait_for = 2 is not allowed: it must be 1 with Clock.arrivals"),
-        (fb.Asynchronous(GLOBAL, wait_for=1, max_staleness=3), "max_staleness = 3 .* None with Clock.arrivals"),
-        (GLOBAL, r"Clock.arrivals .* None with AFBO, which waits for all replies; use Asynchronous"),
-        (fb.ADBO(wait_for=1), r"Clock.arrivals .* waits for all clients in a phase"),
+        (fb.Asynchronous(GLOBAL, wait_for=2), ("wait_for", 2, "1 with Clock.arrivals")),
+        (fb.Asynchronous(GLOBAL, wait_for=1, max_staleness=3), ("max_staleness", 3, "None with Clock.arrivals")),
+        (GLOBAL, ("Clock.arrivals", "a schedule", "Asynchronous")),
+        (fb.ADBO(wait_for=1), ("Clock.arrivals", "a schedule", "phase")),
     ],
 )
-def test_a_schedule_of_arrivals_refuses_what_contradicts_it(engine, algorithm, words, alike):
-    with pytest.raises(fb.errors.ConfigurationError, match=words):
+def test_a_schedule_of_arrivals_refuses_what_contradicts_it(engine, algorithm, refusal, alike):
+    with refuses(*refusal):
         run(algorithm, alike, 1, engine=engine(clock=fb.Clock(arrivals=ARRIVALS)))
 
 
@@ -307,11 +310,11 @@ def test_who_never_arrives_is_named(alike):
     never = np.ones((2, 5), bool)
     never[:, 1] = False
     method = fb.Asynchronous(GLOBAL, wait_for=1)
-    with pytest.raises(fb.errors.AbsenceWarning, match=r"by Clock.arrivals, clients \[1\] never reply"):
+    with pytest.raises(fb.errors.AbsenceWarning, match=r"Clock\.arrivals.* \[1\] "):
         run(method, alike, 1, engine=fb.Local(clock=fb.Clock(arrivals=never)))
-    with pytest.raises(fb.errors.ConfigurationError, match=r"Clock.arrivals .* True for some client"):
+    with refuses("Clock.arrivals", fact="True"):
         run(method, alike, 1, engine=fb.Local(clock=fb.Clock(arrivals=~np.ones((2, 5), bool))))
-    with pytest.raises(fb.errors.ConfigurationError, match=r"a function \(exchange, client, key\) that"):
+    with refuses("Clock.arrivals", ANY, "(exchange, client, key)"):
         fb.Clock(arrivals=lambda exchange, client, key, k: True)
 
 

@@ -16,6 +16,7 @@ from fedbilevel.experiments import configure
 from fedbilevel.experiments.runner import task_of
 from fedbilevel.tasks.quadratic import quadratic
 from fixed_steps import fixed
+from refusals import ANY, refuses
 
 WORK = np.array([1, 2, 3, 1])
 METHODS = {type(case.algorithm): case for case in reversed(cases().values()) if case.algorithm.allows.late}
@@ -181,34 +182,36 @@ def test_late_replies_do_not_make_the_steps_of_a_preset_diverge(dies):
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "refusal"),
     [
         (
             lambda: fb.Asynchronous(fb.Asynchronous(fixed(fb.SimFBO()), wait_for=2), wait_for=2),
-            "two layers of one place around SimFBO, 'late': Asynchronous and Asynchronous; leave one out",
+            ("", ANY, "SimFBO, 'late': Asynchronous and Asynchronous"),
         ),
-        (lambda: fb.Asynchronous(fb.FISM(tolerance=1e-3), wait_for=2), "its tolerance compares F at one x"),
+        (lambda: fb.Asynchronous(fb.FISM(tolerance=1e-3), wait_for=2), ("", ANY, "FISM cannot be Asynchronous")),
         (
             lambda: fb.Submodels(fb.ADBO()),
-            "ADBO cannot be given Submodels: each client keeps its own x, y and planes",
+            ("", ANY, "ADBO cannot be given Submodels"),
         ),
-        (lambda: fb.Submodels(fb.IRG()), "the projection onto X and the preference H need the whole x"),
+        (lambda: fb.Submodels(fb.IRG()), ("", ANY, "IRG cannot be given Submodels")),
         (
             lambda: fb.Submodels(fixed(fb.FedNest(hypergradient=fb.parts.Implicit(solver=fb.parts.CG())))),
-            "are not symmetric, as CG requires; use a Neumann series; these methods can: AFBO, AggITD, CorrectedFBO, ",
+            ("", ANY, "these methods can: AFBO, AggITD, CorrectedFBO, "),
         ),
-        (lambda: fb.Asynchronous("simfbo", wait_for=2), "a single method, with all fields given by name"),
+        (lambda: fb.Asynchronous("simfbo", wait_for=2), ("Asynchronous(…)", "simfbo")),
         (
             lambda: fb.Asynchronous(fixed(fb.SimFBO()), wait_for=2, delay_penalty=-1.0),
-            "delay_penalty = -1.0 is not allowed",
+            ("Asynchronous.delay_penalty", -1.0, "at least 0"),
         ),
-        (lambda: fb.Asynchronous(fixed(fb.SimFBO()), wait_for=2, delay_penalty=float("nan")), "delay_penalty = nan"),
+        (
+            lambda: fb.Asynchronous(fixed(fb.SimFBO()), wait_for=2, delay_penalty=float("nan")),
+            ("Asynchronous.delay_penalty", float("nan"), "at least 0"),
+        ),
     ],
 )
-def test_what_cannot_be(make, words):
-    with pytest.raises(fb.errors.ConfigurationError) as error:
+def test_what_cannot_be(make, refusal):
+    with refuses(*refusal):
         make()
-    assert words in str(error.value)
 
 
 def test_what_is_said_of_it_is_said_of_the_method():

@@ -9,10 +9,10 @@ from agreement import Case
 import fedbilevel as fb
 from fedbilevel.core.client import Client, Samples
 from fedbilevel.core.problem import Keyed
-from fedbilevel.errors import ConfigurationError
 from fedbilevel.oracles.fixed_x import inner_loss_at
 from fedbilevel.parts import SVRG, LocalImplicit, LocalSGD
 from fedbilevel.tasks.quadratic import inner, outer
+from refusals import refuses
 from representatives import slow_but
 
 NOISY = fb.Bilevel(
@@ -145,19 +145,22 @@ def test_minimax_and_compositional_losses_draw():
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "refusal"),
     [
         (
             lambda: fb.Bilevel(lambda x, y, b: 0.0, lambda x, y, b, key, more: 0.0),
-            r"Bilevel\.inner takes \(x, y, b, key",
+            ("Bilevel.inner", "(x, y, b, key, more)"),
         ),
-        (lambda: fb.WholeLoss(lambda x, y, samples, valid, key: 0.0), r"WholeLoss\.function takes .*key"),
+        (
+            lambda: fb.WholeLoss(lambda x, y, samples, valid, key: 0.0),
+            ("WholeLoss.function", "(x, y, samples, valid, key)"),
+        ),
         (
             lambda: fb.SimpleBilevel(None, lambda x, b, key: 0.0, lambda x: x),
-            r"SimpleBilevel\.inner takes \(x, b, key\)",
+            ("SimpleBilevel.inner", "(x, b, key)"),
         ),
     ],
 )
-def test_what_cannot_draw_is_refused(make, message):
-    with pytest.raises(ConfigurationError, match=message):
+def test_what_cannot_draw_is_refused(make, refusal):
+    with refuses(*refusal):
         make()

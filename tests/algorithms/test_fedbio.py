@@ -8,6 +8,7 @@ from matrices import directions, members
 
 import fedbilevel as fb
 from fedbilevel.tasks.quadratic import quadratic, solution
+from refusals import refuses
 
 AGREEMENT = {
     "FedBiO": Case(fb.FedBiO(batch_size=None), work=(1, 4), slow=True),
@@ -90,5 +91,5 @@ def test_fedbioacc_written_out():
 
 
 def test_forgetting_is_a_fraction():
-    with pytest.raises(fb.errors.ConfigurationError, match=r"FedBiOAcc.forgetting .* strictly between 0 and 1"):
+    with refuses("FedBiOAcc.forgetting", 1.0, "0 and 1"):
         fb.FedBiOAcc(forgetting=1.0)

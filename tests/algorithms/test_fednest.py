@@ -17,6 +17,7 @@ import fedbilevel as fb
 from fedbilevel.authoring import Findings
 from fedbilevel.tasks.quadratic import quadratic, solution
 from fixed_steps import fixed
+from refusals import ANY, refuses
 from representatives import slow_but
 
 AGREEMENT = {
@@ -353,7 +354,7 @@ def test_conjugate_gradient_stops_the_run_at_negative_curvature(kind):
     algorithm = fixed(
         fb.FedNest(inner=fb.parts.SVRG(lr=0.1), hypergradient=kind(solver=fb.parts.CG()), batch_size=None)
     )
-    with pytest.raises(fb.errors.NumericalError, match=r"round 0 or soon after: negative curvature .* not positive"):
+    with pytest.raises(fb.errors.NumericalError, match=r"^round 0 .*negative curvature"):
         fb.solve(algorithm, *saddle_in_y(), rounds=3)
 
 
@@ -369,7 +370,7 @@ def test_conjugate_gradient_stops_the_run_at_negative_curvature(kind):
     ids=lambda algorithm: type(algorithm).__name__,
 )
 def test_a_start_at_negative_curvature_is_warned_of(algorithm):
-    with pytest.warns(fb.errors.NumericalWarning, match="negative eigenvalue, at most -1: .* not defined"):
+    with pytest.warns(fb.errors.NumericalWarning, match=r"negative eigenvalue, at most -1\b"):
         fb.solve(algorithm, *saddle_in_y(), rounds=1)
 
 
@@ -400,50 +401,48 @@ def test_conjugate_gradient_that_runs_out_of_iterations_says_so():
     algorithm = fixed(
         fb.FedNest(hypergradient=fb.parts.Implicit(solver=fb.parts.CG(max_steps=2, tolerance=1e-8)), batch_size=None)
     )
-    with pytest.warns(fb.errors.NumericalWarning, match="relative residual of .* above its tolerance: max_steps = 2"):
+    with pytest.warns(fb.errors.NumericalWarning, match=r"relative residual .*max_steps = 2"):
         residual = float(run(algorithm, task, 1).state.info.residual)
     assert 1e-8 < residual < 1
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "refusal"),
     [
-        (lambda: fixed(fb.FedNest(inverse="cg")), r"unknown field 'inverse' of FedNest"),
+        (lambda: fixed(fb.FedNest(inverse="cg")), ("field of FedNest", "inverse", "", "inner")),
         (
             lambda: fixed(fb.FedNest(hypergradient="local")),
-            r"FedNest\.hypergradient = 'local' .* Implicit.* LocalImplicit",
+            ("FedNest.hypergradient", "local", "LocalImplicit"),
         ),
         (
             lambda: fixed(fb.LFedNest(hypergradient=fb.parts.Implicit())),
-            r"LFedNest.hypergradient = Implicit.* LocalImplicit",
+            ("LFedNest.hypergradient", ANY, "LocalImplicit"),
         ),
         (
             lambda: fixed(fb.FedMBO(hypergradient=fb.parts.LocalImplicit())),
-            r"FedMBO.hypergradient = LocalImplicit.* Implicit",
+            ("FedMBO.hypergradient", ANY, "Implicit"),
         ),
         (
             lambda: fixed(fb.LFedNest(inner=fb.parts.SVRG(rounds=2), joint=True)),
-            r"LFedNest\.inner\.rounds = 2 is not allowed.* 1 with joint = True",
+            ("LFedNest.inner.rounds", 2, "joint = True"),
         ),
-        (lambda: fixed(fb.FedNest(inner=fb.parts.LocalSGD())), r"FedNest\.inner = LocalSGD\(.* SVRG"),
-        (lambda: fb.parts.Implicit(solver=fb.parts.Plain()), r"Implicit\.solver = Plain\(.* Neumann.* CG"),
-        (lambda: fb.parts.Neumann(sampling="randm"), r"unknown Neumann\.sampling 'randm'; did you mean 'random'"),
+        (lambda: fixed(fb.FedNest(inner=fb.parts.LocalSGD())), ("FedNest.inner", ANY, "SVRG")),
+        (lambda: fb.parts.Implicit(solver=fb.parts.Plain()), ("Implicit.solver", ANY, "Neumann")),
+        (lambda: fb.parts.Neumann(sampling="randm"), ("Neumann.sampling", "randm", "", "random")),
         (
             lambda: fb.parts.LocalImplicit(solver=fb.parts.Neumann(sampling="random_per_client")),
-            r"LocalImplicit\.solver\.sampling = 'random_per_client' is not allowed",
+            ("LocalImplicit.solver.sampling", "random_per_client"),
         ),
     ],
 )
-def test_fields_that_are_refused(make, message):
-    with pytest.raises(fb.errors.ConfigurationError, match=message):
+def test_fields_that_are_refused(make, refusal):
+    with refuses(*refusal):
         make()
 
 
 def test_a_neumann_step_at_which_products_grow_is_refused_with_the_estimated_bound():
     task = quadratic(heterogeneity=0.0, samples=(5, 5))  # so that the largest eigenvalue of every A_i is 1
-    with pytest.raises(
-        fb.errors.ConfigurationError, match=r"Neumann\.step = 2\.1 is not allowed: .* below 2/ℓ = 2: .* ℓ = 1$"
-    ):
+    with refuses("Neumann.step", 2.1, "below 2/ℓ = 2: "):
         run(fixed(fb.FedNest(hypergradient=fb.parts.Implicit(solver=fb.parts.Neumann(step=2.1)))), task, 1)
 
 
@@ -458,13 +457,11 @@ def test_local_steps_are_checked_against_the_clients_own_hessians():
     )
     start, solver = (jnp.ones(4), jnp.ones(4)), fb.parts.Neumann(step=0.4)
     local = fixed(fb.LFedNest(hypergradient=fb.parts.LocalImplicit(solver=solver)))
-    with pytest.raises(
-        fb.errors.ConfigurationError, match=r"a client's own inner Hessian's largest eigenvalue is .* ℓ = 8$"
-    ):
+    with refuses("Neumann.step", 0.4, "ℓ = 8"):
         fb.solve(local, problem, fb.Clients({"d": rows}), *start, rounds=1)
     shared = fixed(fb.FedNestSGD(hypergradient=fb.parts.Implicit(solver=solver)))
     fb.solve(shared, problem, fb.Clients({"d": rows}), *start, rounds=1)
-    with pytest.raises(fb.errors.ConfigurationError, match=r"AggITD.inner.lr = 1.1 .* below 2/ℓ = 1: "):
+    with refuses("AggITD.inner.lr", 1.1, "below 2/ℓ = 1: "):
         fb.solve(
             fixed(fb.AggITD(inner=fb.parts.LocalSGD(rounds=5, lr=1.1))),
             problem,

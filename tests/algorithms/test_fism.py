@@ -140,7 +140,7 @@ def test_it_may_begin_anywhere():
 
 @pytest.mark.checked
 def test_weights_that_are_not_the_papers_are_said():
-    with pytest.warns(fb.errors.NumericalWarning, match=r"the weight p_i/n_i, .* Clients\(weights='size'\)"):
+    with pytest.warns(fb.errors.NumericalWarning, match=r"p_i/n_i.* Clients\(weights='size'\)"):
         run(fb.FISM(**FIELDS), rounds=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error", fb.errors.NumericalWarning)

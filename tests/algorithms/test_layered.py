@@ -23,8 +23,8 @@ from fedbilevel.authoring import Public, Reply, Total
 from fedbilevel.core.client import Client
 from fedbilevel.core.tree import XYV
 from fedbilevel.engines.reference import _samples
-from fedbilevel.errors import ConfigurationError
 from fedbilevel.tasks.quadratic import quadratic
+from refusals import ANY, refuses
 from representatives import slow_but
 from test_class_rules import below
 
@@ -256,7 +256,7 @@ class Telling(Layer):
         return found if self.column is None else found._replace(columns={"mine": np.asarray(self.column)})
 
 
-REFUSED = {"metric": "the metric 'mine' is float.*it must be one number", "column": "column 'mine' .* = '2 numbers'"}
+REFUSED = {"metric": ("", ANY, "the metric 'mine' "), "column": ("the column 'mine' of findings", "2 numbers")}
 
 
 @pytest.mark.parametrize("engine", [None, fb.Reference()])
@@ -266,7 +266,7 @@ def test_several_numbers_are_no_metric_of_a_layer(field, engine):
     few = task.problem, task.clients, task.x0, task.y0
     result = fb.solve(layered(METHOD, Telling(**{field: 3.0})), *few, rounds=1, engine=engine)
     np.testing.assert_allclose(result.history["mine"], [3, 3] if field == "column" else [np.nan, 3], rtol=1e-14)
-    with pytest.raises(ConfigurationError, match=REFUSED[field]):
+    with refuses(*REFUSED[field]):
         fb.solve(layered(METHOD, Telling(**{field: (3.0, 4.0)})), *few, rounds=1, engine=engine)
 
 
@@ -284,55 +284,88 @@ def test_what_cannot_be_together_says_why():
     def played(*layers):
         return fb.solve(layered(METHOD, *layers), *few, rounds=1)
 
-    for make, text in (
-        (lambda: layered(METHOD, parts.Median(), parts.Krum()), "two layers of one place"),
-        (lambda: layered(METHOD, parts.Median(), parts.TopK()), "Median and TopK cannot be combined"),
-        (lambda: Layered(METHOD, rule=parts.TopK()), "a layer of that place"),
-        (lambda: layered(fb.FedNest(batch_size=None), parts.TopK()), "TopK"),
-        (lambda: fb.Asynchronous(layered(METHOD, parts.Median()), wait_for=2), "Median and Asynchronous cannot"),
-        (lambda: fb.Submodels(layered(METHOD, parts.Median())), "whole replies"),
-        (lambda: layered(fb.Asynchronous(METHOD, wait_for=2), Eight()), "an authoring.Compressor can make shorter"),
-        (lambda: Layered(layered(METHOD, parts.Median()), late=fb.Asynchronous(wait_for=2)), "in layers"),
-        (lambda: parts.Krum(bad=0), "Krum.bad"),
-        (lambda: layered(METHOD, parts.TopK), "an instance"),
-        (lambda: layered(3, parts.TopK()), "a method"),
-        (lambda: fb.reply_norms(layered(METHOD, parts.TopK()), *few), "with TopK"),
-        (lambda: layered(METHOD, TwoOfAKind(), parts.TopK()), "each layer needs its own kind"),
-        (lambda: layered(fb.ADBO(wait_for=2), parts.Median()), "waits for"),
-        (lambda: fb.solve(layered(METHOD, parts.Median()), few[0], half, *few[2:], rounds=1), "Clients.capacity"),
+    for make, refusal in (
+        (lambda: layered(METHOD, parts.Median(), parts.Krum()), ("", ANY, "'rule': Median and Krum")),
+        (lambda: layered(METHOD, parts.Median(), parts.TopK()), ("", ANY, "Median and TopK ")),
+        (lambda: Layered(METHOD, rule=parts.TopK()), ("Layered.rule", "TopK")),
+        (
+            lambda: layered(fb.FedNest(batch_size=None), parts.TopK()),
+            ("", ANY, "FedNest cannot send differences from earlier replies (TopK)"),
+        ),
+        (
+            lambda: fb.Asynchronous(layered(METHOD, parts.Median()), wait_for=2),
+            ("", ANY, "Median and Asynchronous "),
+        ),
+        (lambda: fb.Submodels(layered(METHOD, parts.Median())), ("", ANY, "SimFBO cannot be given Submodels: Median ")),
+        (lambda: layered(fb.Asynchronous(METHOD, wait_for=2), Eight()), ("", ANY, "authoring.Compressor")),
+        (
+            lambda: Layered(layered(METHOD, parts.Median()), late=fb.Asynchronous(wait_for=2)),
+            ("Layered.algorithm", "in layers", "layered"),
+        ),
+        (lambda: parts.Krum(bad=0), ("Krum.bad", 0)),
+        (lambda: layered(METHOD, parts.TopK), ("layered: a layer", ANY, "authoring.Layer")),
+        (lambda: layered(3, parts.TopK()), ("layered: the method", 3)),
+        (lambda: fb.reply_norms(layered(METHOD, parts.TopK()), *few), ("algorithm", "with TopK")),
+        (
+            lambda: layered(METHOD, TwoOfAKind(), parts.TopK()),
+            ("", ANY, "TwoOfAKind and TopK are both of the kind 'memory'"),
+        ),
+        (lambda: layered(fb.ADBO(wait_for=2), parts.Median()), ("Median, its method", "ADBO with first replies")),
+        (
+            lambda: fb.solve(layered(METHOD, parts.Median()), few[0], half, *few[2:], rounds=1),
+            ("Clients.capacity", "given", "Median"),
+        ),
         (
             lambda: fb.solve(optimized, own_x, *few[1:], rounds=1),
-            "cannot leave",
+            ("", ANY, "Bilevel.local = 'x'"),
         ),
-        (lambda: fb.solve(fb.SimFBO(batch_size=None), own_x, *few[1:], rounds=1), "give numbers for"),
-        (lambda: played(EveryReply(), parts.TopK()), "every reply of an exchange was asked for: TopK"),
-        (lambda: played(EveryReply(), fb.Asynchronous(wait_for=2)), "every reply of an exchange was asked for: Async"),
-        (lambda: fb.solve(layered(fb.ADBO(wait_for=2), EveryReply()), *few, rounds=1), "ends with the first replies"),
+        (
+            lambda: fb.solve(fb.SimFBO(batch_size=None), own_x, *few[1:], rounds=1),
+            ("", ANY, "server_lr.x, server_lr.y"),
+        ),
+        (lambda: played(EveryReply(), parts.TopK()), ("", ANY, "TopK sends differences")),
+        (
+            lambda: played(EveryReply(), fb.Asynchronous(wait_for=2)),
+            ("", ANY, "Asynchronous sends differences"),
+        ),
+        (
+            lambda: fb.solve(layered(fb.ADBO(wait_for=2), EveryReply()), *few, rounds=1),
+            ("", ANY, "ADBO: "),
+        ),
         (
             lambda: played(BareReply()),
-            "BareReply.reply returned Reply.*it must return a Reply and the layer's new state",
+            ("", ANY, "BareReply.reply returned Reply "),
         ),
-        (lambda: played(KeepsAtOnce()), "KeepsAtOnce.exchange keeps .*, but server_slot says that nothing is kept"),
+        (lambda: played(KeepsAtOnce()), ("", ANY, "KeepsAtOnce.exchange keeps float")),
         (
             lambda: played(OneEntry()),
-            "OneEntry.coded: decoding must return the structure, shapes and dtypes of the encoded tree",
+            ("", ANY, "OneEntry.coded: "),
         ),
-        (lambda: fb.solve(layered(METHOD, Eight()), few[0], half, *few[2:], rounds=1), "Clients.capacity"),
-        (lambda: fb.solve(fb.Asynchronous(wait_for=2), *few, rounds=1), "goes around a method: fb.layered"),
-        (lambda: fb.Asynchronous(METHOD, 2), "a single method, with all fields given by name"),
-        (lambda: fb.OuterOptimizer(optax.adam(0.1)), "a single method, with all fields given by name"),
-        (lambda: parts.TopK(share="a"), "TopK.share"),
+        (
+            lambda: fb.solve(layered(METHOD, Eight()), few[0], half, *few[2:], rounds=1),
+            ("Clients.capacity", "given", "Eight"),
+        ),
+        (lambda: fb.solve(fb.Asynchronous(wait_for=2), *few, rounds=1), ("algorithm", ANY, "fb.layered(SimFBO(), …)")),
+        (lambda: fb.Asynchronous(METHOD, 2), ("Asynchronous(…)", (2,))),
+        (lambda: fb.OuterOptimizer(optax.adam(0.1)), ("OuterOptimizer(…)",)),
+        (lambda: parts.TopK(share="a"), ("TopK.share", "a")),
         (
             lambda: type("Misspelt", (Layer,), {"kind": "x", "place": "kept", "exchanges": print}),
-            "did you mean 'exchange'",
+            ("", ANY, "did you mean 'exchange'"),
         ),
-        (lambda: type("Elsewhere", (authoring.Compressor,), {"place": "codes"}), "Elsewhere.place"),
-        (lambda: type("Nowhere", (Layer,), {"kind": "nowhere", "place": "nowhere"}), "Nowhere.place"),
-        (lambda: fb.solve(layered(METHOD, parts.Krum()), *few, rounds=1), "needs 5"),
-        (lambda: fb.solve(layered(METHOD, parts.TrimmedMean(trim=2)), *few, rounds=1), "needs 5"),
-        (lambda: fb.solve(layered(fb.SimFBO(batch_size=None), parts.TopK()), *few, rounds=1), "give numbers for"),
+        (lambda: type("Elsewhere", (authoring.Compressor,), {"place": "codes"}), ("Elsewhere.place", "codes")),
+        (lambda: type("Nowhere", (Layer,), {"kind": "nowhere", "place": "nowhere"}), ("Nowhere.place", "nowhere")),
+        (lambda: fb.solve(layered(METHOD, parts.Krum()), *few, rounds=1), ("Krum.bad", 1, "5 replies")),
+        (
+            lambda: fb.solve(layered(METHOD, parts.TrimmedMean(trim=2)), *few, rounds=1),
+            ("TrimmedMean.trim", 2, "5 replies"),
+        ),
+        (
+            lambda: fb.solve(layered(fb.SimFBO(batch_size=None), parts.TopK()), *few, rounds=1),
+            ("", ANY, "SimFBO cannot send differences from earlier replies (TopK)"),
+        ),
     ):
-        with pytest.raises(ConfigurationError, match=text):
+        with refuses(*refusal):
             make()
 
 
@@ -357,5 +390,5 @@ def test_an_estimate_needs_replies_to_its_own_message(layer):
     method = layered(
         fb.LFedNest(batch_size=None, hypergradient=local, inner=fb.parts.LocalSGD(lr=0.1), outer_lr=0.1), layer
     )
-    with pytest.raises(ConfigurationError, match=r"hypergradient_at = 'with \w+' .* a method without this layer"):
+    with refuses("LFedNest.hypergradient_at", f"with {type(layer).__name__}"):
         fb.check_hypergradient(task.problem, task.clients, task.x0, task.y0, estimators={"short": method})

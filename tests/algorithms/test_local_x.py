@@ -12,6 +12,7 @@ import fedbilevel as fb
 from fedbilevel.algorithms.parts.composed import composed
 from fedbilevel.tasks.quadratic import inner, outer, quadratic
 from fixed_steps import fixed
+from refusals import ANY, refuses
 
 CLIENTS, DIM_X, DIM_Y = 4, 3, 4
 START = np.tile([0.3, -0.2, 0.1], (CLIENTS, 1))
@@ -105,34 +106,34 @@ def test_a_run_that_goes_on_from_a_checkpoint_has_its_blocks(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "x0", "words"),
+    ("algorithm", "x0", "refusal"),
     [
-        (fixed(fb.SimFBO()), START[:3], f"a leading axis of length {CLIENTS}, the number of clients"),
-        (fixed(fb.SimFBO()), START + np.arange(CLIENTS)[:, None], "all clients start with the same block"),
+        (fixed(fb.SimFBO()), START[:3], ("Bilevel.local", "x", f"length {CLIENTS}")),
+        (fixed(fb.SimFBO()), START + np.arange(CLIENTS)[:, None], ("Bilevel.local", "x", "all clients")),
         (
             fixed(fb.FedNest()),
             START,
-            r"FedNest cannot leave x to its clients .*: it needs x on the server.*; .* AFBO, F2SA, MEHA, SimFBO",
+            ("", ANY, "FedNest cannot leave x to its clients"),
         ),
         (
             fixed(fb.CorrectedFBO()),
             START,
-            r"CorrectedFBO cannot leave x to its clients .*: .*only the server has ρ.*; .* AFBO, F2SA, MEHA, SimFBO",
+            ("", ANY, "CorrectedFBO cannot leave x to its clients"),
         ),
         (
             fb.Asynchronous(fixed(fb.SimFBO()), wait_for=2, delay_penalty=1.0),
             START,
-            r"delay_penalty = 1\.0 .* 0 if clients keep x",
+            ("Asynchronous.delay_penalty", 1.0, "0 if clients keep x"),
         ),
     ],
 )
-def test_what_is_refused(algorithm, x0, words):
-    with pytest.raises(fb.errors.ConfigurationError, match=words):
+def test_what_is_refused(algorithm, x0, refusal):
+    with refuses(*refusal):
         run(algorithm, x0=jnp.asarray(x0))
 
 
 def test_another_word_for_local_is_refused():
-    with pytest.raises(fb.errors.ConfigurationError, match=r"unknown Bilevel\.local 'X'"):
+    with refuses("Bilevel.local", "X", near="x"):
         split_quadratic("X")
 
 

@@ -9,11 +9,11 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.core.algorithm import ALGORITHMS
-from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.hyperparameters import entries, replaced
 from fedbilevel.core.own import LOCAL_STEPS, own_fields
 from fedbilevel.tasks.quadratic import quadratic
 from fixed_steps import fixed
+from refusals import refuses
 from representatives import slow_but
 
 NONE = {"BiFISTA", "IRG"}
@@ -101,5 +101,5 @@ def test_a_method_that_makes_no_local_steps_refuses_them(method):
     task, simple = quadratic(clients=2, dim_x=2, dim_y=3), fb.SimpleBilevel in method.kinds_of_problem
     problem, y0 = (agreement.SIMPLE_BILEVEL, None) if simple else (task.problem, task.y0)
     clients = task.with_own(local_steps=[1, 3]).clients
-    with pytest.raises(ConfigurationError, match=rf"local_steps = '1 to 3, .*: {method.label} makes none"):
+    with refuses("Clients.local_steps", "1 to 3, one for each client", method.label):
         fb.solve(method, problem, clients, task.x0, y0, rounds=1)

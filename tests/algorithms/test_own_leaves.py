@@ -21,6 +21,7 @@ from fedbilevel.algorithms.parts.composed import composed
 from fedbilevel.core.tree import is_table
 from fedbilevel.engines.evaluation import PerClient
 from fixed_steps import fixed
+from refusals import ANY, refuses
 
 DIM_X, SHARED, OWN, RHO = 3, 3, 2, 0.5
 WEIGHTS = np.array([0.1, 0.2, 0.3, 0.4])
@@ -545,28 +546,32 @@ def test_a_client_keeps_its_own_leaves_alone_and_sends_none():
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "problem", "words"),
+    ("algorithm", "problem", "refusal"),
     [
-        (fb.FedNest(), MIXED, r"FedNest cannot leave parts of y .*clients multiply vectors of the server by .*SimFBO"),
-        (fixed(fb.FedMBO()), MIXED, r"FedMBO cannot leave parts of y .*has no own leaves of clients"),
-        (fixed(fb.AggITD()), MIXED, r"AggITD cannot leave parts of y .*it needs all of y on the server"),
-        (fixed(fb.LFedNest(joint=True)), ALL, r"joint=False"),
-        (fixed(fb.LFedNest(inner=fb.parts.SVRG())), ALL, r"corrected by a mean"),
-        (fb.Submodels(SIMFBO), MIXED, r"SimFBO cannot be given Submodels.*Bilevel\.own.* are always whole"),
-        (fb.SimFBO(**SINGLE, server_lr=0.2, radius=1.0), MIXED, r"SimFBO\.radius = 1\.0 .* no machine has all of v"),
-        (SIMFBO, fb.Bilevel(outer, inner, own=lambda path: path == "head"), r"True for no leaf .* 'own', 'shared'"),
-        (SIMFBO, fb.Bilevel(outer, inner, own=lambda path: path.find("own")), r"Bilevel\.own\('own'\) = 0.*True or"),
+        (fb.FedNest(), MIXED, ("", ANY, "FedNest cannot leave parts of y")),
+        (fixed(fb.FedMBO()), MIXED, ("", ANY, "FedMBO cannot leave parts of y")),
+        (fixed(fb.AggITD()), MIXED, ("", ANY, "AggITD cannot leave parts of y")),
+        (fixed(fb.LFedNest(joint=True)), ALL, ("", ANY, "joint=False")),
+        (fixed(fb.LFedNest(inner=fb.parts.SVRG())), ALL, ("", ANY, "corrected by a mean")),
+        (fb.Submodels(SIMFBO), MIXED, ("", ANY, "SimFBO cannot be given Submodels")),
+        (fb.SimFBO(**SINGLE, server_lr=0.2, radius=1.0), MIXED, ("SimFBO.radius", 1.0, "inf")),
+        (SIMFBO, fb.Bilevel(outer, inner, own=lambda path: path == "head"), ("", ANY, "'own', 'shared'")),
+        (
+            SIMFBO,
+            fb.Bilevel(outer, inner, own=lambda path: path.find("own")),
+            ("Bilevel.own('own')", 0, "True or False"),
+        ),
     ],
 )
-def test_what_is_refused(algorithm, problem, words):
-    with pytest.raises(fb.errors.ConfigurationError, match=words):
+def test_what_is_refused(algorithm, problem, refusal):
+    with refuses(*refusal):
         run(algorithm, problem)
 
 
 @pytest.mark.parametrize("method", [fb.RABO(), fb.RAFBO(), fb.LFedNest(), fb.AFBO()], ids=lambda method: method.label)
 def test_a_method_that_needs_all_leaves_to_be_own_names_others_that_solve_the_problem(method):
     """The error names exactly the methods of EXACT_WHERE_MIXED, and MEHA, which all run on the mixed problem."""
-    with pytest.raises(fb.errors.ConfigurationError, match=f"{method.label} needs a Bilevel.own that is True") as error:
+    with pytest.raises(fb.errors.ConfigurationError, match=rf"^{method.label} .*Bilevel\.own ") as error:
         run(method)
     named = str(error.value).partition("with shared and own leaves: ")[2]
     exact = {name for name in EXACT_WHERE_MIXED if not name.startswith("AFBO")} | {"MEHA"}
@@ -574,17 +579,16 @@ def test_a_method_that_needs_all_leaves_to_be_own_names_others_that_solve_the_pr
 
 
 def test_what_is_refused_beside_a_run():
-    error = fb.errors.ConfigurationError
-    with pytest.raises(error, match=r"Bilevel\.own = .* None with local"):
+    with refuses("Bilevel.own", ANY, "local = 'x'"):
         fb.Bilevel(outer, inner, own=lambda path: True, local="x")
-    with pytest.raises(error, match=r"Bilevel\.own takes .*path"):
+    with refuses("Bilevel.own", "()", "(path)"):
         fb.Bilevel(outer, inner, own=lambda: True)
     shared = run(SIMFBO, fb.Bilevel(outer, inner), rounds=1)
-    with pytest.raises(error, match=r"Result\.own = 0 .*called only if leaves of y are"):
+    with refuses("Result.own", 0, "Bilevel.own"):
         shared.own(0)
-    with pytest.raises(error, match=r"0 to 3"):
+    with refuses("Result.own: client", 4, "0 to 3"):
         run(SIMFBO, rounds=1).own(4)
-    with pytest.raises(error, match=r"personalise: problem"):
+    with refuses("personalise: problem", MIXED):
         fb.personalise(MIXED, shared, SAMPLES[0])
-    with pytest.raises(error, match=r"None: diagnostics need one y"):
+    with refuses("Bilevel.own", ANY, "diagnostics"):
         fb.check_hypergradient(MIXED, POPULATION, X0, START)

@@ -19,6 +19,7 @@ from fedbilevel.engines.recorder import count
 from fedbilevel.tasks.compositional import compositional
 from fedbilevel.tasks.quadratic import quadratic, solution
 from fixed_steps import fixed
+from refusals import ANY, refuses
 from representatives import slow_but
 
 AGREEMENT = {
@@ -316,31 +317,33 @@ def test_problems_that_need_no_inverse():
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "refusal"),
     [
-        (lambda: rabo(fb.parts.CG(), fb.parts.Implicit), "means of products over different holders are not symmetric"),
+        (lambda: rabo(fb.parts.CG(), fb.parts.Implicit), ("RABO.hypergradient", ANY, "CG")),
         (
             lambda: rabo(fb.parts.Neumann(sampling="random_per_client"), fb.parts.Implicit),
-            "Neumann(sampling=None or 'random')",
+            ("RABO.hypergradient", ANY, "Neumann(sampling=None or 'random')"),
         ),
-        (lambda: fixed(fb.RABO(hypergradient=fb.parts.Coordinates())), "RABO.hypergradient = Coordinates("),
+        (
+            lambda: fixed(fb.RABO(hypergradient=fb.parts.Coordinates())),
+            ("RABO.hypergradient", ANY, "LocalImplicit(…) or Implicit(…)"),
+        ),
         (
             lambda: fixed(fb.RAFBO(hypergradient=fb.parts.LocalImplicit())),
-            "RAFBO.hypergradient.second_order = Exact() is not",
+            ("RAFBO.hypergradient.second_order", ANY, "Differences(…)"),
         ),
         (
             lambda: fixed(fb.RAFBO(hypergradient=fb.parts.Implicit())),
-            "it must be LocalImplicit(…) or Coordinates(…) or",
+            ("RAFBO.hypergradient", ANY, "LocalImplicit(…) or Coordinates(…) or PrintedSlopes(…)"),
         ),
-        (lambda: fb.parts.PrintedSlopes(paired=True), "unknown field 'paired' of PrintedSlopes"),
-        (lambda: fb.parts.Implicit(paired=True), "unknown field 'paired' of Implicit"),
-        (lambda: fb.parts.Differences(perturbation=0.0), "Differences.perturbation = 0.0"),
+        (lambda: fb.parts.PrintedSlopes(paired=True), ("field of PrintedSlopes", "paired")),
+        (lambda: fb.parts.Implicit(paired=True), ("field of Implicit", "paired")),
+        (lambda: fb.parts.Differences(perturbation=0.0), ("Differences.perturbation", 0.0)),
     ],
 )
-def test_wrong_fields(make, words):
-    with pytest.raises(fb.errors.ConfigurationError) as error:
+def test_wrong_fields(make, refusal):
+    with refuses(*refusal):
         make()
-    assert words in str(error.value)
 
 
 PIXELS = 23
@@ -399,7 +402,7 @@ def test_products_do_not_see_what_features_were_made_of(part, batch_size):
 def test_pairs_need_a_partner_each():
     clients = fb.Clients([np.ones((3, 1))], [np.ones((2, 1))])
     problem = fb.Bilevel(lambda x, y, b: jnp.sum(x * y), lambda x, y, b: jnp.sum((x - y) ** 2))
-    with pytest.raises(fb.errors.ConfigurationError, match=r"paired = True .* different numbers .*, \[\(3, 2\)\]"):
+    with refuses("LocalImplicit.paired", True, "(3, 2)"):
         fb.solve(fixed(fb.RABO(hypergradient=PAIRED)), problem, clients, jnp.ones(1), jnp.ones(1), rounds=1)
 
 
@@ -423,9 +426,7 @@ def test_a_pairs_step_is_checked_against_a_batch():
 
     once(2, paired=False)
     once(32, paired=True)  # a batch of all samples
-    with pytest.raises(
-        fb.errors.ConfigurationError, match=r"0\.6 .* below 2/ℓ = 0\.(5|25): .* a batch's own .* ℓ = (4|8)$"
-    ):
+    with refuses("Neumann.step", 0.6, "below 2/ℓ = 0."):
         once(2, paired=True)
 
 
@@ -487,5 +488,5 @@ def test_each_hypergradient_is_asked_for_by_itself(task):
     report = fb.check_hypergradient(*given, estimators=alone, draws=1)
     assert report["slopes"].relative_error == pytest.approx(report["own"].relative_error, rel=1e-5)
     steps = fixed(fb.AFBO(hypergradient=fb.parts.SystemSteps()))
-    with pytest.raises(fb.errors.ConfigurationError, match="SystemSteps estimates no hypergradient at a given point"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"^SystemSteps "):
         fb.check_hypergradient(*given, estimators={"steps": steps}, draws=1)

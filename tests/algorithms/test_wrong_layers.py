@@ -61,16 +61,17 @@ class ShortOnBothSides(ShortReply):
 @pytest.mark.parametrize("engine", [fb.Local(), fb.Reference()])
 def test_an_update_of_another_shape_is_no_mean_of_all_entries(engine, others):
     """An update of another shape is refused: x has 6 entries and y 3, and one entry would be added to all of them."""
-    shapes = r"Reply.update must have the shapes of the update that `run` returned"
-    text = rf"ShortReply.reply: {shapes}: \.x is float\d+\[1\], not .*\[6\]"
+    text = r"ShortReply\.reply: Reply\.update .*\.x is float\d+\[1\], not .*\[6\]"
     refused(lambda: run(ShortReply(), *others, engine=engine), text)
 
 
 def test_a_total_of_another_shape_is_refused():
-    refused(lambda: run(ShortTotal()), r"ShortTotal.exchange: Total.update must have .* \.x is .*\[1\], not .*\[6\]")
-    refused(lambda: run(ShortOnBothSides()), r"ShortOnBothSides.exchange: .* update of local_updates, its part like x")
+    refused(lambda: run(ShortTotal()), r"ShortTotal\.exchange: Total\.update .*\.x is .*\[1\], not .*\[6\]")
+    refused(
+        lambda: run(ShortOnBothSides()), r"ShortOnBothSides\.exchange: .*local_updates, .*\[0\] is .*\[1\], not .*\[6\]"
+    )
     heavy = type("Heavy", (Own,), {"exchange": lambda self, asked, kept, ask: (ask(asked)._replace(weight=ROW), kept)})
-    refused(lambda: run(heavy()), r"Heavy.exchange: Total.weight is .*\[3\]: it must be one number")
+    refused(lambda: run(heavy()), r"Heavy\.exchange: Total\.weight .*\[3\]")
 
 
 ROW = np.ones(3)
@@ -83,10 +84,10 @@ def replying(**changes):
 
 
 def test_metrics_and_counts_of_a_layer_are_single_numbers():
-    refused(lambda: run(replying(metrics={"v": ROW})), r"Changing.reply: the metric 'v' is float64\[3\]: .* one number")
-    refused(lambda: run(replying(gradients=ROW)), r"Changing.reply: Reply.gradients is float64\[3\]")
-    refused(lambda: run(replying(update=[1.0])), "Changing.reply: Reply.update must have the shapes")
-    refused(lambda: run(replying(state=ROW)), r"Changing.reply: Reply.state must be like that of `run`")
+    refused(lambda: run(replying(metrics={"v": ROW})), r"Changing\.reply: .*'v' .*float64\[3\]")
+    refused(lambda: run(replying(gradients=ROW)), r"Changing\.reply: Reply\.gradients .*float64\[3\]")
+    refused(lambda: run(replying(update=[1.0])), r"Changing\.reply: Reply\.update .*list of \[0\]")
+    refused(lambda: run(replying(state=ROW)), r"Changing\.reply: Reply\.state .*float64\[3\], not None")
 
 
 def test_what_never_leaves_a_client_may_be_left_out_and_coded_parts_and_dtypes_may_differ():
@@ -129,7 +130,7 @@ def test_a_layer_keeps_what_it_began_with(function, new, got):
     }
     side, slot = (AtClient, "client_slot") if function == "reply" else (AtServer, "server_slot")
     layer = type("Forgets", (side,), {function: functions[function]})()
-    text = rf"Forgets.{function}: the state that it returns must be like the state that {slot} made: {got}.*, not float"
+    text = rf"Forgets\.{function}: .*{slot} .*{got}.*, not float64\[3\]"
     refused(lambda: run(layer), text)
 
 
@@ -139,25 +140,25 @@ def test_a_layer_keeps_what_it_began_with(function, new, got):
         (
             "before_round",
             lambda self, method, kept: method,
-            "returned SimFBO.*: it must return a method and the layer",
+            "returned SimFBO of ",
         ),
         (
             "after_round",
             lambda self, method, problem, kept, before, after: None,
-            "returned None: it must return the ",
+            "returned None",
         ),
         (
             "after_round",
             lambda self, method, problem, kept, before, after: after,
-            "returned .*: it must return the ",
+            "returned State of ",
         ),
         (
             "after_round",
             lambda self, method, problem, kept, before, after: (first_entries(after), kept),
-            r"must return a state like `after`: .*x is float\d+\[1\], not float\d+\[6\]",
+            r".*`after`: .*x is float\d+\[1\], not float\d+\[6\]",
         ),
-        ("findings", lambda self, method, kept, found: {"a": 1.0}, "returned dict of .*: it must return Findings"),
-        ("remarks", lambda self, method, kept: "hello", "returned 'hello': it must return a tuple of texts"),
+        ("findings", lambda self, method, kept, found: {"a": 1.0}, "returned dict of .*Findings"),
+        ("remarks", lambda self, method, kept: "hello", "returned 'hello'"),
     ],
 )
 def test_a_function_that_returns_something_else_is_named(function, body, text):
@@ -169,23 +170,23 @@ def test_a_code_that_nothing_decodes_is_named():
         def coded(self, tree):
             return jax.tree.map(lambda leaf: Coded(leaf, None), tree)
 
-    refused(lambda: run(Codes()), "Codes.coded: Coded.decode is None: it must be a function of the wire")
+    refused(lambda: run(Codes()), r"Codes\.coded: Coded\.decode .*None")
     undecoded = replying(update=Coded(jnp.ones(3), "sum"))
-    refused(lambda: run(undecoded), "Changing.reply: Coded.decode is str 'sum': it must be a function")
+    refused(lambda: run(undecoded), r"Changing\.reply: Coded\.decode .*'sum'")
 
 
 def test_two_of_one_place_or_kind_are_both_named_with_what_to_do():
     other = type("Other", (Layer,), {"kind": "other", "place": "kept"})()
-    text = "of one place around SimFBO, 'kept': Own and Other; leave one out, or give your own layer another `place`"
+    text = "SimFBO, 'kept': Own and Other.*`place`"
     refused(lambda: layered(METHOD, Own(), other, fb.parts.Median()), text)
     same = type("Same", (Layer,), {"kind": "own", "place": "state"})()
-    refused(lambda: layered(METHOD, Own(), same), "Own and Same are both of the kind 'own': each layer needs its own")
+    refused(lambda: layered(METHOD, Own(), same), "Own and Same .*'own'")
 
 
 @pytest.mark.parametrize("name", ["replies", "on_reply", "respond", "before", "change", "lable"])
 def test_public_names_of_a_layer_are_its_functions_and_fields(name):
     made = {"kind": "x", "place": "kept", name: lambda self: None}
-    refused(lambda: type("Misspelt", (Layer,), made), rf"Misspelt.{name} is not a function .* begin with an underscore")
+    refused(lambda: type("Misspelt", (Layer,), made), rf"Misspelt\.{name} .*underscore")
 
 
 def test_fields_helpers_and_functions_that_a_class_declares_abstract_are_names_of_ones_own():
@@ -243,7 +244,7 @@ def test_a_code_that_is_no_contraction_is_warned_of():
 
     For entries of size 0.001, the signs are off by about 1000 times their size, which is 10⁶ in the square.
     """
-    with pytest.warns(NumericalWarning, match=r"Signs.coded is not a contraction: .* size 0\.001"):
+    with pytest.warns(NumericalWarning, match=r"Signs\.coded .*contraction.* 0\.001"):
         run(Signs(scaled=False))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

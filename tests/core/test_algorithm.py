@@ -9,6 +9,7 @@ import fedbilevel as fb
 from fedbilevel import authoring
 from fedbilevel.core.algorithm import ALGORITHMS
 from fedbilevel.core.errors import ConfigurationError
+from refusals import refuses
 
 
 class Keeps(authoring.Algorithm):
@@ -51,13 +52,13 @@ def test_the_allow_list_is_what_is_marked():
     ],
 )
 def test_anything_else_is_refused(function, named):
-    with pytest.raises(ConfigurationError, match=rf"Keeps: .*phases \['visit'\], got {named}"):
+    with pytest.raises(ConfigurationError, match=rf"Keeps: .*\['visit'\].* {named}( of |$)"):
         Keeps().phase_name(function)
 
 
 def test_a_method_without_the_mark_is_refused_though_it_is_the_algorithms():
     algorithm = Keeps()
-    with pytest.raises(ConfigurationError, match="got unmarked"):
+    with pytest.raises(ConfigurationError, match="unmarked of a Keeps"):
         algorithm.phase_name(algorithm.unmarked)
 
 
@@ -71,7 +72,7 @@ def test_a_round_that_sends_code_is_stopped_in_every_engine(engine):
 
     loss = lambda x, y, batch: jnp.mean((y - batch) ** 2) + x**2  # noqa: E731
     clients = fb.Clients([jnp.ones(2).__array__()], [jnp.ones(2).__array__()])
-    with pytest.raises(ConfigurationError, match="SendsCode: an exchange takes one of its phases"):
+    with pytest.raises(ConfigurationError, match=r"SendsCode: .*\['local_updates'\].* <lambda>"):
         fb.solve(SendsCode(), fb.Bilevel(loss, loss), clients, jnp.ones(()), jnp.ones(()), rounds=1, engine=engine)
 
 
@@ -102,8 +103,6 @@ def test_a_class_with_a_name_is_listed(monkeypatch):
 
 def test_a_name_is_taken_once():
     before = dict(ALGORITHMS)
-    with pytest.raises(
-        ConfigurationError, match=r"Made.name = 'simfbo' .* another name: fedbilevel.algorithms.simfbo.SimFBO"
-    ):
+    with refuses("Made.name", "simfbo", "SimFBO"):
         made("simfbo")
     assert before == ALGORITHMS

@@ -10,6 +10,7 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.authoring import XYV, Algorithm, Asks, Reply, fraction, phase, static
 from fedbilevel.core.authored import difference
+from refusals import refuses
 
 
 class State(NamedTuple):
@@ -137,15 +138,13 @@ def test_what_a_client_keeps_has_one_form():
         def gradient(self, client, message, key):
             return Reply(message.y, state=jnp.zeros(()))
 
-    with pytest.raises(
-        fb.errors.ConfigurationError, match=r"like client\.state.*: it is float64\[\], not float64\[2\]"
-    ):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"client\.state.* float64\[\].* float64\[2\]"):
         solved(Mine)
 
 
 def test_a_phase_that_takes_no_key_is_refused_where_it_is_written():
     with pytest.raises(
-        fb.errors.ConfigurationError, match=r"a phase takes \(self, client, message, key\), got \(self, "
+        fb.errors.ConfigurationError, match=r"\(self, client, message, key\).* \(self, client, message\)"
     ):
 
         class Mine(Descent):
@@ -155,21 +154,20 @@ def test_a_phase_that_takes_no_key_is_refused_where_it_is_written():
 
 
 def test_a_value_without_annotation_is_no_silent_constant():
-    with pytest.raises(fb.errors.ConfigurationError, match=r"Mine\.decay = 0\.9 has no annotation; .*decay: float ="):
+    with refuses("Mine.decay", 0.9, "decay: float ="):
         type("Mine", (Descent,), {"decay": 0.9})
-    with pytest.raises(fb.errors.ConfigurationError, match=r"Mine\.local_steps = 3 has no annotation; .*: int = "):
+    with refuses("Mine.local_steps", 3, "local_steps: int ="):
         type("Mine", (fb.FedBiO,), {"local_steps": 3})  # the field of the base class would still be 5
-    with pytest.raises(fb.errors.ConfigurationError, match=r"Mine\.client_lr = XYV"):
+    with refuses("Mine.client_lr", XYV(1, 1, 1), "client_lr: XYV ="):
         type("Mine", (fb.FedBiO,), {"client_lr": XYV(1, 1, 1)})
 
 
 def test_a_property_in_place_of_a_field_is_to_be_one():
-    with pytest.raises(fb.errors.ConfigurationError, match=r"Mine\.client_lr = <property .*; make it a field"):
-        type("Mine", (fb.FedBiO,), {"client_lr": property(lambda self: XYV(1, 1, 1))})
+    made = property(lambda self: XYV(1, 1, 1))
+    with refuses("Mine.client_lr", made, "client_lr: … ="):
+        type("Mine", (fb.FedBiO,), {"client_lr": made})
     held = type("Held", (Descent,), {"inner": property(lambda self: fb.parts.LocalSGD())})
-    with pytest.raises(
-        fb.errors.ConfigurationError, match="got descent of a LocalSGD that is not a field: make it a fie"
-    ):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"Held: .*\['gradient'\].* descent of a LocalSGD "):
         held().phase_name(held().inner.descent)
 
 

@@ -7,6 +7,7 @@ import pytest
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.ragged import Ragged
+from refusals import refuses
 
 GOOD = np.zeros((3, 4, 2))
 TWO = {"u": np.zeros((2, 2)), "t": np.zeros(2)}
@@ -25,20 +26,17 @@ def flat(start, size, total=10):
 
 SAMPLES = {
     "empty client in a list": ([np.zeros((2, 2)), np.zeros((0, 2))], {}, "client 1 has no samples"),
-    "no clients": ([], {}, "list with one entry per client, and at least one client"),
-    "arrays without clients": (GOOD[:0], {}, "has 0 clients; at least one client is needed"),
+    "arrays without clients": (GOOD[:0], {}, "has 0 clients"),
     "empty client by size": (GOOD, {"sizes": [4, 0, 4]}, "client 1 has no samples"),
-    "size beyond what is stored": (GOOD, {"sizes": [4, 5, 4]}, "size of 5 exceeds the 4 samples"),
-    "sizes of the wrong length": (GOOD, {"sizes": [4, 4]}, r"_sizes .*\(3,\)"),
-    "sizes beside a list": (ENTRIES, {"sizes": [4, 1, 2]}, "_sizes .*left out"),
-    "a NaN": (with_value(np.nan), {}, r"NaN or infinity, first in sample 2 of client 1, entry \(1,\)$"),
-    "a NaN in a list": ([np.zeros((2, 2)), np.full((1, 2), np.nan)], {}, "first in sample 0 of client 1, entry"),
+    "size beyond what is stored": (GOOD, {"sizes": [4, 5, 4]}, r"\b5 .* 4 samples"),
+    "a NaN": (with_value(np.nan), {}, r"NaN .* sample 2 of client 1, entry \(1,\)$"),
+    "a NaN in a list": ([np.zeros((2, 2)), np.full((1, 2), np.nan)], {}, r"NaN .* sample 0 of client 1, entry \(0,\)$"),
     "a NaN in the padding": (
         with_value(np.nan),
         {"sizes": [4, 2, 4]},
-        "in row 6 of the stored arrays, which belongs to no client",
+        r"NaN .* row 6 .*, entry \(1,\)$",
     ),
-    "a list of numbers": ([{"u": np.zeros((2, 2)), "t": [1, 2]}], {}, r"\['t'\] of client 0 is a list of plain values"),
+    "a list of numbers": ([{"u": np.zeros((2, 2)), "t": [1, 2]}], {}, r"\['t'\] of client 0 is a list .*np\.asarray"),
     "strings": (
         [{"t": np.arange(2)}, {"t": np.array(["a", "b"])}],
         {},
@@ -50,33 +48,33 @@ SAMPLES = {
         {},
         r"\['k'\] of client 0 holds PRNG keys; .*key_data",
     ),
-    "a tuple of clients": (tuple(ENTRIES), {}, r"\[0\] \(4, 2\), .* clients, .* not in a tuple: list\(samples\)$"),
-    "a dict of clients": (dict(zip("abc", ENTRIES, strict=True)), {}, r"not in a dict: list\(samples.values\(\)\)$"),
+    "a tuple of clients": (tuple(ENTRIES), {}, r"\[0\] \(4, 2\), .* tuple: list\(samples\)$"),
+    "a dict of clients": (dict(zip("abc", ENTRIES, strict=True)), {}, r"dict: list\(samples.values\(\)\)$"),
     "lists of unequal lengths": (
         [{"t": [[1.0], [1.0, 2.0]]}],
         {},
-        r"\['t'\] of client 0 is a list .* different lengths: pad",
+        r"\['t'\] of client 0 is a list .* different lengths",
     ),
-    "a masked array": ([np.ma.array([1.0, 2.0], mask=[0, 1])], {}, r"of client 0 is a masked array; .*\.filled"),
-    "no arrays": ([None, None], {}, "client 0 disagree .* no arrays"),
+    "a masked array": ([np.ma.array([1.0, 2.0], mask=[0, 1])], {}, r"of client 0 .* masked array.*\.filled"),
+    "no arrays": ([None, None], {}, "client 0 .* no arrays"),
     "a NaN in one leaf": ({"u": GOOD, "t": with_value(np.nan)}, {}, r"\['t'\] holds NaN"),
     "leaves of different lengths": ({"u": GOOD, "t": GOOD[:, :3]}, {}, r"\['t'\] \(3, 3, 2\), \['u'\] \(3, 4, 2\)"),
-    "a number for samples": ([{"u": np.zeros(3), "t": 1.0}], {}, "client 0 disagree"),
-    "one leading axis": (np.zeros(3), {}, "two leading axes"),
+    "a number for samples": ([{"u": np.zeros(3), "t": 1.0}], {}, r"client 0 .*\['t'\] \(\), \['u'\] \(3,\)"),
+    "one leading axis": (np.zeros(3), {}, r"shape \(3,\)"),
     "entries of different structure": ([[np.zeros(2)], (np.zeros(2),)], {}, r"client 1 is a .*\(\(\*,\)\), client 0 a"),
-    "an extra key": ([TWO, TWO | {"w": np.zeros(2)}], {}, r"client 1 has \['w'\], which client 0 lacks$"),
-    "a key missing in the first": ([{"u": TWO["u"]}, TWO, TWO], {}, r"client 0 lacks \['t'\], which client 1 has$"),
+    "an extra key": ([TWO, TWO | {"w": np.zeros(2)}], {}, r"client 1 has \['w'\].*client 0"),
+    "a key missing in the first": ([{"u": TWO["u"]}, TWO, TWO], {}, r"client 0 lacks \['t'\].*client 1"),
     "other features": (
         [TWO, TWO, TWO | {"u": np.zeros((2, 5))}],
         {},
-        r"a sample's \['u'\] is of shape \(5,\) in client 2, \(2,\) in client 0$",
+        r"\['u'\] .*\(5,\) in client 2, \(2,\) in client 0$",
     ),
     "a row beyond the end": (flat([0, 8], [3, 3]), {}, "row 1 .*10"),
-    "a row before the beginning": (flat([-1, 3], [3, 3]), {}, "row 0 "),
+    "a row before the beginning": (flat([-1, 3], [3, 3]), {}, r"row 0 .*-1"),
     "flat leaves of different lengths": (
         Ragged({"u": np.zeros(9), "t": np.zeros(6)}, np.array([0, 3]), np.array([3, 4])),
         {},
-        "leaves disagree .*6.*9|leaves disagree .*9.*6",
+        r"\['t'\] \(6,\), \['u'\] \(9,\)",
     ),
 }
 
@@ -92,9 +90,20 @@ def test_bad_samples_are_refused(case, field):
     assert f"Clients.{field}" in str(raised.value)
 
 
+@pytest.mark.parametrize("field", ["outer", "inner"])
+def test_no_clients_and_wrong_sizes_are_refused(field):
+    other = {"outer": "inner", "inner": "outer"}[field]
+    with refuses(f"Clients.{field}", [], "at least one client"):
+        Clients(**{field: [], other: GOOD})
+    with refuses(f"Clients.{field}_sizes", [4, 4], "(3,)"):
+        Clients(**{field: GOOD, other: GOOD, f"{field}_sizes": [4, 4]})
+    with refuses(f"Clients.{field}_sizes", [4, 1, 2], "left out"):
+        Clients(**{field: ENTRIES, other: GOOD, f"{field}_sizes": [4, 1, 2]})
+
+
 def test_a_number_beyond_the_precision_of_jax_is_named():
     """A number above the largest float32, 3.4e38, is named if JAX computes in float32."""
-    words = r"holds -1e\+39, which is infinite in float32, first in sample 2 of client 1, entry \(1,\)$"
+    words = r"-1e\+39, .* float32, .* sample 2 of client 1, entry \(1,\)$"
     with jax.enable_x64(False):
         Clients(with_value(-3e38))
         with pytest.raises(ConfigurationError, match=words):
@@ -109,20 +118,19 @@ def test_both_losses_need_the_same_clients():
 
 
 @pytest.mark.parametrize(
-    ("weights", "words"),
+    ("weights", "refusal"),
     [
-        ([1.0, 1.0], r"\(3,\), one per client"),
-        ([1.0, -0.1, 1.0], "positive and finite"),
-        ([1.0, np.inf, 1.0], "finite"),
-        ([1.0, 0.0, 1.0], "positive and finite"),
-        ([1.0, 1e-320, 1e300], "the smallest rounds to 0"),
-        ("sizes", "'size'"),
+        ([1.0, 1.0], ("Clients.weights", (2,), "(3,)")),
+        ([1.0, -0.1, 1.0], ("Clients.weights", [1.0, -0.1, 1.0])),
+        ([1.0, np.inf, 1.0], ("Clients.weights", [1.0, np.inf, 1.0])),
+        ([1.0, 0.0, 1.0], ("Clients.weights", [1.0, 0.0, 1.0])),
+        ([1.0, 1e-320, 1e300], ("Clients.weights", [1.0, 1e-320, 1e300], "rounds to 0")),
+        ("sizes", ("Clients.weights", "sizes", "'size'")),
     ],
 )
-def test_bad_weights_are_refused(weights, words):
-    with pytest.raises(ConfigurationError, match=words) as raised:
+def test_bad_weights_are_refused(weights, refusal):
+    with refuses(*refusal):
         Clients(GOOD, GOOD, weights=weights)
-    assert "Clients.weights" in str(raised.value)
 
 
 def test_large_weights_sum_to_one():
@@ -135,7 +143,7 @@ def test_large_weights_sum_to_one():
     [0, (3, 2), (0, 2), (1.5, 3), [1, 2], [1, 2, 0], [1.0, 2.0, 3.0], "3", [True, True, True], lambda round: 1],
 )
 def test_bad_local_steps_are_refused(steps):
-    with pytest.raises(ConfigurationError, match=r"Clients\.local_steps = "):
+    with refuses("Clients.local_steps"):  # some values are reported by their shape or by their first wrong entry
         Clients(GOOD, GOOD, local_steps=steps)
 
 
@@ -163,5 +171,5 @@ def test_a_data_frame_is_the_dict_of_its_columns():
         "label": [0, 1, 1],
     }
     assert clients.outer.values["label"].dtype == int
-    with pytest.raises(ConfigurationError, match=r"Clients.outer\['label'\] of client 0 holds strings"):
+    with pytest.raises(ConfigurationError, match=r"Clients\.outer\['label'\] of client 0 .*strings"):
         Clients([Frame(label=["a", "b"])])

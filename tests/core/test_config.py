@@ -19,6 +19,7 @@ from fedbilevel.core.config import Schedule, config, fraction, positive, static,
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.hyperparameters import at, entries, hyperparameters, replaced
 from fedbilevel.core.tree import XYV
+from refusals import ANY, refuses
 
 
 @config
@@ -78,42 +79,49 @@ def test_one_swept_number_is_not_taken_for_x_y_and_v_which_have_names():
     assert Example(lr={"v": 3.0, "x": 1.0, "y": 2.0}, radius=np.inf).lr == XYV(1.0, 2.0, 3.0)
 
 
-NUMBERS = r"a positive number or a schedule"
 BAD = [
-    *((lambda bad=bad: Example(lr=bad), r"Example\.lr") for bad in (0, np.nan, np.inf, "0.1", {"x": 1.0}, (1.0, 2.0))),
-    *((lambda bad=bad: SimFBO(client_lr=bad), r"client_lr") for bad in (np.array(-1.0), jnp.array([0.1, 0.0]), True)),
-    (lambda: Example(lr={"x": 1.0, "y": 1.0, "v": -3}), rf"Example\.lr\.v = -3.* {NUMBERS}"),
-    *((lambda bad=bad: Example(radius=bad), rf"Example\.radius = .* {NUMBERS}") for bad in (0.0, np.nan, "wide")),
-    *((lambda bad=bad: Example(decay=bad), "strictly between 0 and 1") for bad in (0.0, 1.0, -0.5, np.nan, "half")),
-    (lambda: Momentum(decay=1.0), r"Momentum\.decay"),
-    (lambda: Proximal(pull=1.0), r"Proximal\.pull"),
-    (lambda: SimFBO(local_steps=0), "local_steps = 0"),
-    (lambda: SimFBO(batch_size=0), "batch_size = 0"),
-    (lambda: fb.FedNest(outer_lr=lambda r: {}["no such table"]), r"outer_lr = .* cannot be called .*no such table"),
+    *((lambda bad=bad: Example(lr=bad), ("Example.lr.x", bad)) for bad in (0, np.nan, np.inf, "0.1")),
+    *((lambda bad=bad: Example(lr=bad), ("Example.lr", bad)) for bad in ({"x": 1.0}, (1.0, 2.0))),
+    *(
+        (lambda bad=bad: SimFBO(client_lr=bad), ("SimFBO.client_lr.x", bad))
+        for bad in (np.array(-1.0), jnp.array([0.1, 0.0]), True)
+    ),
+    (lambda: Example(lr={"x": 1.0, "y": 1.0, "v": -3}), ("Example.lr.v", -3)),
+    *((lambda bad=bad: Example(radius=bad), ("Example.radius", bad)) for bad in (0.0, np.nan, "wide")),
+    *(
+        (lambda bad=bad: Example(decay=bad), ("Example.decay", bad, "0 and 1"))
+        for bad in (0.0, 1.0, -0.5, np.nan, "half")
+    ),
+    (lambda: Momentum(decay=1.0), ("Momentum.decay", 1.0)),
+    (lambda: Proximal(pull=1.0), ("Proximal.pull", 1.0)),
+    (lambda: SimFBO(local_steps=0), ("SimFBO.local_steps", 0)),
+    (lambda: SimFBO(batch_size=0), ("SimFBO.batch_size", 0)),
 ]
 
 
-@pytest.mark.parametrize(("make", "words"), BAD)
-def test_bad_numbers_are_refused(make, words):
-    with pytest.raises(ConfigurationError, match=words):
+@pytest.mark.parametrize(("make", "refusal"), BAD)
+def test_bad_numbers_are_refused(make, refusal):
+    with refuses(*refusal):
         make()
 
 
+def test_the_error_of_a_schedule_is_shown():
+    with refuses("FedNest.outer_lr") as error:
+        fb.FedNest(outer_lr=lambda r: {}["no such table"])
+    assert "no such table" in str(error.value)
+
+
 def test_a_misspelt_field_is_answered_with_the_nearest():
-    with pytest.raises(
-        ConfigurationError, match=r"field 'sever_lr' of SimFBO; did you mean 'server_lr'\?.*local_steps"
-    ):
+    with refuses("field of SimFBO", "sever_lr", "local_steps", near="server_lr"):
         SimFBO(sever_lr=0.1)
-    with pytest.raises(
-        ConfigurationError, match=r"unknown field 'qqq' of Example \(allowed: count, decay, lr, radius\)"
-    ):
+    with refuses("field of Example", "qqq", "['count', 'decay', 'lr', 'radius']"):
         Example(qqq=1)
 
 
 def test_configurations_are_frozen_and_take_names_only():
-    with pytest.raises(AttributeError, match=r"Example cannot be changed: dataclasses.replace\(…, count=…\)"):
+    with pytest.raises(AttributeError, match=r"^Example .*dataclasses\.replace\(…, count=…\)"):
         Example().count = 4
-    with pytest.raises(ConfigurationError, match="Example: too many positional arguments"):
+    with pytest.raises(ConfigurationError, match=r"^Example: .*count, lr, radius, decay"):
         Example(4)
 
 
@@ -193,31 +201,30 @@ def test_a_schedule_may_reach_zero_wherever_it_is_evaluated():
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "refusal"),
     [
         (
             lambda: fb.SimFBO(local_optimizer="momentum"),
-            "SimFBO.local_optimizer = 'momentum' is not allowed: it must be",
+            ("SimFBO.local_optimizer", "momentum", "Momentum(…)"),
         ),
         (
             lambda: fb.SimFBO(server_optimizer="adam"),
-            "SimFBO.server_optimizer = 'adam' is not allowed: it must be an optax",
+            ("SimFBO.server_optimizer", "adam", "optax.adam(1.0)"),
         ),
-        (lambda: fb.FedNest(outer_lr=optax.sgd(1.0)), "FedNest.outer_lr = GradientTransformation"),
-        (lambda: fb.FedNest(outer_lr={"schedule": "cosine"}), "FedNest.outer_lr = {'schedule': 'cosine'}"),
-        (lambda: fb.FedAvg(lr=None), "FedAvg.lr = None"),
+        (lambda: fb.FedNest(outer_lr=optax.sgd(1.0)), ("FedNest.outer_lr",)),
+        (lambda: fb.FedNest(outer_lr={"schedule": "cosine"}), ("FedNest.outer_lr", {"schedule": "cosine"})),
+        (lambda: fb.FedAvg(lr=None), ("FedAvg.lr", None)),
         (
             lambda: fb.SimFBO(local_steps=2**31),
-            "SimFBO.local_steps = 2147483648 is not allowed: it must be at most 1,000,000,",
+            ("SimFBO.local_steps", 2147483648, "at most 1,000,000,000"),
         ),
-        (lambda: fb.FedNest(inner=fb.parts.SVRG), "it must be SVRG(…)"),
-        (lambda: fb.FISM(refresh="no"), "FISM.refresh = 'no' is not allowed: it must be True or False"),
+        (lambda: fb.FedNest(inner=fb.parts.SVRG), ("FedNest.inner", ANY, "SVRG(…)")),
+        (lambda: fb.FISM(refresh="no"), ("FISM.refresh", "no", "True or False")),
     ],
 )
-def test_what_a_field_cannot_hold_is_refused_before_a_run(make, words):
-    with pytest.raises(fb.errors.ConfigurationError) as error:
+def test_what_a_field_cannot_hold_is_refused_before_a_run(make, refusal):
+    with refuses(*refusal):
         make()
-    assert words in str(error.value)
 
 
 def test_a_local_optimizer_of_ones_own():

@@ -12,6 +12,7 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.core.errors import ConfigurationError
+from refusals import ANY, refuses
 
 SITES = ["b", "a", "b", "c", "a", "b", "c", "a", "a", "b", "c", "c"]
 U = np.arange(24.0).reshape(12, 2) / 4
@@ -346,7 +347,7 @@ def test_partitioners_are_known_by_what_they_do():
 
 def test_inner_samples_alone_are_refused_with_what_to_call():
     samples = [np.arange(5.0), np.arange(3.0)]
-    with pytest.raises(ConfigurationError, match=r"^Clients\.outer = None is not allowed") as raised:
+    with refuses("Clients.outer", None) as raised:
         fb.Clients(inner=samples)
     text = str(raised.value)
     calls = [text[text.index(start) :].partition(")")[0] + ")" for start in ("fb.Clients(", "fb.Clients.split(")]
@@ -382,14 +383,14 @@ def test_both_sides_of_a_split_have_a_sample(fraction, sizes):
 
 
 @pytest.mark.parametrize(
-    ("samples", "options", "words"),
+    ("samples", "options", "refusal"),
     [
-        ([np.ones(3), np.ones(1)], {"seed": 0}, r"Clients\.split: client 1 has one sample"),
-        ([np.ones(3)], {"seed": 0, "fraction": 1.0}, "fraction = 1.0 .* strictly between 0 and 1"),
-        ([np.ones(3)], {"seed": -1}, "seed = -1 .* whole number from 0 on"),
-        ([np.array(["a", "b"])], {"seed": 0}, r"Clients\.samples of client 0 holds strings"),
+        ([np.ones(3), np.ones(1)], {"seed": 0}, ("", ANY, "Clients.split: client 1 ")),
+        ([np.ones(3)], {"seed": 0, "fraction": 1.0}, ("fraction", 1.0, "0 and 1")),
+        ([np.ones(3)], {"seed": -1}, ("seed", -1, "from 0")),
+        ([np.array(["a", "b"])], {"seed": 0}, ("", ANY, "Clients.samples of client 0 ")),
     ],
 )
-def test_what_split_cannot_divide_is_refused(samples, options, words):
-    with pytest.raises(ConfigurationError, match=words):
+def test_what_split_cannot_divide_is_refused(samples, options, refusal):
+    with refuses(*refusal):
         fb.Clients.split(samples, **options)

@@ -74,7 +74,7 @@ def test_a_full_disk_is_an_error_that_names_the_folder(monkeypatch):
         yield
 
     monkeypatch.setattr(on_disk, "bytes_of", full)
-    with pytest.raises(CheckpointError, match=r"No space left on device; the array takes 48 bytes; TMPDIR names"):
+    with pytest.raises(CheckpointError, match=r"No space left on device; .*48 bytes; TMPDIR"):
         on_disk.repeated(np.zeros(2), 3)
 
 
@@ -83,7 +83,7 @@ def test_too_many_open_files_are_an_error_that_names_their_limit(monkeypatch):
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(on_disk.tempfile, "TemporaryFile", refused)
-    with pytest.raises(CheckpointError, match=r"Too many open files; .* 13 open files for each leaf of y; `ulimit -n`"):
+    with pytest.raises(CheckpointError, match=r"Too many open files; .* 13 open files .*`ulimit -n`"):
         on_disk.repeated(np.zeros(2), 3)
 
 

@@ -11,6 +11,7 @@ from fedbilevel.core.own import as_client, check_own, numbers_of, own_fields, re
 from fedbilevel.errors import ConfigurationError
 from fedbilevel.parts import MeanGradient, Mixed
 from fedbilevel.tasks.quadratic import quadratic
+from refusals import ANY, refuses
 
 CLIENTS = 3
 IDS = jnp.array([2, 0])
@@ -88,97 +89,121 @@ def test_a_method_has_the_numbers_in_its_fields():
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "refusal"),
     [
         (
             [1, 2],
-            r"own\['n'\] = \[1, 2\] is not allowed: it must be of shape \(\), \(3,\), \(rounds, 3\) or "
-            r"\(rounds, inner rounds, 3\), for 3 clients, got \(2,\)",
+            ("Clients.own['n']", [1, 2], "(rounds, inner rounds, 3)"),
         ),
-        ([1, np.nan, 2], "a number, one for each client"),
-        ([1, 2**32 + 2, 1], "a number, one for each client"),
-        ("much", "a number, one for each client"),
-        ((4, 2), r"low ≤ high"),
-        ((1, 2, 3), r"a pair \(low, high\)"),
-        ({"low": 1}, "{low = …, high = …}"),
-        (lambda round: 1, r"a function \(round, client, key\)"),
+        ([1, np.nan, 2], ("Clients.own['n']", [1, np.nan, 2])),
+        ([1, 2**32 + 2, 1], ("Clients.own['n']", [1, 2**32 + 2, 1])),
+        ("much", ("Clients.own['n']", "much")),
+        ((4, 2), ("Clients.own['n']", (4, 2), "low ≤ high")),
+        ((1, 2, 3), ("Clients.own['n']", (1, 2, 3), "(low, high)")),
+        ({"low": 1}, ("Clients.own['n']", {"low": 1}, "{low = …, high = …}")),
+        (lambda round: 1, ("Clients.own['n']", ANY, "(round, client, key)")),
         (
             lambda round, client, key: jnp.ones(2),
-            r"a function \(round, client, key\) or \(round, client, key, k\) that returns a number",
+            ("Clients.own['n']", ANY, "(round, client, key, k)"),
         ),
     ],
 )
-def test_what_is_none_of_the_forms_is_refused(given, words):
-    with pytest.raises(ConfigurationError, match=words):
+def test_what_is_none_of_the_forms_is_refused(given, refusal):
+    with refuses(*refusal):
         fb.Clients(**ROWS, own={"n": given})
 
 
 @pytest.mark.parametrize(
-    ("method", "own", "words"),
+    ("method", "own", "refusal"),
     [
         (
             fb.SimFBO(),
             {"client_lr.z": 1},
-            "unknown name 'client_lr.z' in the clients' own numbers for SimFBO; did you mean",
+            ("name in the clients' own numbers for SimFBO", "client_lr.z", "", "client_lr.y"),
         ),
-        (fb.SimFBO(), {"client_lr.x": [0, 1, 2]}, r"own\['client_lr.x'\] = 0 is not allowed: it must be a positive"),
-        (fb.FedNest(), {"outer_steps": [1, 2, 0]}, r"own\['outer_steps'\] = 0 .* a positive integer"),
-        (fb.FedNest(), {"outer_steps": 1.5}, r"own\['outer_steps'\] = 1.5 .* a positive integer"),
-        (fb.SimFBO(local_optimizer=Mixed()), {"local_optimizer.decay": [0, 0.5, 1]}, "at least 0 and below 1"),
+        (fb.SimFBO(), {"client_lr.x": [0, 1, 2]}, ("Clients.own['client_lr.x']", 0)),
+        (fb.FedNest(), {"outer_steps": [1, 2, 0]}, ("Clients.own['outer_steps']", 0)),
+        (fb.FedNest(), {"outer_steps": 1.5}, ("Clients.own['outer_steps']", 1.5)),
+        (
+            fb.SimFBO(local_optimizer=Mixed()),
+            {"local_optimizer.decay": [0, 0.5, 1]},
+            ("Clients.own['local_optimizer.decay']", 1.0, "at least 0 and below 1"),
+        ),
         (
             fb.SimFBO(),
             {"local_steps": lambda round, client, key: 2 - client},
-            r"round 0, of client 2 = 0 .* integer",
+            ("Clients.own['local_steps'] in round 0, of client 2", 0),
         ),
-        (fb.SimFBO(), {"local_steps": lambda round, client, key: 1.5 + client}, r"= 1.5 .* a positive integer"),
-        (fb.SimFBO(), {"client_lr.x": lambda round, client, key: 0.1 - 0.01 * round}, r"in round 10, of client 0"),
-        (fb.FedNest(), {"outer_steps": lambda round, client, key: 17 - round}, r"in round 17, of client 0 = 0"),
+        (
+            fb.SimFBO(),
+            {"local_steps": lambda round, client, key: 1.5 + client},
+            ("Clients.own['local_steps'] in round 0, of client 0", 1.5),
+        ),
+        (
+            fb.SimFBO(),
+            {"client_lr.x": lambda round, client, key: 0.1 - 0.01 * round},
+            ("Clients.own['client_lr.x'] in round 10, of client 0", 0.0),
+        ),
+        (
+            fb.FedNest(),
+            {"outer_steps": lambda round, client, key: 17 - round},
+            ("Clients.own['outer_steps'] in round 17, of client 0", 0),
+        ),
         (
             fb.Asynchronous(fb.AFBO(inner=MeanGradient(rounds=4)), wait_for=2),
             {"local_steps": lambda round, client, key, k: 3 - k},
-            r"round 0, inner round 3, of client 0 = 0",
+            ("Clients.own['local_steps'] in round 0, inner round 3, of client 0", 0),
         ),
-        (fb.SimFBO(), {"local_steps": np.ones((1, 2, 3), int)}, r"SimFBO has no `inner.rounds`"),
-        (fb.SimFBO(), {"local_steps": lambda round, client, key, k: 1 + k}, r"SimFBO has no `inner.rounds`"),
-        (fb.FedNest(), {"outer_steps": lambda round, client, key, k: 1 + k}, r"used outside of the inner rounds"),
-        (fb.LFedNest(), {"outer_steps": np.ones((5, 1, 3), int)}, r"used outside of the inner rounds"),
+        (fb.SimFBO(), {"local_steps": np.ones((1, 2, 3), int)}, ("Clients.own['local_steps']", ANY, "SimFBO")),
+        (
+            fb.SimFBO(),
+            {"local_steps": lambda round, client, key, k: 1 + k},
+            ("Clients.own['local_steps']", ANY, "SimFBO"),
+        ),
+        (
+            fb.FedNest(),
+            {"outer_steps": lambda round, client, key, k: 1 + k},
+            ("Clients.own['outer_steps']", ANY, "inner rounds"),
+        ),
+        (fb.LFedNest(), {"outer_steps": np.ones((5, 1, 3), int)}, ("Clients.own['outer_steps']", ANY, "inner rounds")),
         (
             fb.Asynchronous(fb.AFBO(inner=MeanGradient(rounds=4)), wait_for=2),
             {"local_steps": np.ones((5, 2, 3), int)},
-            r"'local_steps'\] = 'of shape \(5, 2, 3\)' .* \(5, 4, M\): AFBO makes 4 inner rounds in a round",
+            ("Clients.own['local_steps']", "of shape (5, 2, 3)", "(5, 4, M)"),
         ),
         (
             fb.AFBO(inner=MeanGradient(rounds=lambda round: 1 + round // 2)),
             {"local_steps": np.ones((5, 2, 3), int)},
-            r"\(5, 3, M\)",
+            ("Clients.own['local_steps']", "of shape (5, 2, 3)", "(5, 3, M)"),
         ),
     ],
 )
-def test_a_method_refuses_what_its_field_would(method, own, words):
-    with pytest.raises(ConfigurationError, match=words):
+def test_a_method_refuses_what_its_field_would(method, own, refusal):
+    with refuses(*refusal):
         check_own(method, fb.Clients(**ROWS, own=own).own, CLIENTS, rounds=18)
 
 
 def test_all_that_is_wrong_is_said_at_once():
     own = fb.Clients(**ROWS, own={"client_lr.x": -1.0, "outer_steps": 2}).own
-    with pytest.raises(ConfigurationError, match=r"(?s)client_lr.x.*outer_steps") as refused:
+    with pytest.raises(ConfigurationError) as refused:
         check_own(fb.SimFBO(), own)
-    assert len(refused.value.wrong) == 2
+    assert [(wrong.path, wrong.got) for wrong in refused.value.wrong] == [
+        ("Clients.own['client_lr.x']", -1.0),
+        ("name in the clients' own numbers for SimFBO", "outer_steps"),
+    ]
 
 
 def test_local_steps_are_counts_and_given_once():
-    with pytest.raises(ConfigurationError, match=r"Clients.local_steps = 0 .* a positive integer"):
+    with refuses("Clients.local_steps", 0):
         fb.Clients(**ROWS, local_steps=[0, 1, 1])
-    with pytest.raises(ConfigurationError, match=r"without local_steps, since Clients.local_steps is given"):
+    with refuses("Clients.own", "local_steps", "Clients.local_steps"):
         fb.Clients(**ROWS, local_steps=2, own={"local_steps": 2})
 
 
 def test_a_run_is_no_longer_than_its_table():
     problem = fb.Bilevel(lambda x, y, b: jnp.sum(y**2), lambda x, y, b: jnp.sum((y - x) ** 2))
     clients = fb.Clients(**ROWS, local_steps=np.ones((2, CLIENTS), int))
-    with pytest.raises(
-        ConfigurationError, match=r"rounds = 3 .* at most 2, the number of rounds for which the clients' local_steps"
-    ):
+    with refuses("rounds", 3, "at most 2"):
         fb.solve(fb.SimFBO(), problem, clients, np.ones(2), np.ones(2), rounds=3)
 
 
@@ -194,9 +219,9 @@ def test_a_longer_table_is_no_other_run(tmp_path):
 
     run(2, table[:2])
     assert run(4, table, resume=True).round == 4
-    with pytest.raises(fb.errors.CheckpointError, match="different now: clients' local steps"):
+    with pytest.raises(fb.errors.CheckpointError, match=": clients' local steps"):
         run(4, 2 * table, resume=True)
-    with pytest.raises(fb.errors.CheckpointError, match="different now: clients' local steps"):
+    with pytest.raises(fb.errors.CheckpointError, match=": clients' local steps"):
         run(4, table[0], resume=True)
 
 

@@ -11,6 +11,7 @@ import fedbilevel as fb
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.problem import Padded, check_losses
 from fedbilevel.core.tree import join, nonfinite_leaves, split
+from refusals import ANY, refuses
 
 SAMPLES = [np.arange(6.0).reshape(3, 2), np.ones((1, 2))]
 
@@ -31,8 +32,8 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_a_loss_returns_one_real_number(which, case):
     problem = fb.Bilevel(**{"outer": good, "inner": good, which: BAD[case]})
-    got = {"a vector": r"an array of shape \(1,\); jnp.mean reduces an array to one number", "nothing": "None"}
-    said = f"the {which} loss must return one real number .*; it returned {got.get(case, '')}"
+    got = {"a vector": r"shape \(1,\); .*jnp\.mean", "a value per sample": r"shape \(", "nothing": "None"}
+    said = f"the {which} loss .* returned .*{got.get(case, '')}"
     with pytest.raises(ConfigurationError, match=said):
         check_losses(problem, jnp.ones(()), jnp.ones(2), SAMPLES[0], SAMPLES[0])
 
@@ -48,11 +49,11 @@ def in_numpy(x, y, batch):
 @pytest.mark.parametrize(
     ("loss", "line", "words"),
     [
-        (failing, 'return batch["a"]', r"the outer loss fails \(TypeError: .*; it was given x: shape \(\);"),
+        (failing, 'return batch["a"]', r"the outer loss .*TypeError: .* x: shape \(\);"),
         (
             in_numpy,
             "return jnp.mean(batch @ y) + np.sum(np.exp(x))",
-            r"the outer loss is traced .* write jnp for np \(import",
+            r"the outer loss .* jnp ",
         ),
     ],
 )
@@ -64,41 +65,41 @@ def test_a_loss_that_fails_is_explained_beginning_with_its_own_line(loss, line, 
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "of", "got", "near"),
     [
-        (lambda: fb.Bilevel(good, good, x_bounds=(0, 1)), "argument 'x_bounds' of Bilevel; did you mean 'project_x'?"),
-        (lambda: fb.Minimax(good, structur=None), "argument 'structur' of Minimax; did you mean 'structure'?"),
-        (lambda: fb.SimpleBilevel(good, good, projct=1), "argument 'projct' of SimpleBilevel; did you mean 'project'?"),
-        (lambda: fb.Clients(outers=1), "argument 'outers' of Clients; did you mean 'outer'?"),
-        (
-            lambda: fb.Metric(good, higher_is_better=True),
-            "argument 'higher_is_better' of Metric; did you mean 'larger_",
-        ),
+        (lambda: fb.Bilevel(good, good, x_bounds=(0, 1)), "Bilevel", "x_bounds", "project_x"),
+        (lambda: fb.Minimax(good, structur=None), "Minimax", "structur", "structure"),
+        (lambda: fb.SimpleBilevel(good, good, projct=1), "SimpleBilevel", "projct", "project"),
+        (lambda: fb.Clients(outers=1), "Clients", "outers", "outer"),
+        (lambda: fb.Metric(good, higher_is_better=True), "Metric", "higher_is_better", "larger_is_better"),
     ],
 )
-def test_a_misspelt_argument_is_answered_with_the_nearest(make, words):
-    with pytest.raises(ConfigurationError, match=re.escape(f"unknown {words}")):
+def test_a_misspelt_argument_is_answered_with_the_nearest(make, of, got, near):
+    with refuses(f"argument of {of}", got, near=near):
         make()
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "refusal"),
     [
         (
             lambda: fb.solve(round=3),
-            r"unknown argument 'round' of solve; did you mean 'rounds'\? \(allowed: ",
+            ("argument of solve", "round", "", "rounds"),
         ),
-        (lambda: fb.solve(1, 2, 3, 4, rounds=5, seed=6), "unknown argument 'seed' of solve; did you mean 'key'"),
-        (lambda: fb.solve(1, 2, 3, 4), r"^solve: missing a required .*'rounds' \(arguments: algorithm, .*, rounds, "),
-        (lambda: fb.solve(1, 2, 3, 4, 5, 6), r"^solve: too many positional arguments \(arguments: "),
-        (lambda: fb.Clients.split(SAMPLES), r"^Clients.split: missing a required .*'seed' \(arguments: samples, "),
-        (lambda: fb.Clients.split(SAMPLES, sed=0), r"unknown argument 'sed' of Clients.split; did you mean 'seed'"),
-        (lambda: fb.Bilevel(good), r"^Bilevel: missing a required argument: 'inner' \(arguments: outer, inner, "),
-        (lambda: fb.SimFBO(0.1), r"^SimFBO: too many positional arguments \(fields: .*batch_size"),
+        (lambda: fb.solve(1, 2, 3, 4, rounds=5, seed=6), ("argument of solve", "seed", "", "key")),
+        (lambda: fb.solve(1, 2, 3, 4), ("", ANY, "'rounds'")),
+        (lambda: fb.solve(1, 2, 3, 4, 5, 6), ("", ANY, "solve: too many positional arguments")),
+        (lambda: fb.Clients.split(SAMPLES), ("", ANY, "'seed'")),
+        (lambda: fb.Clients.split(SAMPLES, sed=0), ("argument of Clients.split", "sed", "", "seed")),
+        (
+            lambda: fb.Bilevel(good),
+            ("", ANY, "'inner'"),
+        ),
+        (lambda: fb.SimFBO(0.1), ("", ANY, "batch_size")),
     ],
 )
-def test_a_call_that_does_not_fit_is_answered_in_one_sentence(call, said):
-    with pytest.raises(ConfigurationError, match=said) as error:
+def test_a_call_that_does_not_fit_is_answered_in_one_sentence(call, refusal):
+    with refuses(*refusal) as error:
         call()
     assert "\n" not in str(error.value)
 
@@ -116,7 +117,7 @@ def test_checking_computes_nothing():
 
 @pytest.mark.parametrize("which", ["outer", "inner"])
 def test_a_problem_is_made_of_functions(which):
-    with pytest.raises(ConfigurationError, match=rf"Bilevel\.{which} = 3 .* a function"):
+    with refuses(f"Bilevel.{which}", 3, "(x, y, batch)"):
         fb.Bilevel(**{"outer": good, "inner": good, which: 3})
 
 
@@ -192,5 +193,5 @@ def test_what_a_compositional_loss_makes_of_zero_padding_is_left_out():
 def test_a_minimax_problem_has_one_set_of_samples():
     problem = fb.Minimax(lambda x, y, batch: jnp.mean(batch["a"]) * x @ y - y @ y + x @ x)
     samples = {"a": np.ones((2, 3))}
-    with pytest.raises(ConfigurationError, match="a Minimax problem has one loss"):
+    with pytest.raises(ConfigurationError, match=r"Minimax .*Clients\.inner"):
         fb.solve(fb.FedNest(), problem, fb.Clients(samples, samples), jnp.ones(2), jnp.ones(2), rounds=1)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from scipy import optimize
 
-import fedbilevel as fb
 from fedbilevel import projections
 from fedbilevel.core.projections import check_projection, points_around
+from refusals import ANY, refuses
 
 RNG = np.random.default_rng(0)
 POINTS = [2 * RNG.normal(size=6) for _ in range(8)]
@@ -121,54 +121,65 @@ def test_models_are_projected_by_their_arrays():
 
 
 REFUSED = {
-    "crossed bounds": (lambda: projections.box(1.0, 0.0), r"box\.lower = 1.0 .*the box is not empty"),
-    "a tree above a number": (lambda: projections.box({"a": np.array([0.0, 3])}, 2), r"box\.lower .* is not empty"),
-    "NaN in a bound": (lambda: projections.box(0.0, np.nan), r"box\.upper = nan .*without NaN"),
+    "crossed bounds": (lambda: projections.box(1.0, 0.0), ("box.lower", 1.0, "upper = 0.0")),
+    "a tree above a number": (lambda: projections.box({"a": np.array([0.0, 3])}, 2), ("box.lower", ANY, "upper = 2")),
+    "NaN in a bound": (lambda: projections.box(0.0, np.nan), ("box.upper", np.nan)),
     "bounds of another tree": (
         lambda: projections.box({"c": 0.0}, 1)(tree(POINTS[0])),
-        r"box\.lower is neither a number nor a tree with the structure of x",
+        ("box.lower", {"c": 0.0}),
     ),
     "bounds of a tree for an array": (
         lambda: projections.box({"a": -6}, 2)(np.zeros(2)),
-        r"box\.lower is neither a number nor a tree with the structure of x",
+        ("box.lower", {"a": -6}),
     ),
-    "a ball of radius 0": (lambda: projections.ball(0.0), r"ball\.radius = 0.0 .*positive and finite"),
-    "a center that is none": (lambda: projections.ball(1.0, np.array([np.nan, 0])), r"ball\.center .*finite"),
-    "a half-space without normal": (lambda: projections.half_space(np.zeros(3), 1.0), r"half_space\.normal .*not all"),
-    "a half-space nowhere": (lambda: projections.half_space(np.ones(3), np.nan), r"half_space\.offset = nan .*finite"),
-    "an intersection with a number": (lambda: projections.intersection(BOX, 2), r"intersection\.second = 2 .*a proj"),
+    "a ball of radius 0": (lambda: projections.ball(0.0), ("ball.radius", 0.0)),
+    "a center that is none": (
+        lambda: projections.ball(1.0, np.array([np.nan, 0])),
+        ("ball.center", np.array([np.nan, 0])),
+    ),
+    "a half-space without normal": (
+        lambda: projections.half_space(np.zeros(3), 1.0),
+        ("half_space.normal", np.zeros(3)),
+    ),
+    "a half-space nowhere": (lambda: projections.half_space(np.ones(3), np.nan), ("half_space.offset", np.nan)),
+    "an intersection with a number": (lambda: projections.intersection(BOX, 2), ("intersection.second", 2)),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_sets_that_are_none(case):
-    make, message = REFUSED[case]
-    with pytest.raises(fb.errors.ConfigurationError, match=message):
+    make, refusal = REFUSED[case]
+    with refuses(*refusal):
         make()
 
 
+MOVES_AGAIN = ("", ANY, "projected again")
+NOT_NEAREST = ("", ANY, "not the nearest point of X")
 LIARS = {
-    "scales": (lambda x: x / 2, "is not a projection: a projected point moves by"),
-    "leaves X": (lambda x: jnp.clip(x, -1, 1) + 0.1, "is not a projection: a projected point moves by"),
-    "normalises": (lambda x: x / jnp.linalg.norm(x), "not a projection onto a convex set"),
-    "radially onto a box": (lambda x: x / jnp.maximum(1, jnp.max(jnp.abs(x))), "not a projection onto a convex set"),
-    "rounds": (jnp.round, "not a projection onto a convex set"),
+    "scales": (lambda x: x / 2, MOVES_AGAIN),
+    "leaves X": (lambda x: jnp.clip(x, -1, 1) + 0.1, MOVES_AGAIN),
+    "normalises": (lambda x: x / jnp.linalg.norm(x), NOT_NEAREST),
+    "radially onto a box": (
+        lambda x: x / jnp.maximum(1, jnp.max(jnp.abs(x))),
+        NOT_NEAREST,
+    ),
+    "rounds": (jnp.round, NOT_NEAREST),
     "disjoint sets": (
         projections.intersection(projections.box(1, 2), projections.half_space(1, 1), max_steps=100),
-        r"\(x0\) is not finite; the set may be empty",
+        ("", ANY, "X(x0) is not finite"),
     ),
-    "changes the shape": (lambda x: x[:1], r"\(x0\) = \(\(1,\).* of the shapes and types of x0"),
-    "changes the type": (lambda x: jnp.clip(x, -1, 1).astype(jnp.float32), r"\(x0\) = .*float32.*float64"),
-    "changes the tree": (lambda x: {"x": x}, r"\(x0\) = .*'x'"),
+    "changes the shape": (lambda x: x[:1], ("X(x0)", ((1,), "float64"))),
+    "changes the type": (lambda x: jnp.clip(x, -1, 1).astype(jnp.float32), ("X(x0)", ((6,), "float32"))),
+    "changes the tree": (lambda x: {"x": x}, ("X(x0)", {"x": ((6,), "float64")})),
 }
 
 
 @pytest.mark.parametrize("case", LIARS)
 def test_what_is_no_projection(case):
-    project, message = LIARS[case]
+    project, refusal = LIARS[case]
     x = jnp.asarray(POINTS[0])
-    x = project(x) if message.startswith("not a projection") else x  # these functions have points that they do not move
-    with pytest.raises(fb.errors.ConfigurationError, match=message):
+    x = project(x) if refusal is NOT_NEAREST else x  # these functions have points that they do not move
+    with refuses(*refusal):
         check_projection("X", project, x, jnp.concatenate([points_around(x, 20), points_around(0 * x, 20)]))
 
 

@@ -8,6 +8,7 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.algorithms.parts.iterative_regularization import strong_convexity
 from fedbilevel.core.projections import points_around
+from refusals import ANY, refuses
 
 ROWS = [np.array([[1.0, 2.0], [0.5, -1.0]]), np.array([[0.0, 1.0]])]
 BOX = fb.projections.box(-1.0, 1.0)
@@ -34,76 +35,79 @@ def solved(algorithm=None, *, given=None, clients=None, y0=None, **changes):
 MADE = {
     "a misspelt field": (
         lambda: fb.FISM(regularisation=0.1),
-        "'regularisation' of FISM; did you mean 'regularization'",
+        ("field of FISM", "regularisation", "", "regularization"),
     ),
-    "a ≤ ½": (lambda: fb.FISM(lr_decay=0.5), r"FISM\.lr_decay = 0\.5 .*sum of squared step sizes, is finite"),
+    "a ≤ ½": (lambda: fb.FISM(lr_decay=0.5), ("FISM.lr_decay", 0.5, "above ½")),
     "b ≥ a": (
         lambda: fb.IRG(lr_decay=0.6, regularization_decay=0.6),
-        r"IRG\.regularization_decay = 0\.6 .*below lr_decay = 0\.6, so that γ_k/λ_k → 0",
+        ("IRG.regularization_decay", 0.6, "lr_decay = 0.6"),
     ),
     "a + b ≥ 1": (
         lambda: fb.IRIG(lr_decay=0.7, regularization_decay=0.3),
-        r"IRIG\.lr_decay \+ regularization_decay = 1\.0 .*below 1, so that Σ γ_k λ_k is infinite",
+        ("IRIG.lr_decay + regularization_decay", 1.0, "below 1"),
     ),
-    "b ≤ 0": (lambda: fb.FISM(regularization_decay=0.0), r"FISM\.regularization_decay = 0\.0 .*so that λ_k → 0"),
-    "a tolerance of 1": (lambda: fb.FISM(tolerance=1.0), r"FISM\.tolerance = 1\.0 .*strictly between 0 and 1"),
+    "b ≤ 0": (lambda: fb.FISM(regularization_decay=0.0), ("FISM.regularization_decay", 0.0, "λ_k")),
+    "a tolerance of 1": (lambda: fb.FISM(tolerance=1.0), ("FISM.tolerance", 1.0, "0 and 1")),
     "a tolerance and late replies": (
         lambda: fb.Asynchronous(fb.FISM(tolerance=1e-3), wait_for=2),
-        r"FISM cannot be Asynchronous",
+        ("", ANY, "FISM cannot be Asynchronous"),
     ),
-    "refresh": (lambda: fb.FISM(refresh=1), r"FISM\.refresh = 1 .*True or False"),
-    "steps of constant size that decay": (lambda: fb.BiFISTA(lr_decay=0.6), "unknown field 'lr_decay' of BiFISTA"),
-    "small momentum": (lambda: fb.BiFISTA(momentum=3.0), r"BiFISTA\.momentum = 3\.0 .*above 3"),
-    "H that is none": (lambda: problem(outer=3), r"SimpleBilevel\.outer = 3 .*a function"),
-    "X that is none": (lambda: problem(project=None), r"SimpleBilevel\.project = None .*a function"),
-    "μ = 0": (lambda: problem(strong_convexity=0.0), r"SimpleBilevel\.strong_convexity = 0\.0 .*positive and finite"),
+    "refresh": (lambda: fb.FISM(refresh=1), ("FISM.refresh", 1, "False")),
+    "steps of constant size that decay": (lambda: fb.BiFISTA(lr_decay=0.6), ("field of BiFISTA", "lr_decay")),
+    "small momentum": (lambda: fb.BiFISTA(momentum=3.0), ("BiFISTA.momentum", 3.0, "above 3")),
+    "H that is none": (lambda: problem(outer=3), ("SimpleBilevel.outer", 3)),
+    "X that is none": (lambda: problem(project=None), ("SimpleBilevel.project", None)),
+    "μ = 0": (lambda: problem(strong_convexity=0.0), ("SimpleBilevel.strong_convexity", 0.0)),
 }
 SOLVED = {
     "γ₁λ₁μ > 2": (
         lambda: solved(fb.FISM(lr=3.0, regularization=1.0)),
-        r"FISM: lr·regularization·μ = (3\.0|2\.9)\d* .*at most 2, with H's strong convexity μ = 1",
+        ("FISM: lr·regularization·μ", ANY, "at most 2"),
     ),
-    "H linear": (lambda: solved(outer=jnp.sum), r"SimpleBilevel\.outer is not .*strongly convex.*multiple of ½‖x‖²"),
+    "H linear": (lambda: solved(outer=jnp.sum), ("", ANY, "strong_convexity")),
     "H less convex": (
         lambda: solved(outer=lambda x: half_square(x) / 2, strong_convexity=1.0),
-        r"outer is not strongly convex with μ = 1: .* curvature is 0\.5",
+        ("", ANY, "μ = 1: "),
     ),
-    "H's kink of no slope": (lambda: solved(outer=lambda x: half_square(x) + jnp.sqrt(jnp.sum(x))), "finite there"),
-    "H of many values": (lambda: solved(outer=lambda x: x), "outer loss must return one real number"),
-    "X scaled": (lambda: solved(project=lambda x: x / 2), r"SimpleBilevel\.project is not a projection"),
+    "H's kink of no slope": (
+        lambda: solved(outer=lambda x: half_square(x) + jnp.sqrt(jnp.sum(x))),
+        ("SimpleBilevel.outer", ANY, "finite there"),
+    ),
+    "H of many values": (lambda: solved(outer=lambda x: x), ("", ANY, "(2,)")),
+    "X scaled": (lambda: solved(project=lambda x: x / 2), ("", ANY, "projected again")),
     "X not convex": (
         lambda: solved(project=lambda x: x / jnp.linalg.norm(x + 1e-9)),
-        r"SimpleBilevel\.project is not a projection onto a convex set",
+        ("", ANY, "not the nearest point of X"),
     ),
     "X empty": (
         lambda: solved(
             project=fb.projections.intersection(fb.projections.box(1, 2), fb.projections.half_space(1, 1), max_steps=50)
         ),
-        r"SimpleBilevel\.project\(x0\) .*the set may be empty",
+        ("", ANY, "SimpleBilevel.project(x0) is not finite"),
     ),
-    "H unknown": (lambda: solved(outer=None), r"SimpleBilevel\.outer = None .*a function \(x\) on the server"),
-    "y0": (lambda: solved(y0=jnp.zeros(2)), r"y0 = .*None, as SimpleBilevel problems have no inner variable"),
-    "IR-IG of two": (lambda: solved(fb.IRIG()), r"IRIG: clients = 2 .*1 client with all samples: clients\.pooled\(\)"),
+    "H unknown": (lambda: solved(outer=None), ("SimpleBilevel.outer", None, "(x)")),
+    "y0": (lambda: solved(y0=jnp.zeros(2)), ("y0", ANY, "SimpleBilevel")),
+    "IR-IG of two": (lambda: solved(fb.IRIG()), ("IRIG: clients", 2, "clients.pooled()")),
     "another problem": (
         lambda: solved(given=fb.Bilevel(lambda x, y, batch: loss(y, batch), lambda x, y, batch: loss(y, batch))),
-        r"FISM solves SimpleBilevel problems, not Bilevel problems; these methods do: .*SimFBO",
+        ("", ANY, "FISM solves SimpleBilevel problems, not Bilevel problems"),
     ),
 }
 
 
 @pytest.mark.parametrize("case", MADE)
 def test_refused_when_made(case):
-    make, message = MADE[case]
-    with pytest.raises(fb.errors.ConfigurationError, match=message):
+    make, refusal = MADE[case]
+    with refuses(*refusal):
         make()
 
 
 @pytest.mark.parametrize("case", SOLVED)
 def test_refused_before_it_runs(case, monkeypatch):
     """The refusal comes before a program is compiled for rounds: the engine is never started."""
-    start, message = SOLVED[case]
+    start, refusal = SOLVED[case]
     monkeypatch.setattr(fb.Local, "start", None)
-    with pytest.raises(fb.errors.ConfigurationError, match=message):
+    with refuses(*refusal):
         start()
 
 
@@ -134,8 +138,9 @@ def test_an_intersection_as_x():
     """If X is an intersection, projected points come in almost equal pairs; they are no evidence against H."""
     project = fb.projections.intersection(fb.projections.box(-1, 1), fb.projections.half_space(1, 0.5))
     given, clients, x = problem(project=project), fb.Clients([np.ones((1, 10))]), jnp.zeros(10)
-    with pytest.raises(fb.errors.ConfigurationError, match=r"lr·regularization·μ = 2\.2"):
+    with refuses("FISM: lr·regularization·μ", fact="at most 2") as error:
         fb.solve(fb.FISM(lr=2.25, regularization=1.0), given, clients, x, rounds=1)
+    assert error.value.got == pytest.approx(2.25)
     algorithm = fb.FISM(lr=1.9, regularization=1.0)
     assert fb.solve(algorithm, given, clients, x, rounds=1, engine=fb.Reference()).round == 1
 

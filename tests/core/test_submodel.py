@@ -8,6 +8,7 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.core.submodel import WHOLE, UnitLayout
 from fedbilevel.tasks import networks
+from refusals import ANY, refuses
 
 SIZES = {"a": 5, "b": 4, "c": 7}
 WORDS = ["_", "a", "b", "c", "2*a", "3*b", "1*c"]
@@ -109,9 +110,7 @@ def test_kept_is_rounded_to_the_nearest():
     assert unit_layout.kept(0.5) == {"eight": 4, "five": 3}  # of 2.5
     assert unit_layout.kept(0.25) == {"eight": 2, "five": 1}  # of 1.25
     assert unit_layout.kept(0.1) == {"eight": 1, "five": 1}  # of 0.8 and of 0.5
-    with pytest.raises(
-        fb.errors.ConfigurationError, match=r"0\.09 leaves group 'five' with none of its 5 .* at least 0\.1"
-    ):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"0\.09 .*'five' .* 5 .* 0\.1\b"):
         unit_layout.kept(0.09)
 
 
@@ -127,23 +126,23 @@ def test_a_group_of_x_and_y_is_pruned_with_both_alone(pruned, left):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "refusal"),
     [
-        ({"w": "_ h"}, r"not a tree with the structure of x: it lacks \[\"\['b'\]\"\] and has \[\]"),
+        ({"w": "_ h"}, ("", ANY, "lacks [\"['b']\"] and has []")),
         (
             {"w": "_ h", "b": "h", "c": "_"},
-            r"not a tree with the structure of x: it lacks \[\] and has \[\"\['c'\]\"\]",
+            ("", ANY, "lacks [] and has [\"['c']\"]"),
         ),
-        ({"w": "_", "b": "h"}, r"Structure.x\['w'\] = '_' .* of 2 words, one for each axis of \(6, 4\)"),
-        ({"w": "h _", "b": "h"}, r"Structure.x\['w'\], axis 0: 6 units of group 'h', but Structure.x\['b'\] has 4"),
-        ({"w": "4*h _", "b": "_"}, r"Structure.x\['w'\], axis 0 = '4\*h _' .* a factor that divides the axis's 6 entr"),
-        ({"w": "0*h _", "b": "_"}, r"Structure.x\['w'\] .* names with a factor"),
-        ({"w": "a-b h", "b": "h"}, "names with a factor"),
-        ({"w": 2, "b": "h"}, r"Structure.x\['w'\] = 2 .* a string with a word for each axis"),
+        ({"w": "_", "b": "h"}, ("Structure.x['w']", "_", "(6, 4)")),
+        ({"w": "h _", "b": "h"}, ("", ANY, "Structure.x['w'], axis 0: 6 units of group 'h'")),
+        ({"w": "4*h _", "b": "_"}, ("Structure.x['w'], axis 0", "4*h _", "6")),
+        ({"w": "0*h _", "b": "_"}, ("Structure.x['w']", "0*h _")),
+        ({"w": "a-b h", "b": "h"}, ("Structure.x['w']", "a-b h")),
+        ({"w": 2, "b": "h"}, ("Structure.x['w']", 2)),
     ],
 )
-def test_a_structure_that_does_not_fit(words, message):
-    with pytest.raises(fb.errors.ConfigurationError, match=message):
+def test_a_structure_that_does_not_fit(words, refusal):
+    with refuses(*refusal):
         UnitLayout.of(fb.Structure(words), {"w": np.zeros((6, 4)), "b": np.zeros(4)}, None)
 
 

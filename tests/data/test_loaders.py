@@ -159,7 +159,7 @@ def test_digits_are_all_there_split_by_class_and_always_the_same():
 
 def test_without_scikit_learn_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(data.DataError, match=r'clone of the repository, pip install "\.\[cli\]"'):
+    with pytest.raises(data.DataError, match=r'pip install "\.\[cli\]"'):
         data.load("digits")
 
 

@@ -80,17 +80,17 @@ def test_what_was_decoded_is_kept_under_the_checksum_of_its_archive(tiny, monkey
     np.testing.assert_array_equal(first.train.images, again.train.images)
     damaged = folders("omniglot")[-1] / kept[0]
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    with pytest.raises(data.DataError, match=rf"{kept[0]} cannot be read \(delete the file, and it is made again\): "):
+    with pytest.raises(data.DataError, match=rf"{kept[0]} cannot be read "):
         data.load_characters("omniglot")
 
 
 def test_archives_with_other_content_are_refused(tiny, monkeypatch) -> None:
     folder, _ = tiny
     monkeypatch.setattr(characters, "PUBLISHED", {BACKGROUND: (30, 964), EVALUATION: (1, 2)})
-    with pytest.raises(data.DataError, match=r"has 4 characters of 2 alphabets, .* expected 964 characters of 30"):
+    with pytest.raises(data.DataError, match=r"\b4 characters of 2 alphabets, .* 964 characters of 30\b"):
         data.load_characters("omniglot")
     (folder / BACKGROUND).write_bytes(b"no archive")
-    with pytest.raises(data.DataError, match=r"images_background\.zip is not a zip archive"):
+    with pytest.raises(data.DataError, match=r"images_background\.zip .*zip archive"):
         data.load_characters("omniglot")
 
 
@@ -109,7 +109,7 @@ def test_an_image_that_is_none_is_refused_by_name(tiny, monkeypatch, content, wh
 
 def test_a_missing_library_is_named_with_the_command_that_installs_it(tiny, monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(data.DataError, match=r'needs Pillow, .* clone .*, pip install "\.\[cli\]"'):
+    with pytest.raises(data.DataError, match=r'Pillow.*"\.\[cli\]"'):
         data.load_characters("omniglot")
 
 
@@ -149,5 +149,5 @@ def test_alphabets_are_dealt_out_whole_and_all() -> None:
     owners = [set(alphabet[own]) for own in held]
     assert sorted(map(len, owners)) == [2, 2, 3]
     assert sum(map(len, owners)) == 7
-    with pytest.raises(data.DataError, match="clients is 8; allowed: 1 to 7, the number of alphabets"):
+    with pytest.raises(data.DataError, match=r"clients is 8; .* 1 to 7\b"):
         characters.by_alphabet(alphabet, 8, seed=0)

@@ -29,24 +29,24 @@ def test_gaps_are_those_of_pandas():
     assert GAPS == STR_NA_VALUES
 
 
-SEMICOLONS = "separated by semicolons; a .csv file must have commas between entries, and a decimal point"
+SEMICOLONS = r"by semicolons; .*\.csv .*commas"
 
 
 @pytest.mark.parametrize("read", [read_texts, read_table])
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"a,b\n1\n", "line 2: 1 entries; the header has 2"),
-        (b"a,b\n1,2,\n3,4,\n", "line 2: 3 entries; the header has 2"),
-        (b'\n\na,b\n \n1,"2\n3"\n\n"4\n",5,\n', "line 8: 3 entries; the header has 2"),
+        (b"a,b\n1\n", r"line 2: 1 .*\b2\.$"),
+        (b"a,b\n1,2,\n3,4,\n", r"line 2: 3 .*\b2\.$"),
+        (b'\n\na,b\n \n1,"2\n3"\n\n"4\n",5,\n', r"line 8: 3 .*\b2\.$"),
         (b"a,a\n1,2\n", "column 'a' twice"),
-        (b"a,\n1,2\n", "column '' twice or without a name"),
-        (b"", "is empty; its first line must name the columns"),
-        (b"\n \n", "is empty; its first line must name the columns"),
-        (b"a\n\xff\n", "line 2: the file is not a text in UTF-8"),
-        (b"a,b\n" + b"1,2\n" * 5000 + b"\xff,2\n1,2\n", "line 5002: the file is not a text in UTF-8"),
-        (b'a,b\n1,2\n1,"2\n3,4\n', "line 3: the row cannot be read .*; a quote in this row may not be closed"),
-        (b'a,b\n"a"b,2\n', "line 2: the row cannot be read .*; a quote in this row may not be closed"),
+        (b"a,\n1,2\n", "column '' "),
+        (b"", "is empty"),
+        (b"\n \n", "is empty"),
+        (b"a\n\xff\n", "line 2: .*UTF-8"),
+        (b"a,b\n" + b"1,2\n" * 5000 + b"\xff,2\n1,2\n", "line 5002: .*UTF-8"),
+        (b'a,b\n1,2\n1,"2\n3,4\n', "line 3: .*quote in this row"),
+        (b'a,b\n"a"b,2\n', "line 2: .*quote in this row"),
         (b'a,b\n1,5" pipe\n2,"6\n3,4\n4,7" x\n5,1\n', "line 3: the row cannot be read"),
         ("größe;b\n1,5;2\n".encode(), SEMICOLONS),
     ],
@@ -59,7 +59,7 @@ def test_other_files_are_refused(tmp_path, read, content, words):
 
 def test_a_file_with_commas_is_no_file_with_tabs(tmp_path):
     (tmp_path / "a.tsv").write_text("a,b\n1,2\n")
-    with pytest.raises(DataError, match=r"separated by commas; a \.tsv file must have tabs between entries"):
+    with pytest.raises(DataError, match=r"by commas; .*\.tsv .*tabs"):
         read_table(tmp_path / "a.tsv")
 
 

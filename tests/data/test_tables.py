@@ -76,7 +76,7 @@ def test_every_fifth_row_of_covertype_is_for_testing(folder):
     np.testing.assert_array_equal(found.standardised().train_images[:, 53], 0)  # this column is constant
     whole = rows[:, :54]
     (folder / "covtype" / "covtype.data.gz").write_bytes(gzip.compress(covertype_lines(whole)))
-    with pytest.raises(data.DataError, match=r"covtype.data.gz has 54 columns; expected 55"):
+    with pytest.raises(data.DataError, match=r"covtype\.data\.gz .*54 columns; .* 55\b"):
         data.load_table("covtype")
     (folder / "covtype" / "covtype.data.gz").write_bytes(gzip.compress(b"1,2\n3"))
     with pytest.raises(data.DataError, match="table of integers"):

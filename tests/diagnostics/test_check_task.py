@@ -96,7 +96,7 @@ def test_labels_outside_of_the_classes_are_warned_of_and_are_no_sums():
     rng = np.random.default_rng(0)
     samples = {"u": rng.normal(size=(4, 20, 2)), "c": rng.integers(-1, 3, size=(4, 20))}
     problem, y0 = fb.Bilevel(entropy, entropy), rng.normal(size=(2, 3))
-    with pytest.warns(fb.errors.DataWarning, match="takes? entry -1 of an axis whose entries are 0 to 2"):
+    with pytest.warns(fb.errors.DataWarning, match=r"entry -1 .* 0 to 2\b"):
         report = fb.check_task(Task("labels", problem, fb.Clients(samples), np.zeros(()), y0))
     assert not report.failed
 

@@ -12,6 +12,7 @@ from fedbilevel.diagnostics.diagnose import diagnose
 from fedbilevel.diagnostics.suggested import SUGGESTED
 from fedbilevel.tasks.hyper_representation import hyper_representation
 from fedbilevel.tasks.quadratic import RIDGE, quadratic, solution
+from refusals import ANY, refuses
 
 EPS = np.finfo(np.float64).eps
 OTHERS = sorted(SUGGESTED.keys() - {"simfbo", "fednest"})
@@ -248,15 +249,15 @@ def test_wrong_input_is_refused(drawn):
     problem, clients, x, y = bent(0.0)
     flat = fb.Bilevel(problem.outer, lambda x, y, b: jnp.mean(b) * (x @ y))
     concave = fb.Bilevel(problem.outer, lambda x, y, b: jnp.mean(b) * (x @ y) - 10 * y @ y)
-    for make, words in (
-        (lambda: found.fields("fednst"), "unknown algorithm 'fednst'; did you mean 'fednest'"),
-        (lambda: found.fields("simfbo", batch_size=0), "batch_size = 0"),
-        (lambda: diagnose(task.problem, task.clients, task.x0, task.y0, rounds=0), "rounds = 0"),
-        (lambda: diagnose(task.problem, task.clients, task.x0 * np.nan, task.y0), "finite in every leaf"),
-        (lambda: diagnose(flat, clients, x, y), r"as low as 0, .* Add a ridge .* c above 0"),
-        (lambda: diagnose(concave, clients, x, y), r"as low as -20, .* c above 10; or use fb\.MEHA .* below 0\.025"),
+    for make, refusal in (
+        (lambda: found.fields("fednst"), ("algorithm", "fednst", "", "fednest")),
+        (lambda: found.fields("simfbo", batch_size=0), ("batch_size", 0)),
+        (lambda: diagnose(task.problem, task.clients, task.x0, task.y0, rounds=0), ("rounds", 0)),
+        (lambda: diagnose(task.problem, task.clients, task.x0 * np.nan, task.y0), ("x", ["value"], "finite")),
+        (lambda: diagnose(flat, clients, x, y), ("", ANY, "c above 0")),
+        (lambda: diagnose(concave, clients, x, y), ("", ANY, "as low as -20, ")),
     ):
-        with pytest.raises(ConfigurationError, match=words):
+        with refuses(*refusal):
             make()
 
 

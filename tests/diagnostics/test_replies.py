@@ -12,6 +12,7 @@ from fedbilevel import authoring
 from fedbilevel.core.tree import XY
 from fedbilevel.tasks.quadratic import quadratic
 from fixed_steps import fixed
+from refusals import ANY, refuses
 
 D, CLIENTS, ROUNDS, STEP = 400, 4, 9, 0.5
 TARGETS = np.random.default_rng(0).normal(size=(CLIENTS, D)) * np.array([[1.0], [2.0], [3.0], [4.0]])
@@ -81,13 +82,13 @@ def test_each_phase_of_a_method_has_its_lines():
     assert {phase for phase, _ in found.norms} >= {"inner.gradient", "hypergradient.hessian_product", "outer_descent"}
 
 
-@pytest.mark.parametrize(("algorithm", "privacy", "words"), [
-    (Constant(), 3, r"privacy = 3 is not allowed: it must be fedbilevel\.Privacy"),
-    (fb.SimFBO(), fb.Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5), "does not support noisy replies"),
+@pytest.mark.parametrize(("algorithm", "privacy", "refusal"), [
+    (Constant(), 3, ("privacy", 3, "fedbilevel.Privacy")),
+    (fb.SimFBO(), fb.Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5), ("", ANY, "privacy: SimFBO ")),
 ])  # fmt: skip
-def test_terms_that_are_not_allowed_are_refused_before_a_round_is_played(algorithm, privacy, words, monkeypatch):
+def test_terms_that_are_not_allowed_are_refused_before_a_round_is_played(algorithm, privacy, refusal, monkeypatch):
     monkeypatch.setattr("fedbilevel.diagnostics.replies.Reference", None)
-    with pytest.raises(fb.errors.ConfigurationError, match=words):
+    with refuses(*refusal):
         looked_at(algorithm, privacy=privacy)
 
 

@@ -9,6 +9,7 @@ import fedbilevel as fb
 from fedbilevel.core.submodel import UnitLayout
 from fedbilevel.tasks import classification, loss_tuning, networks
 from fedbilevel.tasks.networks import BACKBONES, normed, residual
+from refusals import refuses
 
 SIDE = 8
 MODELS = {
@@ -87,7 +88,7 @@ def small(**changed):
 )
 def test_an_axis_that_is_not_said(changed):
     problem, x, batch = small(**changed)
-    with pytest.raises(fb.errors.ConfigurationError, match=r"permuting units changes a loss.*'hidden' \(outer loss"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"'hidden' \(outer loss"):
         fb.check_structure(problem, x, None, batch, batch)
 
 
@@ -151,7 +152,7 @@ def test_refusals():
     problem, x, batch = small()
     fb.check_structure(problem, x, None, batch, batch)
     none = fb.SingleLevel(lambda x, batch: jnp.zeros(()))
-    with pytest.raises(fb.errors.ConfigurationError, match="nothing to check"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"^problem\.structure = None"):
         fb.check_structure(none, x, None, batch, batch)
-    with pytest.raises(fb.errors.ConfigurationError, match="the outer loss at"):
+    with refuses("the outer loss at (x, y) and near it"):
         fb.check_structure(problem, {**x, "bias": np.full(4, np.inf)}, None, batch, batch)

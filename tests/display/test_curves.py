@@ -24,6 +24,7 @@ from fedbilevel.display.curves import (
     run_figure,
 )
 from fedbilevel.engines.history import History
+from refusals import ANY, refuses
 
 COST = {"exchanges": 1, "bytes_down": 10, "bytes_up": 20, "gradients": 3, "hvps": 4, "seconds": 0.5}
 
@@ -128,19 +129,18 @@ def test_what_was_measured_once_is_a_dot_and_the_picture_says_how_to_get_more() 
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("asked", "refusal"),
     [
-        ({"metrics": "f"}, "unknown column 'f' of the history; did you mean"),
-        ({"metrics": []}, "one or more columns"),
-        ({"panel": "exchange"}, "unknown panel 'exchange'; did you mean 'exchanges'"),
-        ({"panel": "gflop"}, "cannot draw a panel of gflop: it was not counted in e"),
-        ({"size": (3.3, 2), "axes": 1}, "None, since axes are given"),
+        ({"metrics": "f"}, ("column of the history", "f", "", "ef")),
+        ({"metrics": []}, ("metrics", [], "columns")),
+        ({"panel": "exchange"}, ("panel", "exchange", "", "exchanges")),
+        ({"panel": "gflop"}, ("", ANY, "gflop")),
+        ({"size": (3.3, 2), "axes": 1}, ("size", (3.3, 2), "axes")),
     ],
 )
-def test_what_a_history_cannot_be_drawn_against_is_refused(asked, words) -> None:
-    with pytest.raises(ConfigurationError) as error:
+def test_what_a_history_cannot_be_drawn_against_is_refused(asked, refusal) -> None:
+    with refuses(*refusal):
         draw_history(**{"history": history(3, 2, 1, ef=1), "metrics": "e", **asked})
-    assert words in str(error.value)
 
 
 @pytest.mark.parametrize(("inner", "labels"), [(3.0, ["e", "loss"]), (0.1, ["e", "outer loss", "inner loss"])])
@@ -179,5 +179,5 @@ def test_the_suffix_decides_the_format_and_the_bytes_can_be_had_again(name, star
     if name == "c.pdf":  # 3.3 by 2.4 inches of 72 points each, with TrueType fonts
         assert re.search(rb"/MediaBox \[ ?0 0 237\.6 172\.8 ?\]", written[0])
         assert b"/Type3" not in written[0]
-    with pytest.raises(ConfigurationError, match=r"end in \.png, \.pdf, \.svg"):
+    with pytest.raises(ConfigurationError, match=r"\.png, \.pdf, \.svg$"):
         encoded(figures[0], Path("png"))

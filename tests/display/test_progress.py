@@ -16,6 +16,7 @@ from fedbilevel.display import Bar, Lines, Notebook, Silent, Speed, chosen
 from fedbilevel.engines import progress
 from fedbilevel.engines.progress import Guarded, showing
 from fedbilevel.tasks.quadratic import quadratic
+from refusals import refuses
 
 
 class Told:
@@ -148,7 +149,7 @@ def test_a_run_inside_another_is_not_shown_unless_it_is_handed_the_display() -> 
 
 def test_what_is_no_display_is_refused(task) -> None:
     for given in (3, "yes", object(), []):
-        with pytest.raises(fb.errors.ConfigurationError, match=r"progress = .*True, False, None, or an object with"):
+        with refuses("progress", given, "stage, advance and close"):
             solve(task, progress=given)
 
 

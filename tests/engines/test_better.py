@@ -79,16 +79,16 @@ def test_by_a_metric_of_which_neither_value_is_better_nothing_is_judged(recwarn)
 
 @pytest.mark.parametrize("name", ["accuracy", "inaccuracy", "test_accuracy.young"])
 def test_no_name_says_which_way_is_better(name):
-    with pytest.raises(fb.errors.ConfigurationError, match=f"the metric {name} does not say whether .* fb.Metric"):
+    with pytest.raises(fb.errors.ConfigurationError, match=rf"\b{name} .*fb\.Metric"):
         solved(metrics={name: lambda x, y: x[0]})
-    with pytest.raises(fb.errors.ConfigurationError, match=f"the metric {name} does not say whether .* fb.Metric"):
+    with pytest.raises(fb.errors.ConfigurationError, match=rf"\b{name} .*fb\.Metric"):
         solved(metrics_per_client={name: lambda x, y, batch: jnp.mean(batch["a"])})
     said = solved(metrics={name: fb.Metric(lambda x, y: 1.5 - x[0], larger_is_better=False)}, rounds=1)
     assert said.history.in_words()[name].startswith("150.00 %" if name != "inaccuracy" else "1.5 →")
 
 
 def test_patience_with_two_rows_alone_is_warned_of(result):
-    with pytest.warns(UserWarning, match="eval_every=… makes more rows"):
+    with pytest.warns(UserWarning, match="eval_every=…"):
         assert solved(callbacks=[fb.stop_without_progress("score", patience=3)], eval_every=4).round == 4
 
 
@@ -113,5 +113,5 @@ def test_a_wrong_declaration_is_refused(make, path, got, fact):
 
 
 def test_a_metric_of_other_arguments_is_refused():
-    with pytest.raises(fb.errors.ConfigurationError, match=r"metrics\['m'\] takes \(x\)"):
+    with refuses("metrics['m']", "(x)", "(x, y)"):
         solved(metrics={"m": fb.Metric(lambda x: x, True)})

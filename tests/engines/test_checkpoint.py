@@ -60,7 +60,7 @@ def saved(tmp_path):
 def test_python_objects_are_refused_and_the_earlier_file_stays(saved):
     """Arrays of Python objects are refused, since their bytes are addresses in memory; the earlier file stays."""
     before = saved.read_bytes()
-    with pytest.raises(CheckpointError, match=r"could not write .*run\.npz: \['a'\] has Python objects"):
+    with pytest.raises(CheckpointError, match=r"run\.npz: \['a'\] .*Python objects"):
         checkpoint.save(saved, {"a": np.array([{}, None], object)}, {})
     assert saved.read_bytes() == before
 
@@ -86,7 +86,7 @@ def test_an_error_in_reading_a_table_names_the_checkpoint(tmp_path, monkeypatch)
         return read(file, n)
 
     monkeypatch.setattr(zipfile.ZipExtFile, "read", fails)
-    with pytest.raises(CheckpointError, match=r"run\.npz is not a readable checkpoint: .*Input/output error"):
+    with pytest.raises(CheckpointError, match=r"run\.npz .*Input/output error"):
         checkpoint.load(path, like)
 
 
@@ -138,9 +138,7 @@ def test_another_model_is_refused_and_the_leaf_named(saved, case):
 
 def test_a_missing_file_is_said_to_be_missing(saved):
     saved.unlink()
-    with pytest.raises(
-        CheckpointError, match=r"the file .*run\.npz, from which a run is to be loaded or resumed, does not exist"
-    ):
+    with pytest.raises(CheckpointError, match=r"run\.npz.* does not exist"):
         checkpoint.load(saved, tree())
 
 
@@ -179,7 +177,7 @@ def test_bytes_after_an_array_are_refused(saved):
     with zipfile.ZipFile(saved, "w") as archive:
         for name, content in entries.items():
             archive.writestr(name, content)
-    with pytest.raises(CheckpointError, match=r"'small'.* has more bytes than its shape allows"):
+    with pytest.raises(CheckpointError, match=r"run\.npz .*\['small'\] .*more bytes"):
         checkpoint.load(saved, tree())
 
 

@@ -135,9 +135,7 @@ def test_where_fewer_devices_are_there_a_sentence_says_so(tmp_path, monkeypatch)
     file = tmp_path / "run.npz"
     solved(Local(), 2, checkpoint=file)
     monkeypatch.setattr(jax, "local_device_count", lambda: 1)
-    with pytest.warns(
-        fb.errors.CheckpointWarning, match="the run began on 2 devices and continues on 1, all that this machine has"
-    ):
+    with pytest.warns(fb.errors.CheckpointWarning, match=r"\b2 devices .* on 1\b"):
         end = solved(Local(), 4, checkpoint=file, resume=True)
     np.testing.assert_allclose(end.x, solved(Local(devices=2), 4).x, rtol=1e-5, atol=1e-6)
 

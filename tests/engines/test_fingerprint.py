@@ -267,12 +267,12 @@ def begun(tmp_path):
 
 
 def test_other_arguments_are_refused_unless_forced(begun, tmp_path):
-    words = "run.npz belongs to another run: different now: x0, inner loss; resume=.force. .in a she"
+    words = r"run\.npz .*: x0, inner loss; resume=.force. "
     with pytest.raises(fb.errors.CheckpointError, match=words):
         begun(6, fb.Bilevel(fit, softer), x0=1.0, resume=True)
     with pytest.raises(fb.errors.CheckpointError, match="inner loss"):
         begun(6, fb.Bilevel(fit, softer), resume="auto")
-    with pytest.warns(fb.errors.CheckpointWarning, match=r"run\.npz is continued with other arguments.*: inner loss"):
+    with pytest.warns(fb.errors.CheckpointWarning, match=r"run\.npz .*: inner loss"):
         forced = begun(6, fb.Bilevel(fit, softer), resume="force")
     assert forced.round == 6
     # the checkpoint now belongs to the run with the other loss
@@ -328,7 +328,7 @@ def with_metrics(tmp_path_factory):
 @pytest.mark.parametrize("case", OTHERS)
 def test_another_metric_of_the_same_name_is_refused(with_metrics, case):
     metrics, per_client, words = OTHERS[case]
-    with pytest.raises(fb.errors.CheckpointError, match=f"different now: {words};"):
+    with pytest.raises(fb.errors.CheckpointError, match=f": {words};"):
         measured(with_metrics, {**METRICS, **metrics}, {"risk": OF_Y, **per_client}, rounds=1, resume=True)
 
 

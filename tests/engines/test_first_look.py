@@ -321,9 +321,7 @@ def test_labels_beyond_the_classes_are_refused_or_warned_of(name):
     The labels are 1, 2, 3 for three classes, or -1, which JAX treats as the last class or as none.
     """
     assert said_of(CLASSES, LOOK_UPS[name]) == []
-    words = (
-        r"Clients\.outer\['c'\] in sample \d+ of client \d makes the outer loss take entry {} of an axis .* 0 to 2\. "
-    )
+    words = r"Clients\.outer\['c'\] in sample \d+ of client \d .*the outer loss .*entry {} .* 0 to 2\. "
     if name == "one_hot":  # a label that is in no class may be intended
         assert re.match(words.format(3), said_of(CLASSES + 1, LOOK_UPS[name])[0])
     else:
@@ -349,5 +347,5 @@ def test_padding_is_no_sample():
 def test_diagnose_and_check_say_it_too(look):
     with pytest.warns(InfluenceWarning, match="x does not change y"):
         look(WRONG["the wrong order"][0], fb.Clients(SAMPLES), X, Y)
-    with pytest.raises(ConfigurationError, match="entry 3 of an axis"):
+    with pytest.raises(ConfigurationError, match=r"Clients\.outer\['c'\] .*entry 3 .* 0 to 2\. "):
         look(entropy(LOOK_UPS["vmap"]), fb.Clients({"u": U, "c": CLASSES + 1}), *SCORES)

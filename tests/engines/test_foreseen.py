@@ -41,11 +41,9 @@ def test_a_round_costs_what_was_counted(case):
 
 def test_costs_that_are_not_fixed_are_refused():
     task = task_of("submodels", [[1.0, 0.5, 0.5, 0.25], [0.5, 1.0, 0.5, 0.25]])
-    with pytest.raises(fb.errors.ConfigurationError, match=r"capacities change from round to round"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"^capacities "):
         cost_of_round(METHODS["submodels"], task.problem, task.clients, task.x0, task.y0)
     growing = replace(METHODS["submodels"], inner=replace(LOCAL, rounds=lambda round: 1 + round))
     task = task_of("submodels")
-    with pytest.raises(
-        fb.errors.ConfigurationError, match=r"decides only during a round how many clients run the phase inner"
-    ):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"^RABO .* inner\.descent$"):
         cost_of_round(growing, task.problem, task.clients, task.x0, task.y0)

@@ -24,6 +24,7 @@ from fedbilevel.core.errors import CheckpointError, ConfigurationError
 from fedbilevel.engines import checkpoint as files
 from fedbilevel.engines.multihost import LOST, SLURM, check_reachable, join
 from fedbilevel.engines.process_group import PIECE, KeyValueStore, LostProcess, ProcessGroup
+from refusals import refuses
 
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 SECONDS = 480  # a process that hangs is ended after this time
@@ -212,7 +213,7 @@ class Silent:
 
 
 def test_among_three_a_process_that_is_waited_for_is_not_blamed():
-    with pytest.raises(LostProcess, match=r"^another process was lost .* while waiting for process 2; no check"):
+    with pytest.raises(LostProcess, match=r"^another process .* process 2; no check"):
         ProcessGroup(KeyValueStore(Silent()), 3, 0)._hear(2)
 
 
@@ -231,7 +232,7 @@ def test_process_0s_error_reaches_the_others_without_words_and_with_its_kind(mon
 
 def test_hosts_that_take_their_own_name_for_loopback_are_refused():
     names = [["first", "10.0.0.1"], ["second", "127.0.1.1"]]
-    with pytest.raises(ConfigurationError, match=r"process 1 takes its own name, 'second', for 127.0.1.1.*getent"):
+    with pytest.raises(ConfigurationError, match=r"process 1 .*'second'.* 127\.0\.1\.1.*getent"):
         check_reachable("10.0.0.1:5678", names)
     check_reachable("127.0.0.1:5678", names)
     check_reachable("10.0.0.1:5678", [names[1], names[1]])  # on one host they reach each other at this address
@@ -293,18 +294,18 @@ def test_a_lost_process_ends_the_other_with_a_sentence(tmp_path, lost):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "refusal"),
     [
-        (("nowhere", 2, 0), "coordinator = 'nowhere' is not allowed: it must be HOST:PORT"),
-        (("host:99999", 2, 0), "it must be HOST:PORT"),
-        (("127.0.0.1:1", 2, 2), "process = 2 is not allowed: it must be 0 to 1"),
-        (("127.0.0.1:1", 2, None), "process = None"),
-        (("127.0.0.1:1", None, 0), "processes = None"),
-        (("auto", 2, 0), "processes and process"),
+        (("nowhere", 2, 0), ("coordinator", "nowhere", "HOST:PORT")),
+        (("host:99999", 2, 0), ("coordinator", "host:99999", "HOST:PORT")),
+        (("127.0.0.1:1", 2, 2), ("process", 2, "0 to 1")),
+        (("127.0.0.1:1", 2, None), ("process", None)),
+        (("127.0.0.1:1", None, 0), ("processes", None)),
+        (("auto", 2, 0), ("processes and process",)),
     ],
 )
-def test_bad_arguments_are_refused(arguments, message):
-    with pytest.raises(ConfigurationError, match=message):
+def test_bad_arguments_are_refused(arguments, refusal):
+    with refuses(*refusal):
         join(*arguments)
 
 
@@ -356,9 +357,12 @@ def test_auto_outside_of_a_launcher_is_refused_with_a_sentence(tmp_path):
 
 
 def test_a_coordinator_that_does_not_answer_and_a_port_in_use_are_named():
-    with pytest.raises(ConfigurationError, match=r"does not answer in 1 s.*is process 0 running"):
+    with pytest.raises(ConfigurationError, match=r"^coordinator = .* 1 s.*process 0"):
         join(f"127.0.0.1:{free_port()}", 2, 1, patience=1)
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigurationError, match="cannot listen"):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(ConfigurationError, match="Address already in use"),
+    ):
         join(f"127.0.0.1:{taken.getsockname()[1]}", 2, 0)
 
 
@@ -367,7 +371,7 @@ def test_a_name_that_nobody_knows_is_refused_at_once(monkeypatch):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "create_connection", unknown)
-    with pytest.raises(ConfigurationError, match=r"'mistyped' is not known: Name or service not known"):
+    with pytest.raises(ConfigurationError, match=r"'mistyped' .*Name or service not known"):
         join("mistyped:5678", 2, 1)
 
 
@@ -378,7 +382,7 @@ def test_joining_comes_before_jax_is_used():
     own = ctypes.cast(ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: None), ctypes.c_void_p).value
     before = library.signal(signal.SIGABRT, own)
     try:
-        with pytest.raises(ConfigurationError, match="must be called before JAX"):
+        with pytest.raises(ConfigurationError, match=r"^join .*\bJAX\b"):
             join(f"127.0.0.1:{free_port()}", 2, 0)
     finally:
         left = library.signal(signal.SIGABRT, before)

@@ -140,13 +140,13 @@ def test_books_merge_by_kind_of_exchange_and_metric():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ([], r"a list was found where a JSON object with the totals of a ledger \(rounds, exchanges, …\) is expected"),
-        (None, "null was found where"),
-        ({"round": 1}, "'round' is not a total of a ledger; its totals are rounds, exchanges, "),
-        ({"rounds": "one"}, "rounds of the ledger is 'one', not a whole number"),
-        ({"exchanges_by_phase": [1]}, r"exchanges_by_phase of the ledger is \[1\], not an object of whole numbers"),
-        ({"virtual": 1}, "virtual of the ledger is 1, not true or false"),
-        ({"flops": 0.5}, "flops of the ledger is 0.5, not a whole number or null"),
+        ([], r"^a list .*\(rounds, exchanges, …\)"),
+        (None, "^null "),
+        ({"round": 1}, "'round' .* rounds, exchanges, "),
+        ({"rounds": "one"}, "^rounds .*'one'"),
+        ({"exchanges_by_phase": [1]}, r"^exchanges_by_phase .*\[1\]"),
+        ({"virtual": 1}, r"^virtual .*\b1\b"),
+        ({"flops": 0.5}, r"^flops .*0\.5"),
     ],
 )
 def test_a_ledger_that_is_none_is_refused_with_what_was_found(fields, words):

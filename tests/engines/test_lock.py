@@ -52,7 +52,7 @@ def other(tmp_path):
 def test_the_holder_is_named_and_a_killed_one_holds_nobody_up(other):
     path, process = other
     who = f"process {process.pid} on {re.escape(socket.gethostname())}, since 20.*"
-    with pytest.raises(fb.errors.InUse, match=f"^runs/two is in use by {who}; wait for it"):
+    with pytest.raises(fb.errors.InUse, match=f"^runs/two .*{who}"):
         lock.exclusive(path, Path("runs/two")).__enter__()
     process.kill()
     process.wait()
@@ -97,10 +97,10 @@ def test_where_nothing_can_be_locked_that_is_said(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", none)
-    words = "cannot be locked .No locks available.: nothing prevents a second run"
+    words = r"No locks available.*second run"
     with pytest.warns(fb.errors.CheckpointWarning, match=words), lock.exclusive(tmp_path / ".lock", tmp_path):
         pass
-    with pytest.raises(fb.errors.CheckpointError, match=r"lock cannot be locked .No locks available"):
+    with pytest.raises(fb.errors.CheckpointError, match=r"lock .*No locks available"):
         lock.wait_for_lock(tmp_path / "lock").__enter__()
 
 
@@ -113,7 +113,7 @@ def test_two_runs_do_not_write_one_checkpoint(tmp_path):
         return fb.solve(*given, rounds=2, engine=fb.Reference(), checkpoint=path, **options)
 
     def second(result, row):
-        with pytest.raises(fb.errors.InUse, match=rf"run\.npz is in use by process {os.getpid()} on "):
+        with pytest.raises(fb.errors.InUse, match=rf"run\.npz .*process {os.getpid()} on "):
             play(resume=True)
         refused.append(result.round)
 
@@ -218,7 +218,7 @@ def without_flock(monkeypatch, tmp_path):
 
 def test_without_flock_filelock_lets_nobody_else_in(without_flock):
     path, process = without_flock
-    with pytest.raises(fb.errors.InUse, match=r"^runs/two is in use by another process; wait for it"):
+    with pytest.raises(fb.errors.InUse, match=r"^runs/two .*another process"):
         lock.exclusive(path, Path("runs/two")).__enter__()
     entered = threading.Event()
 
@@ -240,8 +240,8 @@ def test_without_flock_filelock_lets_nobody_else_in(without_flock):
 def test_without_flock_and_filelock_that_is_said_at_the_start(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "fcntl", None)
     monkeypatch.setitem(sys.modules, "filelock", None)
-    words = "cannot be locked .this system has no flock; it needs filelock, which is not installed.*: nothing prevents"
+    words = r"flock; .*filelock.*second run"
     with pytest.warns(fb.errors.CheckpointWarning, match=words), lock.exclusive(tmp_path / ".lock", tmp_path):
         pass
-    with pytest.raises(fb.errors.CheckpointError, match="it needs filelock, which is not installed"):
+    with pytest.raises(fb.errors.CheckpointError, match=r"flock; .*filelock"):
         lock.wait_for_lock(tmp_path / "lock").__enter__()

@@ -16,6 +16,7 @@ from jax.experimental.compilation_cache import compilation_cache
 import fedbilevel as fb
 from fedbilevel.cli import main
 from fedbilevel.engines import machine
+from refusals import refuses
 
 PROGRAM = """
 import sys
@@ -89,7 +90,7 @@ def not_a_folder(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_refused_and_changes_nothing(tmp_path, settings):
     before = settings()
-    with pytest.raises(fb.errors.ConfigurationError, match=r"cannot be kept in .*file/programs: Not a directory"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"file/programs: Not a directory"):
         fb.Local.keep_on_disk(not_a_folder(tmp_path))
     assert settings() == before
 
@@ -98,7 +99,7 @@ def test_a_full_disk_no_space_and_a_missing_package_are_refused(tmp_path, monkey
     monkeypatch.setattr(machine.tempfile, "TemporaryFile", lambda dir: open("/dev/full", "wb"))  # noqa: SIM115
     with pytest.raises(fb.errors.ConfigurationError, match="No space left on device"):
         fb.Local.keep_on_disk(tmp_path)
-    with pytest.raises(fb.errors.ConfigurationError, match="megabytes"):
+    with refuses("megabytes", 0):
         fb.Local.keep_on_disk(tmp_path, megabytes=0)
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(fb.errors.ConfigurationError, match=r'filelock.*pip install "\.\[cli\]"'):
@@ -144,25 +145,25 @@ def solved_on(devices, cohort=None):
 
 
 @pytest.mark.parametrize(
-    ("call", "says"),
+    ("call", "refusal"),
     [
         (
             lambda: fb.tune_cpu(8),
-            "devices = 8 is not allowed: it must be at most 2, the devices with which JAX has starte",
+            ("devices", 8, "at most 2"),
         ),
-        (lambda: solved_on(8), "Local.devices = 8 is not allowed: it must be at most 2, .* fb.tune_cpu"),
+        (lambda: solved_on(8), ("Local.devices", 8, "fb.tune_cpu")),
         (
             lambda: solved_on(2, cohort=1),
-            "Local.devices = 2 is not allowed: it must be at most 1, the clients of a rou",
+            ("Local.devices", 2, "at most 1"),
         ),
-        (lambda: fb.tune_cpu(2), ""),
+        (lambda: fb.tune_cpu(2), None),
     ],
 )
-def test_devices_that_are_not_there_are_said(call, says, monkeypatch):
+def test_devices_that_are_not_there_are_said(call, refusal, monkeypatch):
     """An error says which devices are missing; the tests' process has two."""
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
     jax.devices()
-    with pytest.raises(fb.errors.ConfigurationError, match=says) if says else contextlib.nullcontext():
+    with refuses(*refusal) if refusal else contextlib.nullcontext():
         call()
 
 
@@ -176,7 +177,5 @@ def test_no_more_devices_are_presented_than_work_side_by_side(monkeypatch):
     monkeypatch.setattr(machine, "_asked", [])
     most = max(machine.cores(), 8)
     fb.tune_cpu(most)
-    with pytest.raises(
-        fb.errors.ConfigurationError, match=f"devices = {most + 1} is not allowed: it must be at most {most}"
-    ):
+    with refuses("devices", most + 1, f"at most {most}"):
         fb.tune_cpu(most + 1)

@@ -83,22 +83,22 @@ def test_the_error_says_how_far_x_had_gone_and_what_steps_on_y_it_allowed():
 
 
 STARTS_BADLY = {
-    "a logarithm of 0": (lambda x, y: jnp.sum(jnp.log(y)), 0, "the inner loss is not finite even at the start"),
+    "a logarithm of 0": (lambda x, y: jnp.sum(jnp.log(y)), 0, r"\bthe inner loss .*not finite .*start"),
     "a norm at 0": (
         lambda x, y: jnp.sqrt(y @ y),
         0,
-        "a derivative of the inner loss is not finite even at the start",
+        r"\ba derivative of the inner loss .*not finite .*start",
     ),
-    "a second derivative at 0": (lambda x, y: jnp.sum(jnp.abs(y) ** 1.5), 0, "a derivative of the inner loss is not"),
+    "a second derivative at 0": (lambda x, y: jnp.sum(jnp.abs(y) ** 1.5), 0, r"\ba derivative of the inner loss "),
     "a concave loss": (
         lambda x, y: -10 * y @ y,
         1,
-        r"as low as -1\d\.\d, not above 0, .* Add a ridge .* c above [5-9]",
+        r"-1\d\.\d.* ridge .* c above [5-9]",
     ),
     "a penalty that turns negative": (
         lambda x, y: x @ y**2,
         1,
-        r"was convex in y at the start, but .* A penalty that becomes negative",
+        r"\bconvex in y at the start.* penalty .*negative",
     ),
 }
 """For each case, a term of the inner loss, the start of y, and the words of the error."""
@@ -131,9 +131,7 @@ def test_a_loss_that_is_not_finite_a_step_away_is_named():
         lambda x, y, batch: jnp.mean((y + 1 + batch) ** 2) + jnp.sum(jnp.exp(x) * y**2),
     )
     method = fixed(fb.SimFBO(local_steps=2, batch_size=None, server_lr=STEPS))
-    with pytest.raises(
-        NonFiniteError, match=r"outer loss, .* not finite after a step of 1/L on y .*log_sigmoid"
-    ) as found:
+    with pytest.raises(NonFiniteError, match=r"outer loss, .* 1/L on y .*log_sigmoid") as found:
         fb.solve(method, problem, fb.Clients(np.zeros((3, 4))), np.zeros(1), np.zeros(1), rounds=20)
     assert "smaller steps" not in str(found.value)
 
@@ -147,7 +145,7 @@ def test_a_nan_in_a_loss_ends_a_run_of_a_method_that_measures_none(method, which
     """
     losses = {"outer": problem().outer, "inner": problem().inner}
     losses[which] = lambda x, y, batch, loss=losses[which]: loss(x, y, batch) + jnp.log(-1.0)
-    with pytest.raises(NonFiniteError, match=f"the {which} loss is not finite even at the start"):
+    with pytest.raises(NonFiniteError, match=rf"\bthe {which} loss .*not finite .*start"):
         fb.solve(method(batch_size=None), fb.Bilevel(**losses), population(), *START, rounds=1)
 
 
@@ -155,7 +153,7 @@ def test_a_nan_in_a_loss_ends_a_run_of_a_method_that_measures_none(method, which
 def test_a_start_that_is_at_fault_is_said_at_once(recwarn):
     """If the start is at fault, the error comes at once; a run without given steps does not try smaller steps first."""
     losses = fb.Bilevel(problem().outer, lambda x, y, batch: problem().inner(x, y, batch) + jnp.sqrt(y @ y))
-    with pytest.raises(NonFiniteError, match="a derivative of the inner loss is not finite even at the start"):
+    with pytest.raises(NonFiniteError, match=r"\ba derivative of the inner loss .*not finite .*start"):
         fb.solve(fb.SimFBO(batch_size=None), losses, population(), *START, rounds=5)
     assert not [one for one in recwarn if "half the steps" in str(one.message)]
 

@@ -8,7 +8,7 @@ import fedbilevel as fb
 from fedbilevel.engines import evaluation
 from fedbilevel.engines.evaluation import DECILES, PerClient, PerClientEvaluation, as_per_client, spread
 from fedbilevel.engines.process_group import ProcessGroup
-from refusals import refuses
+from refusals import ANY, refuses
 from representatives import slow_but
 
 BLOCK = 8
@@ -118,7 +118,7 @@ def test_a_mapped_sample_that_is_not_finite_is_refused(tmp_path):
     rows = [{"a": np.ones((n, 3))} for n in SIZES]
     rows[2]["a"][1, 1] = np.inf
     clients = fb.Clients(mapped(tmp_path, "outer", rows))
-    with pytest.raises(fb.errors.ConfigurationError, match=r"\['a'\] holds NaN or .* in sample 1 of client 2"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"\['a'\] .*NaN .* sample 1 of client 2"):
         PerClientEvaluation({"m": PerClient(METRICS["error"])}, clients, (None, None))(0, jnp.ones(2), jnp.ones(3))
 
 
@@ -137,17 +137,17 @@ def test_a_metric_that_is_none_is_refused_by_its_name(metrics, path, got, fact):
 
 
 @pytest.mark.parametrize(
-    ("metrics", "words"),
+    ("metrics", "refusal"),
     [
-        ({"m": lambda x, y: 1.0}, r"metrics_per_client\['m'\] takes \(x, y\); it must be a function \(x, y, batch\)"),
+        ({"m": lambda x, y: 1.0}, ("metrics_per_client['m']", "(x, y)", "(x, y, batch)")),
         (
             {"m": lambda x, y, batch: batch["b"]},
-            r"metrics_per_client\['m'\] fails \(KeyError: 'b'\); it was given x: .*batch",
+            ("", ANY, "KeyError: 'b'"),
         ),
     ],
 )
-def test_a_metric_that_is_none_is_refused_before_anything_runs(metrics, words):
-    with pytest.raises(fb.errors.ConfigurationError, match=words):
+def test_a_metric_that_is_none_is_refused_before_anything_runs(metrics, refusal):
+    with refuses(*refusal):
         solved(own=metrics)
 
 

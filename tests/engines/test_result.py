@@ -76,7 +76,7 @@ def test_a_file_without_an_outline_asks_for_x0_and_y0(x, tmp_path):
     """A file without an outline needs x0 and y0, since fixed leaves and nodes of other classes are in no file."""
     saved = result(x=x)
     saved.save(tmp_path / "result.npz")
-    with pytest.raises(CheckpointError, match=r"result\.npz does not describe .* Also pass x0 and y0 of the run"):
+    with pytest.raises(CheckpointError, match=r"result\.npz .* x0 and y0 "):
         fb.Result.load(tmp_path / "result.npz")
     assert jax.tree.structure(fb.Result.load(tmp_path / "result.npz", x, saved.y).x) == jax.tree.structure(x)
 
@@ -120,9 +120,7 @@ def test_a_shape_beyond_the_file_takes_no_memory(tmp_path):
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in (entries | {"['x'].npy": claim.getvalue()}).items():
             archive.writestr(name, content)
-    with pytest.raises(
-        CheckpointError, match=r"\['x'\] is not an array of floating numbers, or is shorter than its shape"
-    ):
+    with pytest.raises(CheckpointError, match=r"\['x'\] .*shorter than its shape"):
         fb.Result.load(path)
 
 
@@ -131,13 +129,9 @@ def test_checkpoints_and_results_are_told_apart(tmp_path):
     problem = fb.Bilevel(lambda x, y, b: (x * y - b.mean()) ** 2, lambda x, y, b: (y - x) ** 2)
     options = {"rounds": 1, "checkpoint": tmp_path / "run.npz", "engine": fb.Reference()}
     fb.solve(fb.FedBiO(), problem, *start, **options).save(tmp_path / "result.npz")
-    with pytest.raises(
-        CheckpointError, match=r"run\.npz was not written by Result.save.* continued by fb\.solve\(…, checkpoint='.*run"
-    ):
+    with pytest.raises(CheckpointError, match=r"run\.npz .*Result\.save.* fb\.solve\(…, checkpoint='.*run"):
         fb.Result.load(tmp_path / "run.npz")
-    with pytest.raises(
-        CheckpointError, match=r"result\.npz has a result, but a run can only be continued from its checkpoint"
-    ):
+    with pytest.raises(CheckpointError, match=r"result\.npz .*result, .*checkpoint"):
         fb.solve(fb.FedBiO(), problem, *start, **options | {"checkpoint": tmp_path / "result.npz"}, resume=True)
 
 

@@ -18,9 +18,10 @@ from fedbilevel.algorithms.parts.private import Private
 from fedbilevel.core import on_disk
 from fedbilevel.engines.engine import round_keys
 from fedbilevel.engines.local.engine import LocalRun
-from fedbilevel.errors import CheckpointError, CheckpointWarning, ConfigurationError, NonFiniteError
+from fedbilevel.errors import CheckpointError, CheckpointWarning, NonFiniteError
 from fedbilevel.tasks.quadratic import quadratic
 from fixed_steps import fixed
+from refusals import ANY, refuses
 
 TASK = quadratic(clients=6, dim_x=2, dim_y=3, samples=(3, 5))
 SIMFBO = fixed(fb.SimFBO(batch_size=2, local_steps=2))
@@ -388,7 +389,7 @@ def test_a_run_that_diverged_is_not_gone_on_from_with_a_new_account(tmp_path):
     steep = fixed(fb.SimFBO(batch_size=None, local_steps=1, server_lr=1e30))
     with pytest.raises(NonFiniteError, match="lower client_lr or server_lr"):
         solve(steep, **given)
-    with pytest.raises(CheckpointError, match="privacy spent at its best row was not recorded: start a new run"):
+    with pytest.raises(CheckpointError, match=r"privacy .*best row.*new run"):
         solve(SIMFBO, resume="force", **given)
 
 
@@ -396,23 +397,23 @@ def test_a_run_that_diverged_is_not_gone_on_from_with_a_new_account(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "refusal"),
     [
-        ({"algorithm": fb.FISM()}, "privacy: FISM does not support noisy replies: .*divides by the mean of 1/n_i"),
-        ({"algorithm": fb.SimFBO()}, r"privacy: SimFBO does not support noisy replies: .*give numbers for .*server_lr"),
-        ({"privacy": {"clip": 1}}, r"privacy = .* must be fedbilevel\.Privacy"),
-        ({"on_divergence": "shrink"}, "on_divergence = 'shrink' .*cannot be withdrawn"),
-        ({"clients": fb.RemoteClients.of(TASK.clients)}, "privacy = .*None in a federation"),
-        ({"cohort": fb.Cohort(3, replacement=True)}, r"Cohort\.replacement"),
+        ({"algorithm": fb.FISM()}, ("", ANY, "privacy: FISM ")),
+        ({"algorithm": fb.SimFBO()}, ("", ANY, "server_lr")),
+        ({"privacy": {"clip": 1}}, ("privacy", {"clip": 1}, "fedbilevel.Privacy")),
+        ({"on_divergence": "shrink"}, ("on_divergence", "shrink", "privacy")),
+        ({"clients": fb.RemoteClients.of(TASK.clients)}, ("privacy", ANY, "None in a federation")),
+        ({"cohort": fb.Cohort(3, replacement=True)}, ("Cohort.replacement", True)),
     ],
     ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
 )
-def test_what_does_not_go_together_is_refused(changes, said):
+def test_what_does_not_go_together_is_refused(changes, refusal):
     algorithm = changes.pop("algorithm", SIMFBO)
     simple = isinstance(algorithm, fb.FISM)
     problem = fb.SimpleBilevel(lambda x: x @ x, lambda x, b: jnp.sum(x), fb.projections.box(-1, 1))
     start = (jnp.ones(2),) if simple else (TASK.x0, TASK.y0)
-    with pytest.raises(ConfigurationError, match=said):
+    with refuses(*refusal):
         fb.solve(
             algorithm,
             problem if simple else TASK.problem,

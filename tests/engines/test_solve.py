@@ -158,9 +158,9 @@ def test_a_metric_has_no_name_of_another_column(task, name):
 
 def test_a_loss_that_is_no_scalar_and_a_start_that_is_not_finite(task):
     problem = fb.Bilevel(outer=task.problem.outer, inner=lambda x, y, batch: batch["c"] @ y)
-    with pytest.raises(fb.errors.ConfigurationError, match="the inner loss must return one real number"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"the inner loss .*shape \(1,\)"):
         fb.solve(ALGORITHM, problem, task.clients, task.x0, task.y0, rounds=1)
-    with pytest.raises(fb.errors.ConfigurationError, match=r"y0 .* finite"):
+    with refuses("y0", ["value"], "finite"):
         fb.solve(ALGORITHM, task.problem, task.clients, task.x0, task.y0.at[2].set(np.nan), rounds=1)
 
 
@@ -358,11 +358,11 @@ def test_a_damaged_checkpoint_is_not_the_only_one(task, tmp_path):
     assert before.read_bytes() == kept  # the damaged file has not replaced the one before
     assert run(task, rounds=6, eval_every=2, checkpoint=path, resume=True).round == 6
     path.unlink()
-    with pytest.raises(fb.errors.ConfigurationError, match="unless resume=True"):
+    with refuses("checkpoint", str(path), "resume=True"):
         run(task, rounds=6, checkpoint=path)
     before.unlink()
     before.symlink_to(os.devnull)
-    with pytest.raises(fb.errors.CheckpointError, match="is not a readable checkpoint: it is a pipe or a device"):
+    with pytest.raises(fb.errors.CheckpointError, match="pipe or a device"):
         run(task, rounds=6, checkpoint=path, resume=True)
     before.unlink()
     before.write_bytes(b"")
@@ -448,7 +448,7 @@ def test_a_checkpoint_of_a_later_format_says_which_version_reads_it(task, tmp_pa
     run(task, rounds=6, checkpoint=path)
     rewritten(path, fedbilevel="9.1\x1b[2J", format=files.FORMAT + 1)
     files.previous(path).unlink()  # otherwise a run would continue from it
-    said = rf"run\.npz was written by fedbilevel 9\.1.\[2J, in a format that fedbilevel {fb.__version__} does not read"
+    said = rf"run\.npz .*fedbilevel 9\.1.\[2J.* fedbilevel {fb.__version__} "
     with pytest.raises(fb.errors.CheckpointError, match=said) as caught:
         run(task, rounds=6, checkpoint=path, resume=True)
     assert str(caught.value).isprintable()
@@ -465,7 +465,7 @@ def test_a_checkpoint_of_an_earlier_format_goes_on_where_its_state_is_the_same(t
     assert same_bits(run(task, rounds=6, checkpoint=path, resume=True).state, whole.state)
     files.previous(path).unlink(missing_ok=True)
     rewritten(path, fedbilevel="0.2.0", format=files.FORMAT - 1)
-    said = "was written by fedbilevel 0.2.0 in format 2, but runs need format 3: it differs in"
+    said = r"fedbilevel 0\.2\.0 .*format 2.* format 3"
     with pytest.raises(fb.errors.CheckpointError, match=said):
         files.load(path, {"another": jnp.zeros(())})
 
@@ -475,14 +475,14 @@ def test_a_checkpoint_of_another_run_is_refused_and_stays(task, tmp_path):
     run(task, checkpoint=path)
     before = path.read_bytes()
     other = fixed(fb.SimFBO(local_steps=2, batch_size=4, client_lr=0.5))
-    for options, words in [
-        ({"resume": False}, "unless resume=True"),
-        ({"key": 9}, "belongs to another run: its key"),
-        ({"cohort": 2}, "belongs to another run: its cohort"),
-        ({"algorithm": other}, r"its client_lr\.x is 0.01, not 0.5"),
-        ({"rounds": 3}, "at least 7, which the checkpoint has done"),
+    for options, expected in [
+        ({"resume": False}, refuses("checkpoint", str(path), "resume=True")),
+        ({"key": 9}, pytest.raises(fb.errors.CheckpointError, match=r"\bits key is ")),
+        ({"cohort": 2}, pytest.raises(fb.errors.CheckpointError, match="its cohort is 6, not 2")),
+        ({"algorithm": other}, pytest.raises(fb.errors.CheckpointError, match=r"its client_lr\.x is 0\.01, not 0\.5")),
+        ({"rounds": 3}, refuses("rounds", 3, "at least 7")),
     ]:
-        with pytest.raises(fb.errors.FedbilevelError, match=words):
+        with expected:
             run(task, **{"checkpoint": path, "resume": True} | options)
     assert path.read_bytes() == before
 

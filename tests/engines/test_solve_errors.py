@@ -10,6 +10,7 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.authoring import XY, Algorithm, Reply, phase, static
+from refusals import ANY, refuses
 
 
 def outer(x, y, batch):
@@ -26,68 +27,67 @@ def entries(features=3):
 
 PROBLEM, CLIENTS = fb.Bilevel(outer, inner), fb.Clients(entries(), entries())
 X, Y = jnp.zeros(3), {"w": jnp.zeros(3), "b": jnp.zeros(())}
-GIVEN = r"; it was given x: shape \(3,\); y: \['b'\] \(\), \['w'\] \(3,\); batch: \['t'\] \(1,\), \['u'\] "
 WRONG = {
     "a list for clients": (
         {"clients": entries()},
-        r"clients = an object of type list is not allowed: .*fedbilevel\.Clients\(outer, inner",
+        ("", ANY, "fedbilevel.Clients(outer, inner"),
     ),
-    "a function for the problem": ({"problem": outer}, "problem = <function outer .* it must be a Bilevel, Minimax"),
+    "a function for the problem": ({"problem": outer}, ("problem", ANY, "Bilevel")),
     "whole numbers": (
         {"x0": np.zeros(3, int)},
-        r"x0 = .* one array of floats \(write 0\.0 in place of 0, or use \.ast",
+        ("x0", ANY, "0.0"),
     ),
     "x0 of another shape": (
         {"x0": jnp.zeros(2)},
-        r"the inner loss fails \(TypeError: .*\(2,\).*; it was given x: shape \(2,\); y: .*\['w'\] \(3,\); batch",
+        ("", ANY, "x: shape (2,); y: ['b'] (), ['w'] (3,); batch: "),
     ),
     "y0 of another shape": (
         {"y0": {"w": jnp.zeros(5), "b": jnp.zeros(())}},
-        r"the outer loss fails \(TypeError: .*y: .*\['w'\] \(5,\); batch: \['t'\] \(1,\), \['u'\] \(1, 3\)$",
+        ("", ANY, "['w'] (5,); batch: ['t'] (1,), ['u'] (1, 3)"),
     ),
     "other samples": (
         {"clients": fb.Clients(entries(4), entries())},
-        r"the outer loss fails \(.*" + GIVEN + r"\(1, 4\)$",
+        ("", ANY, "x: shape (3,); y: ['b'] (), ['w'] (3,); batch: ['t'] (1,), ['u'] (1, 4)"),
     ),
     "a missing key": (
         {"clients": fb.Clients([{"v": np.ones(2)}], entries()[:1])},
-        r"the outer loss fails \(KeyError: 'u'\).* batch: \['v'\] \(1,\)$",
+        ("", ANY, "KeyError: 'u'"),
     ),
     "a metric of one argument": (
         {"metrics": {"m": lambda x: 0.0}},
-        r"metrics\['m'\] takes \(x\); .* a function \(x, y\)",
+        ("metrics['m']", "(x)", "(x, y)"),
     ),
     "a metric that fails": (
         {"metrics": {"m": lambda x, y: y["q"]}, "engine": fb.Reference()},
-        r"metrics\['m'\] fails \(KeyError: 'q'\); it was given x: shape \(3,\); y: ",
+        ("", ANY, "KeyError: 'q'"),
     ),
     "columns taken for an array": (
         {"problem": fb.Bilevel(lambda x, y, batch: batch[:, 0].sum(), inner)},
-        r"batch is a dict with parts such as batch\['t'\]; .* such as frame\.to_numpy\(\)$",
+        ("", ANY, "batch['t']"),
     ),
     "a list for an array": (
         {"x0": [0.0, 0.0, 0.0]},
-        r"x is a list with .* x\[0\]; np\.asarray turns it into one array$",
+        ("", ANY, "x[0]; np.asarray"),
     ),
     "a list within y0": (
         {"y0": {"w": [0.0, 0.0, 0.0], "b": 0.0}},
-        r"y\['w'\] is a list with parts such as y\['w'\]\[0\]; np\.asarray turns it into one array$",
+        ("", ANY, "y['w'][0]; np.asarray"),
     ),
     "no return": (
         {"problem": fb.Bilevel(lambda x, y, batch: None, inner)},
-        r"^the outer loss must return one real number .*; it returned None: does it end without `return`\?$",
+        ("", ANY, "without `return`?"),
     ),
     "a loss and more": (
         {"problem": fb.Bilevel(outer, lambda *given: (inner(*given), given[1]))},
-        r"^the inner loss must return one real number .*; it returned 5 numbers: 0 \(\) float\d\d, 1\.b",
+        ("", ANY, "5 numbers: 0 () float"),
     ),
-    "a callback without a list": ({"callbacks": fb.stop_when("m", above=1)}, r"callbacks = .* a list of functions"),
-    "callbacks that are used up": ({"callbacks": iter([print])}, r"callbacks = .* a list of functions"),
-    "a metric for each client without a name": ({"metrics_per_client": outer}, r"metrics_per_client = .* by name"),
-    "a metric called 3": ({"metrics": {3: lambda x, y: 0.0}}, r"the name of a metric = 3 .* a text"),
+    "a callback without a list": ({"callbacks": fb.stop_when("m", above=1)}, ("callbacks", ANY, "list")),
+    "callbacks that are used up": ({"callbacks": iter([print])}, ("callbacks", ANY, "list")),
+    "a metric for each client without a name": ({"metrics_per_client": outer}, ("metrics_per_client",)),
+    "a metric called 3": ({"metrics": {3: lambda x, y: 0.0}}, ("the name of a metric", 3)),
     "a callback of one argument": (
         {"callbacks": [lambda row: None]},
-        r"callbacks\[0\] takes \(row\); .*\(result, row\)",
+        ("callbacks[0]", "(row)", "(result, row)"),
     ),
 }
 
@@ -100,7 +100,7 @@ def run(**changed):
 @pytest.mark.parametrize("field", ["key", "x0"])
 def test_a_run_within_a_transformation_is_refused(field):
     values = {"key": jax.random.split(jax.random.key(0)), "x0": jnp.zeros((2, 3))}[field]
-    with pytest.raises(fb.errors.ConfigurationError, match=f"^{field} is traced by JAX: a run cannot be"):
+    with pytest.raises(fb.errors.ConfigurationError, match=rf"^{field} .*jax\.vmap"):
         jax.vmap(lambda value: run(**{field: value}).x)(values)
 
 
@@ -132,47 +132,50 @@ def test_pytorch_in_a_loss_is_answered_with_from_torch(loss, tmp_path, monkeypat
     spec = importlib.util.spec_from_file_location("torch", tmp_path / "torch" / "__init__.py")
     monkeypatch.setitem(sys.modules, "torch", importlib.util.module_from_spec(spec))
     spec.loader.exec_module(sys.modules["torch"])
-    with pytest.raises(fb.errors.ConfigurationError, match=r"the outer loss fails .*fedbilevel\.torch\.from_torch\("):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"the outer loss .*fedbilevel\.torch\.from_torch\("):
         run(problem=fb.Bilevel(loss, inner))
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_what_does_not_fit_is_refused_with_what_was_given(case):
-    changed, words = WRONG[case]
-    with pytest.raises(fb.errors.ConfigurationError, match=words) as raised:
+    changed, refusal = WRONG[case]
+    with refuses(*refusal) as raised:
         run(**changed)
     # the cause is the user's own error
-    assert isinstance(raised.value.__cause__, TypeError) or "TypeError" not in words
+    assert isinstance(raised.value.__cause__, TypeError) or not case.endswith("0 of another shape")
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "refusal"),
     [
         (
             lambda: fb.Bilevel(lambda x, y: 0.0, inner),
-            r"Bilevel\.outer takes \(x, y\); it must be a function \(x, y, batch\)",
+            ("Bilevel.outer", "(x, y)", "(x, y, batch)"),
         ),
-        (lambda: fb.Bilevel(outer, lambda x, y, batch, more: 0.0), r"Bilevel\.inner takes \(x, y, batch, more\); "),
+        (
+            lambda: fb.Bilevel(outer, lambda x, y, batch, more: 0.0),
+            ("Bilevel.inner", "(x, y, batch, more)", "(x, y, batch)"),
+        ),
         (
             lambda: fb.Minimax(lambda x, y: 0.0),
-            r"Minimax\.loss takes \(x, y\); .*\(x, y, batch\), or \(x, y, batch, key\) if it draws random numbers$",
+            ("Minimax.loss", "(x, y)", "(x, y, batch), or (x, y, batch, key)"),
         ),
         (
             lambda: fb.Compositional(outer, lambda x, b: x),
-            r"Compositional\.outer takes .*\(y, batch\), or \(y, batch, key\) if it draws random numbers$",
+            ("Compositional.outer", "(x, y, batch)", "(y, batch), or (y, batch, key)"),
         ),
         (
             lambda: fb.SingleLevel(outer),
-            r"SingleLevel\.loss takes .*\(x, batch\), or \(x, batch, key\) if it draws random numbers$",
+            ("SingleLevel.loss", "(x, y, batch)", "(x, batch), or (x, batch, key)"),
         ),
         (
             lambda: fb.SimpleBilevel(outer, lambda x, b: 0.0, fb.projections.ball(1.0)),
-            r"SimpleBilevel\.outer .*\(x\), or None",
+            ("SimpleBilevel.outer", "(x, y, batch)", "(x), or None"),
         ),
     ],
 )
-def test_losses_with_other_arguments_are_refused_when_the_problem_is_made(make, words):
-    with pytest.raises(fb.errors.ConfigurationError, match=words):
+def test_losses_with_other_arguments_are_refused_when_the_problem_is_made(make, refusal):
+    with refuses(*refusal):
         make()
 
 
@@ -214,6 +217,6 @@ def test_a_mistake_in_a_method_is_met_once_and_keys_of_jaxs_own_kind_are_found()
 
 def test_a_whole_number_in_a_start_is_warned_of_since_it_stays():
     loss = fb.SingleLevel(lambda x, batch: jnp.sum(x["a"] ** 2) + x["b"] + jnp.mean(batch["t"]))
-    with pytest.warns(fb.errors.InfluenceWarning, match=r"x0\['b'\] = 0 is a whole number and stays .* write 0\.0 "):
+    with pytest.warns(fb.errors.InfluenceWarning, match=r"x0\['b'\] = 0 .*0\.0 "):
         result = fb.solve(fb.FedAvg(), loss, fb.Clients(entries()), {"a": np.ones(2), "b": 0}, rounds=1)
     assert result.x["b"] == 0

@@ -17,7 +17,7 @@ from fedbilevel.core.submodel import ClientSlot, UnitLayout, UnitPolicy
 from fedbilevel.engines.recorder import known_flops
 from fedbilevel.engines.submodels import classes
 from fixed_steps import fixed
-from refusals import refuses
+from refusals import ANY, refuses
 from representatives import slow_but
 
 CLIENTS, INPUTS = 7, 5
@@ -334,7 +334,7 @@ def test_one_variable_alone_can_be_cut():
     bytes_up = solved(of_x, problem=DEEP, rounds=1).ledger.bytes_up
     kept = [{1: 5, 0.5: 3, 0.25: 1}[c] for c in CAPACITY]
     assert bytes_up == 8 * sum(INPUTS * k + k * HIDDEN + HIDDEN + 2 * HIDDEN * OUTPUTS for k in kept)
-    with pytest.raises(fb.errors.ConfigurationError, match="no group of units to cut with pruned = 'y'"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"Clients\.capacity .*pruned = 'y'"):
         solved(of_y, problem=DEEP, rounds=1)
 
 
@@ -348,7 +348,7 @@ def test_y_alone_can_be_cut():
     result = solved(of_y, problem=DEEP_Y, rounds=1)
     assert result.ledger.bytes_up == 8 * sum(INPUTS * HIDDEN + HIDDEN + 2 * k * (HIDDEN + OUTPUTS) for k in KEPT)
     assert (result.history.rows[-1]["coverage_x"], result.history.rows[-1]["coverage_y"]) == (CLIENTS, 1)
-    with pytest.raises(fb.errors.ConfigurationError, match="no group of units to cut with pruned = 'x'"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"Clients\.capacity .*pruned = 'x'"):
         solved(of_x, problem=DEEP_Y, rounds=1)
 
 
@@ -448,9 +448,7 @@ def test_with_all_capacities_1_it_is_the_method_itself():
 @pytest.mark.filterwarnings("error::fedbilevel.errors.CapacityWarning")
 def test_a_method_without_submodels_says_that_it_trains_whole_models():
     method = fixed(fb.FedNest(batch_size=3, hypergradient=fb.parts.Implicit(solver=fb.parts.CG(max_steps=2))))
-    said = (
-        "FedNest trains whole models, also on 6 clients with a capacity below 1: means of products over different hold"
-    )
+    said = "^FedNest .* 6 clients .*capacity below 1"
     with pytest.raises(fb.errors.CapacityWarning, match=said):
         solved(method, rounds=1)
 
@@ -460,27 +458,32 @@ UNCUT_BIAS = fb.Bilevel(outer, inner, structure=fb.Structure(x={"weight": "_ hid
 
 
 @pytest.mark.parametrize(
-    ("clients", "algorithm", "problem", "said"),
+    ("clients", "algorithm", "problem", "refusal"),
     [
         (
             population(np.full(CLIENTS, 0.01)),
             fixed(fb.RABO()),
             BILEVEL,
-            "0.01 leaves group 'hidden' with none of its 8 units",
+            ("", ANY, "0.01 leaves group 'hidden'"),
         ),
-        (population(), fixed(fb.RABO()), fb.Bilevel(outer, inner), "the problem has no structure"),
-        (population(), fb.Asynchronous(fixed(fb.SimFBO()), wait_for=2), BILEVEL, "keeps whole models on clients"),
+        (population(), fixed(fb.RABO()), fb.Bilevel(outer, inner), ("", ANY, "has no structure")),
+        (
+            population(),
+            fb.Asynchronous(fixed(fb.SimFBO()), wait_for=2),
+            BILEVEL,
+            ("Clients.capacity", "0.25 to 1", "SimFBO"),
+        ),
         (
             population(),
             COVERED_TWICE,
             BILEVEL,
-            "min_coverage = 2 is not allowed: it must be at most 1: 3 clients share",
+            ("Submodels.min_coverage", 2, "at most 1"),
         ),
-        (population(), fixed(fb.RABO()), UNCUT_BIAS, "the losses fail on the submodel of capacity 0.5"),
+        (population(), fixed(fb.RABO()), UNCUT_BIAS, ("", ANY, "submodel of capacity 0.5")),
     ],
 )
-def test_what_cannot_be_cut_is_refused(clients, algorithm, problem, said):
-    with pytest.raises(fb.errors.ConfigurationError, match=said):
+def test_what_cannot_be_cut_is_refused(clients, algorithm, problem, refusal):
+    with refuses(*refusal):
         solved(algorithm, clients=clients, problem=problem, rounds=1)
 
 

@@ -22,7 +22,7 @@ FEATURES, CLASSES = 6, 3
 SAMPLES = {"u": RNG.normal(size=(4, 8, FEATURES)), "c": RNG.integers(0, CLASSES, (4, 8))}
 MODEL = np.zeros((FEATURES, CLASSES))
 PAIR = {"own": MODEL, "shared": MODEL}
-WORDS = "derivative of the inner loss in y is not the gradient of one function.*stop_gradient.*MR-MTL"
+WORDS = r"\bthe inner loss in y .*Bilevel\.own.*stop_gradient.*MR-MTL"
 fixed = jax.lax.stop_gradient
 
 

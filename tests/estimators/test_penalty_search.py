@@ -140,9 +140,9 @@ def test_one_penalty_of_ridge_is_scikit_learns_on_the_pooled_rows():
 
 
 def test_a_search_that_does_not_end_warns():
-    with pytest.warns(ConvergenceWarning, match=r"Ridge has not .* projected gradient is .* after 4 exchanges"):
+    with pytest.warns(ConvergenceWarning, match=r"^Ridge .* gradient .* 4 exchanges"):
         Ridge(rounds=4).fit(*table("ridge"), groups=SITES)
-    with pytest.warns(ConvergenceWarning, match="CoxRegression has not converged: the coefficients still move after 2"):
+    with pytest.warns(ConvergenceWarning, match=r"^CoxRegression .* after 2\b"):
         CoxRegression(rounds=2, penalties=0.1).fit(*table("cox"), groups=SITES)
 
 

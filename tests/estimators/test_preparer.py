@@ -250,12 +250,12 @@ def test_what_save_does_not_write_is_refused(told, files, tmp_path):
 
 def test_files_are_there_and_each_once(files, tmp_path):
     """A file that is missing, too long, no regular file or named twice is refused."""
-    with pytest.raises(DataError, match=r"null.? cannot be read: it is a pipe or a device, and not a regular file"):
+    with pytest.raises(DataError, match=r"null\b.*pipe or a device"):
         Preparer.load(os.devnull)
     (tmp_path / "long.json").write_bytes(b"{}" + bytes(2**24))
-    with pytest.raises(DataError, match=r"long\.json.? cannot be read: it has more than 16,777,216 bytes"):
+    with pytest.raises(DataError, match=r"long\.json\b.*16,777,216 bytes"):
         Preparer.load(tmp_path / "long.json")
-    with pytest.raises(DataError, match=r"no\.json.? cannot be read: No such file"):
+    with pytest.raises(DataError, match=r"no\.json\b.*No such file"):
         Preparer.load(tmp_path / "no.json")
     (tmp_path / "link.json").symlink_to(files[0])
     for some in (
@@ -264,7 +264,7 @@ def test_files_are_there_and_each_once(files, tmp_path):
         [files[0], f"{tmp_path}/./{files[0].name}"],
         [files[0], tmp_path / "link.json"],
     ):
-        with pytest.raises(ConfigurationError, match="one or more, each once"):
+        with refuses("files", fact="each once"):
             Preparer.load(*some)
 
 
@@ -321,7 +321,7 @@ def test_texts_of_which_most_have_a_single_row_are_warned_of(texts):
     if each row comes twice, if the column is named in `categorical`, or if there are only 19 rows.
     """
     column = [texts.format(number) for number in [*range(1, 22), 1]]
-    with pytest.warns(DataWarning, match=r"column 'a' has 21 texts as categories, 20 of them in a single row each"):
+    with pytest.warns(DataWarning, match=r"'a' .*\b21 .*\b20 "):
         Preparer().fit(pd.DataFrame({"a": column}))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -336,7 +336,7 @@ def test_a_code_for_gaps_among_0_and_1_is_warned_of(ones):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Preparer().fit(pd.DataFrame({"a": column}))
-    with pytest.warns(DataWarning, match=rf"1 of {91 + ones} numbers of column 'a', such as -999, cause"):
+    with pytest.warns(DataWarning, match=rf"1 of {91 + ones} .*'a'.* -999\b"):
         Preparer().fit(pd.DataFrame({"a": [*column, -999.0]}))
 
 
@@ -386,7 +386,5 @@ def test_a_code_for_a_gap_is_warned_of(code):
     ages = np.random.default_rng(0).normal(50, 10, 120)
     Preparer().fit(pd.DataFrame({"age": ages}))
     ages[7] = code
-    with pytest.warns(
-        DataWarning, match=rf"1 of 120 numbers of column 'age', such as {re.escape(f'{code:g}')}, cause (9.|100)%"
-    ):
+    with pytest.warns(DataWarning, match=rf"1 of 120 .*'age'.* {re.escape(f'{code:g}')}, .*(9.|100)%"):
         Preparer().fit(pd.DataFrame({"age": ages}))

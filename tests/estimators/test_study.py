@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from fedbilevel.data import DataError
-from fedbilevel.errors import ConfigurationError, DataWarning
+from fedbilevel.errors import DataWarning
 from fedbilevel.estimators import CoxRegression, LogisticRegression, Preparer, Ridge, Study, StudyModel
 from fedbilevel.estimators.agreement import Agreement, DifferentColumnsError
 from fedbilevel.estimators.site_table import SiteTable
@@ -143,7 +143,7 @@ def test_a_saved_model_predicts_one_patient(kind, tmp_path):
             model.predict_proba(patient)
     with refuses("site", "sout", near="south"):
         model.predict(patient, site="sout")
-    with pytest.raises(ConfigurationError, match="column 'dose'"):  # the message also has a name that is near by chance
+    with refuses("column", "dose"):
         model.predict(patient.drop(columns="dose"), site="south")
 
 
@@ -274,7 +274,7 @@ def test_standard_errors_in_a_file_are_numbers(tmp_path):
 
 
 def test_a_column_to_leave_out_may_be_missing_at_a_site():
-    with pytest.warns(DataWarning, match="the table of north has no column 'dose', which the study leaves out"):
+    with pytest.warns(DataWarning, match="north .*'dose'"):
         SiteTable(study("logistic", drop=("dose", "days", "died")), "north", table(0).drop(columns="dose"))
 
 

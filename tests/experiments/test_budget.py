@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from command_line import outcome
 
 from fedbilevel import experiments
 from fedbilevel.core.errors import ConfigurationError
+from refusals import ANY, refuses
 
 BUDGET = 60
 SMALL = ["clients=4", "samples=[3, 3]", f"run.exchanges={BUDGET}"]
@@ -60,9 +60,9 @@ def test_an_interrupted_run_ends_at_the_same_bits(random_length, tmp_path) -> No
 
     with pytest.raises(KeyboardInterrupt):
         experiments.run(spec, tmp_path / "run", plot=False, callbacks=[interrupt])
-    with pytest.raises(ConfigurationError, match=r"rounds cannot be set: the run in .* ends after 60 exchanges"):
+    with pytest.raises(ConfigurationError, match=r"^rounds .* 60 exchanges"):
         experiments.resume(tmp_path / "run", rounds=99, plot=False)
-    with pytest.raises(ConfigurationError, match=r"callbacks = .* a list of functions"):
+    with refuses("callbacks", interrupt, "list"):
         experiments.resume(tmp_path / "run", plot=False, callbacks=interrupt)
     experiments.resume(tmp_path / "run", plot=False)
     assert outcome(tmp_path / "run") == outcome(folder)
@@ -93,22 +93,22 @@ def test_rounds_and_a_budget_take_each_others_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "refusal"),
     [
-        (["exchanges=50", "rounds=7"], "give one, not rounds = 7 and exchanges = 50"),
-        (["rounds=none"], "give one, not none of them"),
-        (["exchanges=0"], "run.exchanges = 0 is not allowed"),
-        (["bytes=inf"], "run.bytes = inf is not allowed: it must be a positive number of bytes"),
-        (["run.time=0"], "run.time = 0 is not allowed: it must be a positive number of seconds"),
-        (["run.time=9", "rounds=3"], "give one, not rounds = 3 and time = 9"),
-        (["run.time=9", "clock.network=0"], "no time passes"),
-        (["eval_every=none"], "run.eval_every = None is not allowed"),
-        (["pooled=true", "cohort=3"], "run.cohort = 3 is not allowed: it must be none or 1 with run.pooled"),
+        (["exchanges=50", "rounds=7"], ("", ANY, "rounds = 7 and exchanges = 50")),
+        (["rounds=none"], ("", ANY, "none of them")),
+        (["exchanges=0"], ("run.exchanges", 0)),
+        (["bytes=inf"], ("run.bytes", float("inf"))),
+        (["run.time=0"], ("run.time", 0)),
+        (["run.time=9", "rounds=3"], ("", ANY, "rounds = 3 and time = 9")),
+        (["run.time=9", "clock.network=0"], ("run.time", 9, "clock.network")),
+        (["eval_every=none"], ("run.eval_every", None)),
+        (["pooled=true", "cohort=3"], ("run.cohort", 3, "run.pooled")),
     ],
 )
-def test_what_cannot_be_is_refused(settings: list[str], words: str) -> None:
+def test_what_cannot_be_is_refused(settings: list[str], refusal: tuple) -> None:
     """Budgets that are impossible, and settings of a run that contradict each other, are refused."""
-    with pytest.raises(ConfigurationError, match=re.escape(words)):
+    with refuses(*refusal):
         experiments.configure(settings=settings)
 
 

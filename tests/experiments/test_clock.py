@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 
 import pytest
@@ -17,6 +16,7 @@ from fedbilevel.experiments.compare import comparison_table, default_panels, loa
 from fedbilevel.experiments.federation import configured, write_app
 from fedbilevel.experiments.runner import build
 from fedbilevel.experiments.series import comparison_specs, seeded
+from refusals import ANY, refuses
 
 SMALL = ["clients=4", "samples=[3, 3]", "algorithm.local_steps=1"]
 CLOCK = ["clock.compute=0.1", "clock.network=1.0", "clock.stragglers=1", "slowdown=5.0"]
@@ -60,31 +60,30 @@ def test_the_clock_reaches_the_engine_and_the_seed_the_clock() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "refusal"),
     [
-        (["seed=3"], "write task.seed or run.seed or clock.seed"),
-        (["clock.seed=-1"], "clock.seed = -1 is not allowed"),
-        (["clock.network=-1"], "Clock.network = -1 is not allowed"),
-        (["clock.compute=[1, 'x']"], "clock.compute = [1, 'x'] is not allowed: it must be float | Sequence[float]"),
-        (["clock.stragglers=5"], "Clock.stragglers = 5 is not allowed: it must be at most 4, the number of clients"),
-        (["clock.compute=[1, 2]"], "one number, or 4, one per client"),
+        (["seed=3"], ("", ANY, "task.seed or run.seed or clock.seed")),
+        (["clock.seed=-1"], ("clock.seed", -1)),
+        (["clock.network=-1"], ("Clock.network", -1)),
+        (["clock.compute=[1, 'x']"], ("clock.compute", [1, "x"], "Sequence[float]")),
+        (["clock.stragglers=5"], ("Clock.stragglers", 5, "at most 4")),
+        (["clock.compute=[1, 2]"], ("Clock.compute", "2 numbers", "4, one per client")),
     ],
 )
-def test_a_wrong_clock_is_refused_before_anything_runs(settings, words) -> None:
-    with pytest.raises(ConfigurationError, match=re.escape(words)):
+def test_a_wrong_clock_is_refused_before_anything_runs(settings, refusal) -> None:
+    with refuses(*refusal):
         build(configure(task="quadratic", settings=[*SMALL, *settings]))
 
 
 def test_too_few_for_an_asynchronous_method_are_refused_before_anything_runs() -> None:
     """Asynchronous ShroFBO refuses a cohort of some clients, and to wait for more clients than are ever available."""
     spec = configure(task="quadratic", algorithm="shrofbo", settings=[*SMALL, "cohort=3", "wait_for=2"])
-    needed = r"run\.cohort = 3 is not allowed: it must be None: ShroFBO needs all clients in every round"
-    with pytest.raises(ConfigurationError, match=needed):
+    with refuses("run.cohort", 3, "ShroFBO"):
         build(spec)
     build(spec.replace(run={"cohort": None}))
     spec = spec.replace(run={"cohort": 4}, asynchronous={"wait_for": 4})
     build(spec)
-    with pytest.raises(ConfigurationError, match=r"wait_for = 4 is not allowed: it must be at most 3"):
+    with refuses("wait_for", 4, "at most 3"):
         build(spec.replace(clock={"availability": [1, 1, 0, 1]}))
 
 
@@ -94,7 +93,7 @@ def test_a_federation_has_no_clock_of_ours(tmp_path) -> None:
         lambda: write_app(configure(task="quadratic", settings=CLOCK), tmp_path / "app"),
         lambda: configured(configure(task="quadratic"), {"settings": "clock.stragglers=1"}),
     ):
-        with pytest.raises(ConfigurationError, match=r"\[clock\] is for simulations"):
+        with pytest.raises(ConfigurationError, match=r"^\[clock\] "):
             make()
     assert not (tmp_path / "app").exists()
 

@@ -14,6 +14,7 @@ from fedbilevel.display import curves
 from fedbilevel.engines.history import History
 from fedbilevel.experiments import compare, export, tables
 from fedbilevel.experiments.compare import common_targets, comparison_table, default_panels, load_groups
+from refusals import ANY, refuses
 from run_folders import write_run
 
 
@@ -97,7 +98,7 @@ def test_groups_of_one_name_are_told_apart_and_no_run_counts_twice(runs, tmp_pat
         spec.write_text(re.sub(r"condition = \S+", f"condition = {condition}", spec.read_text()))
     assert [group.label for group in load_groups([tmp_path, runs / "sim"])] == ["a/shro", "b/shro", "sim (3 seeds)"]
     shutil.copytree(runs / "shro", tmp_path / "again")
-    with pytest.raises(ConfigurationError, match=r"shro/seed-0 and .*again/seed-0 have the same spec and seed"):
+    with pytest.raises(ConfigurationError, match=r"shro/seed-0 .*again/seed-0 .*seed"):
         load_groups([runs / "shro", tmp_path / "again"])
 
 
@@ -115,7 +116,7 @@ def test_a_run_that_a_folder_has_twice_is_left_out(runs, tmp_path, run) -> None:
     assert [run.folder.path.parent.name for group in load_groups([tmp_path / "dup"]) for run in group.runs] == ["a"]
     assert run("report", tmp_path / "dup", "--out", tmp_path / "page.html")[0] == 0
     assert again.removeprefix("left out") in (tmp_path / "page.html").read_text(encoding="utf-8")
-    with pytest.raises(ConfigurationError, match="have the same spec and seed"):
+    with pytest.raises(ConfigurationError, match=r"a/seed-0 .*b/seed-0 .*seed"):
         load_groups([tmp_path / "dup" / "a", tmp_path / "dup" / "b"])
 
 
@@ -168,7 +169,7 @@ def test_runs_that_measure_different_things_or_disagree_on_the_better_way_are_re
         load_groups([tmp_path])
     for file in (other / "summary.json", other / "history.jsonl"):
         file.write_text(file.read_text().replace('"relative_error"', '"test_loss"'))
-    with pytest.raises(ConfigurationError, match=r"their metrics differ: relative_error.*, test_loss"):
+    with pytest.raises(ConfigurationError, match=r"relative_error.*, test_loss \("):
         load_groups([tmp_path])
 
 
@@ -198,7 +199,7 @@ def test_a_summary_may_say_no_better_way_and_then_the_names_is_taken_but_not_a_w
     (place / "summary.json").write_text(json.dumps(summary))
     assert not load_groups([place])[0].larger_is_better
     (place / "summary.json").write_text(json.dumps(summary | {"larger_is_better": {"m": 1}}))
-    with pytest.raises(ConfigurationError, match=r"summary\.json is damaged: larger_is_better must be an object"):
+    with pytest.raises(ConfigurationError, match=r"summary\.json .*larger_is_better"):
         load_groups([place])
 
 
@@ -209,14 +210,24 @@ def test_an_unfinished_run_and_a_folder_of_something_else_are_refused(runs, tmp_
     (tmp_path / "empty").mkdir()
     for name in ("c.csv", "notes.txt"):
         (tmp_path / name).touch()
-    for paths, words in [
-        ([unfinished], "has not finished: fedbilevel run --resume"),
-        ([runs / "sim", tmp_path / "empty"], r"no spec\.toml"),
-        ([tmp_path], r"nothing to compare: .*unfinished have not finished"),
-        ([tmp_path / "c.csv"], r"nothing to compare: .*c\.csv are not folders of runs"),
-        ([runs, tmp_path / "notes.txt"], r"notes\.txt.* an existing folder"),
+    for paths, refusal in [
+        ([unfinished], ("", ANY, "fedbilevel run --resume")),
+        (
+            [runs / "sim", tmp_path / "empty"],
+            (
+                "run folder",
+                str(tmp_path / "empty"),
+                "spec.toml",
+            ),
+        ),
+        ([tmp_path], ("", ANY, f"{unfinished} have not finished")),
+        ([tmp_path / "c.csv"], ("", ANY, f"{tmp_path / 'c.csv'} are not folders of runs")),
+        (
+            [runs, tmp_path / "notes.txt"],
+            ("run folder", str(tmp_path / "notes.txt")),
+        ),
     ]:
-        with pytest.raises(ConfigurationError, match=words):
+        with refuses(*refusal):
             load_groups(paths)
 
 

@@ -33,6 +33,7 @@ from fedbilevel.flower.server.engine import in_a_sentence, server_app
 from fedbilevel.flower.server.terms import Terms
 from fedbilevel.flower.wire import METRICS, RequestMessage, decode
 from fedbilevel.tasks.quadratic import quadratic
+from refusals import ANY, refuses
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "two-folders"
 NODE = {"partition-id": 0}
@@ -106,7 +107,7 @@ def test_a_demo_plays_the_task_that_is_asked_for(given, task, clients, rounds, s
 
 def test_a_demo_without_flower_writes_nothing(spec, tmp_path, monkeypatch):
     monkeypatch.setattr(versions, "installed", lambda: None)
-    with pytest.raises(fb.errors.ConfigurationError, match="this needs Flower"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"Flower.*\[flower\]"):
         federation.play_demo(spec, 2, tmp_path / "demo", persistent=True)
     assert not (tmp_path / "demo").exists()
 
@@ -148,7 +149,7 @@ def test_a_run_that_too_few_clients_came_to_starts_again_in_its_folder(spec, tmp
     config = {"out": str(out), "quorum": 1.0, "attempts": 1, "join": 0.1, "deadline": 0.1}
     app = federation.client_app(spec)
     for _ in range(2):
-        with pytest.raises(fb.errors.ExchangeError, match="2 clients are online, but 3 of 3 are needed"):
+        with pytest.raises(fb.errors.ExchangeError, match=r"^2 clients .* 3 of 3 "):
             federation.serve(spec, InProcess(app, 2), config)
         assert [file.name for file in out.iterdir() if not file.name.startswith(".")] == ["exchanges.jsonl"]
         status = Status.of(Folder(out))
@@ -156,7 +157,7 @@ def test_a_run_that_too_few_clients_came_to_starts_again_in_its_folder(spec, tmp
         assert said == ["no exchange has ended"]
         assert re.search("2 clients are online, but 3 .* the run ended before its first exchange", str(ended))
         assert isinstance(ended, fb.errors.ExchangeError)
-    with pytest.warns(CheckpointWarning, match=r"cleared the files of a run .* \(exchanges\.jsonl\)"):
+    with pytest.warns(CheckpointWarning, match=r"\(exchanges\.jsonl\)"):
         federation.serve(spec, InProcess(app, 3), config)
     assert load_run(out).summary["rounds"] == 1
     assert Status.of(Folder(out)).ended is None
@@ -165,14 +166,14 @@ def test_a_run_that_too_few_clients_came_to_starts_again_in_its_folder(spec, tmp
 def test_the_status_of_what_is_no_file_is_refused(tmp_path):
     """The status of a run is refused if its log is a pipe, since reading it might never end."""
     os.mkfifo(tmp_path / "exchanges.jsonl")
-    with pytest.raises(fb.errors.ConfigurationError, match=r"jsonl is not a regular file; .*--connection NAME"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"jsonl .*regular file.*--connection NAME"):
         Status.of(Folder(tmp_path))
 
 
 def test_a_run_that_cannot_begin_writes_nothing_into_the_folder_of_something_else(spec, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     config = {"out": str(tmp_path), "join": 0.1}
-    with pytest.raises(fb.errors.ConfigurationError, match="that folder is not empty"):
+    with pytest.raises(fb.errors.ConfigurationError, match=f"{tmp_path}: "):
         federation.serve(spec, InProcess(federation.client_app(spec), 3), config)
     assert [file.name for file in tmp_path.iterdir() if not file.name.startswith(".")] == ["notes.txt"]
 
@@ -197,23 +198,23 @@ def test_clients_read_their_own_folders_and_the_server_none(hospitals, tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("node", "message"),
+    ("node", "refusal"),
     [
-        ({}, "partition-id"),
-        ({"partition-id": 3}, "below 3"),
-        ({"partition-id": "0"}, "partition-id = '0'"),
-        ({**NODE, "clipp": 1.0}, "did you mean 'clip'"),
-        ({**NODE, "settable": "run.* task.dimx"}, "'task.dimx' in settable; did you mean 'task.dim_x'"),
-        ({**NODE, "max-memory": 0}, "Limits.max_memory = 0"),
-        ({**NODE, "clip": 1.0}, "noise_multiplier, delta"),
-        ({**NODE, "clip": 1.0, "noise-multiplier": 1.0, "delta": 1e-5}, "Site.folder"),
-        ({**NODE, "max-local-steps": 0}, "Limits.max_local_steps"),
-        ({**NODE, "samples": "many"}, "task.samples"),
+        ({}, ("node configuration: partition-id", None)),
+        ({"partition-id": 3}, ("node configuration: partition-id", 3, "below 3")),
+        ({"partition-id": "0"}, ("partition-id", "0")),
+        ({**NODE, "clipp": 1.0}, ("name in the node configuration", "clipp", "", "clip")),
+        ({**NODE, "settable": "run.* task.dimx"}, ("field in settable", "task.dimx", "", "task.dim_x")),
+        ({**NODE, "max-memory": 0}, ("Limits.max_memory", 0)),
+        ({**NODE, "clip": 1.0}, ("node configuration", "clip alone", "noise_multiplier, delta")),
+        ({**NODE, "clip": 1.0, "noise-multiplier": 1.0, "delta": 1e-5}, ("Site.folder", None, "privacy")),
+        ({**NODE, "max-local-steps": 0}, ("Limits.max_local_steps", 0)),
+        ({**NODE, "samples": "many"}, ("task.samples", "many")),
     ],
 )
-def test_node_configuration_says_what_a_site_allows_or_is_told_what_is_wrong(spec, node, message, tmp_path):
+def test_node_configuration_says_what_a_site_allows_or_is_told_what_is_wrong(spec, node, refusal, tmp_path):
     """Limits and privacy of a site are read from its node configuration, and wrong entries are refused by name."""
-    with pytest.raises(fb.errors.ConfigurationError, match=message):
+    with refuses(*refusal):
         federation.site(spec, {}, node)
     limits = {"max-local-steps": 7, "max-batch-size": 9, "max-seconds": 5, "max-bytes": 100}
     privacy = {"clip": 2, "noise-multiplier": 3.0, "delta": 1e-5, "budget": 4.0, "state-folder": str(tmp_path)}
@@ -240,7 +241,7 @@ def test_a_site_names_the_fields_that_a_server_may_set(settings, node, refused, 
     """A site refuses settings of other fields before it makes the task, and tells the server which fields these are."""
     made, seen_by = [], federation.seen_by
     monkeypatch.setattr(federation, "seen_by", lambda spec, party: made.append(spec) or seen_by(spec, party))
-    refusal = pytest.raises(Refusal, match=rf"a server may not set {refused} at this client")
+    refusal = pytest.raises(Refusal, match=rf"\bset {refused} at this client")
     with refusal if refused else nullcontext() as said:
         site = federation.site(spec, {"settings": settings}, {**NODE, **node})
         assert site.x0.shape == (node.get("dim_x", 5),)
@@ -253,30 +254,30 @@ def test_a_site_names_the_fields_that_a_server_may_set(settings, node, refused, 
 def test_a_search_over_x_is_refused_before_anything_is_written(tmp_path):
     settings = ["run.exchanges=100", "algorithm.low=-1", "algorithm.high=1"]
     spec = configure(task="quadratic", algorithm=f"{SEARCHES}:TPE", settings=settings)
-    with pytest.raises(fb.errors.ConfigurationError, match=r"search: TPE.* there are no searches") as caught:
+    with refuses("algorithm", "search: TPE") as caught:
         write_app(spec, tmp_path / "app")
     assert caught.value.path == "algorithm"
     assert not (tmp_path / "app").exists()
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "refusal"),
     [
-        ({"quorom": 0.5}, "did you mean 'quorum'"),
-        ({"settings": "run.pooled=true"}, "run.pooled"),
-        ({"settings": "run.round=3"}, "did you mean 'rounds'"),
-        ({"settings": "run.rounds='3"}, "settings = .* as in a shell: No closing quotation"),
-        ({"attempts": 1.5}, "attempts = 1.5"),
-        ({"settings": "task.name=saddle"}, "unknown|app's task"),
-        ({"settings": "algorithm.name=shrofbo"}, "unknown|app's task"),
-        ({"quorum": 2}, "Terms.quorum"),
-        ({"norm-factor": 0.5}, r"Terms\.norm_factor = 0\.5 .* 1 or more, or None"),
-        ({"log": "tensorboard,mlfow"}, "unknown tracker 'mlfow' of log; did you mean 'mlflow'"),
-        ({"message-factor": 0.0}, r"Terms\.message_factor = 0\.0 .* a positive number"),
+        ({"quorom": 0.5}, ("name in the run configuration", "quorom", "", "quorum")),
+        ({"settings": "run.pooled=true"}, ("run.pooled", True)),
+        ({"settings": "run.round=3"}, ("field of run", "round", "", "rounds")),
+        ({"settings": "run.rounds='3"}, ("", ANY, "No closing quotation")),
+        ({"attempts": 1.5}, ("attempts", 1.5)),
+        ({"settings": "task.name=saddle"}, ("settings", ("saddle", "simfbo"), "('quadratic', 'simfbo')")),
+        ({"settings": "algorithm.name=shrofbo"}, ("settings", ("quadratic", "shrofbo"), "('quadratic', 'simfbo')")),
+        ({"quorum": 2}, ("Terms.quorum", 2.0)),
+        ({"norm-factor": 0.5}, ("Terms.norm_factor", 0.5, "None")),
+        ({"log": "tensorboard,mlfow"}, ("tracker of log", "mlfow", "", "mlflow")),
+        ({"message-factor": 0.0}, ("Terms.message_factor", 0.0)),
     ],
 )
-def test_a_wrong_run_configuration_is_told_what_is_wrong(spec, config, message, tmp_path):
-    with pytest.raises(fb.errors.ConfigurationError, match=message):
+def test_a_wrong_run_configuration_is_told_what_is_wrong(spec, config, refusal, tmp_path):
+    with refuses(*refusal):
         federation.serve(spec, InProcess(federation.client_app(spec), 3), {**config, "out": str(tmp_path / "a")})
     assert not (tmp_path / "a").exists()
 
@@ -301,8 +302,11 @@ def test_a_file_that_needs_its_neighbours_and_a_name_that_is_no_package_are_refu
     (tmp_path / "neighbour_of_it.py").write_text("A = 1\n")
     (tmp_path / "mine.py").write_text("import neighbour_of_it\nfrom fedbilevel.tasks import quadratic as task\n")
     of_two = configure(task=f"{tmp_path / 'mine.py'}:task")
-    for made, name, words in ((of_two, "app", "an installed package"), (spec, "3-apps", "begins with a letter")):
-        with pytest.raises(fb.errors.ConfigurationError, match=words):
+    for made, name, refusal in (
+        (of_two, "app", ("", ANY, "an installed package")),
+        (spec, "3-apps", ("DIR", str(tmp_path / "3-apps"), "letter")),
+    ):
+        with refuses(*refusal):
             write_app(made, tmp_path / name)
         assert not (tmp_path / name).exists()
 
@@ -323,7 +327,7 @@ def test_a_server_that_ends_early_says_why_what_is_kept_and_how_to_go_on(spec, t
     out, grid = tmp_path / "a", InProcess(federation.client_app(spec), 3)
     for context in grid.contexts.values():
         context.node_config["max-requests"] = 3  # a greeting, and one exchange in each of two rounds
-    with pytest.raises(fb.errors.ExchangeError, match=r"3 requests in all .* is kept; to continue, submit"):
+    with pytest.raises(fb.errors.ExchangeError, match=r"\b3 requests .* is kept"):
         federation.serve(spec, grid, {"out": str(out), "attempts": 1})
     assert main(["flower", "status", str(out)]) == 5
     said = capsys.readouterr()
@@ -403,7 +407,7 @@ def test_a_full_disk_ends_a_server_in_a_sentence(spec, tmp_path, monkeypatch, ca
         save(path, *given, **options)
 
     monkeypatch.setattr(checkpoint, "save", full)
-    with pytest.raises(fb.errors.CheckpointError, match=r"No space left on device.*is kept; to continue, submit"):
+    with pytest.raises(fb.errors.CheckpointError, match=r"No space left on device.*is kept"):
         federation.serve(spec, InProcess(federation.client_app(spec), 3), {"out": str(out)})
     assert main(["flower", "status", str(out)]) == 4
     assert "No space left on device" in capsys.readouterr().err
@@ -512,7 +516,7 @@ def test_a_site_that_could_not_take_part_is_told_why(node, more, message, hospit
 def test_a_task_that_cannot_be_made_of_a_sites_data_is_refused_in_a_sentence(line, why, tmp_path):
     (tmp_path / "mine.py").write_text(f"def mine(party='all'):\n    return {line}\n")
     spec = configure(task=f"{tmp_path / 'mine.py'}:mine", algorithm="simfbo")
-    with pytest.raises(fb.errors.ConfigurationError, match=rf"cannot be made .* for party = 7: {why}"):
+    with pytest.raises(fb.errors.ConfigurationError, match=rf"mine\.py:mine .*party = 7: {why}"):
         federation.site(spec, {}, {"partition-id": 7})
 
 

@@ -16,12 +16,12 @@ import pytest
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.cli import main, parser
 from fedbilevel.cli.shared import check_names
-from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.facts import No
 from fedbilevel.core.submodel import Policy
 from fedbilevel.experiments import configure, loader, names, resolve, toml
 from fedbilevel.experiments.series import comparison_specs
 from fedbilevel.tasks import TASKS
+from refusals import refuses
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -243,7 +243,7 @@ def test_ones_own_algorithm_is_shown_from_its_code(tmp_path) -> None:
     assert "\nProblems: SingleLevel.\n" in text
     assert f'[algorithm]\nname = "{tmp_path}/own.py:Mine"' in text
     assert "\nlocal_steps = 17\n" in text
-    with pytest.raises(ConfigurationError, match=r"'Yours' in .*own\.py \(allowed: Mine\)"):
+    with refuses(f"algorithm in {tmp_path}/own.py", "Yours", "['Mine']"):
         loader.shown("algorithm", f"{tmp_path}/own.py:Yours")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from fedbilevel import experiments, solve
 from fedbilevel.core.errors import ConfigurationError, NonFiniteError
 from fedbilevel.experiments.runner import build, task_of
 from fedbilevel.experiments.series import TaskCache, comparison_specs
+from refusals import ANY, refuses
 
 TWO = ["simfbo", "shrofbo"]
 SETTINGS = ["clients=4", "samples=[3, 3]", "run.rounds=20", "run.eval_every=5"]
@@ -56,7 +56,7 @@ def test_a_method_keeps_its_place_and_so_its_colour(compared, tmp_path) -> None:
     groups = experiments.compare_algorithms("quadratic", TWO[::-1], settings=SETTINGS, seeds=[0, 1], out=folder)
     assert [group.name for group in groups] == TWO
     (folder / "methods.json").write_text("{}")
-    with pytest.raises(ConfigurationError, match=r"methods\.json is damaged: it must be a JSON list of .* names"):
+    with pytest.raises(ConfigurationError, match=r"methods\.json .*JSON list"):
         experiments.load_groups([folder])
 
 
@@ -155,27 +155,31 @@ def test_own_numbers_of_one_method_of_a_comparison() -> None:
     assert [dict(spec.clients) for spec in specs.values()] == [{"local_steps": [4, 1, 1]}, {"outer_steps": [1, 2, 5]}]
     tasks = TaskCache()
     assert [list(tasks(spec).clients.own) for spec in specs.values()] == [["local_steps"], ["outer_steps"]]
-    with pytest.raises(
-        ConfigurationError, match=r"simfbo: unknown name 'outer_steps' in the clients' own numbers for SimFBO"
-    ):
+    with pytest.raises(ConfigurationError, match=r"^simfbo: .*'outer_steps'"):
         comparison_specs("quadratic", ["simfbo", "lfednest"], settings=["simfbo.clients.outer_steps=3"])
 
 
 @pytest.mark.parametrize(
-    ("algorithms", "settings", "words"),
+    ("algorithms", "settings", "refusal"),
     [
-        ([], [], "algorithms = [] is not allowed: it must be one or more names"),
-        (["simfbo", "simfbo"], [], "names that are all different"),
-        (TWO, ["algorithm.rdius=3"], "unknown field 'rdius' of the algorithms; did you mean 'radius'"),
-        (TWO, ["momentum=0.5"], "unknown field 'momentum'; bi-fista has one (allowed: simfbo: batch_size, client_lr,"),
-        (TWO, ["rdius=3"], "unknown field 'rdius'; did you mean 'radius'"),
-        (TWO, ["shrofbo.rdius=3"], "shrofbo: unknown field 'rdius' of algorithm; did you mean 'radius'"),
-        (TWO, ["lfednest.inner.lr=3"], "for one of the algorithms that are compared: simfbo, shrofbo"),
+        ([], [], ("algorithms", [])),
+        (["simfbo", "simfbo"], [], ("algorithms", "simfbo,simfbo", "different")),
+        (TWO, ["algorithm.rdius=3"], ("field of the algorithms", "rdius", "", "radius")),
+        (TWO, ["momentum=0.5"], ("field", "momentum", "simfbo: batch_size, client_lr,")),
+        (TWO, ["rdius=3"], ("field", "rdius", "", "radius")),
+        (TWO, ["shrofbo.rdius=3"], ("", ANY, "shrofbo: unknown field 'rdius' of algorithm")),
+        (TWO, ["lfednest.inner.lr=3"], ("--set", "lfednest.inner.lr=3", "simfbo, shrofbo")),
     ],
 )
-def test_wrong_input_is_explained(algorithms, settings, words) -> None:
-    with pytest.raises(ConfigurationError, match=re.escape(words)):
+def test_wrong_input_is_explained(algorithms, settings, refusal) -> None:
+    with refuses(*refusal):
         comparison_specs("quadratic", algorithms, settings=settings)
+
+
+def test_the_method_that_has_a_field_is_named() -> None:
+    with refuses("field", "momentum") as error:
+        comparison_specs("quadratic", TWO, settings=["momentum=0.5"])
+    assert "bi-fista" in str(error.value)
 
 
 @pytest.mark.slow

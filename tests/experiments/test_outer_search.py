@@ -21,7 +21,7 @@ from fedbilevel.experiments.outer_search import TPE, Halving, Random, SearchRun,
 from fedbilevel.experiments.runner import build
 from fedbilevel.experiments.series import comparison_specs
 from fedbilevel.tasks.quadratic import outer, quadratic
-from refusals import refuses
+from refusals import ANY, refuses
 
 optuna = pytest.importorskip("optuna")
 BOUNDS = {"low": -1.0, "high": 1.0}
@@ -449,34 +449,33 @@ def test_wrong_commands_are_refused(arguments, words, run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "refusal"),
     [
         (
             ["privacy.clip=1.0", "privacy.noise_multiplier=1.0", "privacy.delta=1e-5"],
-            "TPE.lr = None is not allowed: it must be a number for search: TPE under privacy",
+            ("TPE.lr", None, "privacy"),
         ),
         (
             ["privacy.clip=1.0", "privacy.noise_multiplier=1.0", "privacy.delta=1e-5", "TPE.lr=0.1", "run.cohort=2"],
-            "run.cohort = 2 is not allowed: it must be none for search: TPE under",
+            ("run.cohort", 2, "privacy"),
         ),
-        (["submodels.policy=random"], "TPE cannot be given Submodels: its trials"),
-        (["clients.capacity=0.5", "task.units=3"], "clients.capacity"),
-        (["asynchronous.wait_for=2"], "TPE cannot be Asynchronous: its trials"),
-        (["run.metrics_per_client=true"], "run.metrics_per_client = True"),
-        (["task.dim_x=1001"], "x0 = '1,001 entries' is not allowed: it must be at most 1,000 entries for search: TPE"),
-        (["run.x_bounds=[-0.5, 0.5]"], "TPE.low = -1.0"),
+        (["submodels.policy=random"], ("", ANY, "TPE cannot be given Submodels")),
+        (["clients.capacity=0.5", "task.units=3"], ("clients.capacity", "given", "TPE")),
+        (["asynchronous.wait_for=2"], ("", ANY, "TPE cannot be Asynchronous")),
+        (["run.metrics_per_client=true"], ("run.metrics_per_client", True, "TPE")),
+        (["task.dim_x=1001"], ("x0", "1,001 entries", "at most 1,000 entries")),
+        (["run.x_bounds=[-0.5, 0.5]"], ("TPE.low", -1.0, "run.x_bounds")),
     ],
 )
-def test_specs_that_a_search_cannot_play_are_refused(settings, words):
+def test_specs_that_a_search_cannot_play_are_refused(settings, refusal):
     settings = ["run.exchanges=9", *settings]
 
     def refused():
         specs = comparison_specs("quadratic", ["simfbo"], settings=settings, against=["tpe"], search_box=(-1, 1))
         build(specs["search-TPE"])
 
-    with pytest.raises(ConfigurationError) as error:
+    with refuses(*refusal):
         refused()
-    assert words in str(error.value)
 
 
 def test_the_bounds_of_the_spec_or_of_the_tasks_set_are_taken():
@@ -491,7 +490,7 @@ def test_what_installs_optuna_is_said(monkeypatch):
     """Without Optuna, the error names the command that installs it."""
     monkeypatch.setitem(sys.modules, "optuna", None)
     specs = comparison_specs("quadratic", ["simfbo"], settings=["run.exchanges=9"], against=["tpe"], search_box=(-1, 1))
-    with pytest.raises(ConfigurationError, match=r"search: TPE needs optuna, .* pip install \"\.\[sweep\]\""):
+    with pytest.raises(ConfigurationError, match=r"TPE .*optuna.*\[sweep\]"):
         build(specs["search-TPE"])
 
 

@@ -134,7 +134,7 @@ def test_the_page_of_another_machine_needs_its_token(run) -> None:
             assert "its token is missing or wrong" in said
             assert "secret1" not in said
         server.names = set()
-        with pytest.raises(ConfigurationError, match="not a page of a machine of this name"):
+        with pytest.raises(ConfigurationError, match="machine of this name"):
             PageReader(f"http://localhost:{server.server_address[1]}/?token={server.token}").snapshot()
 
 
@@ -183,7 +183,7 @@ def test_a_redirect_is_not_followed() -> None:
     def note(handler: BaseHTTPRequestHandler) -> None:
         asked.append(handler.path)
 
-    refused = pytest.raises(ConfigurationError, match="it answers 302; it is no page of `fedbilevel watch --serve`")
+    refused = pytest.raises(ConfigurationError, match=r"302.*`fedbilevel watch --serve`")
     with foreign(note) as elsewhere, foreign(sends(b"", 302, Location=elsewhere)) as place, refused:
         PageReader(place).snapshot()
     assert asked == []
@@ -288,13 +288,13 @@ def test_an_answer_that_arrives_byte_by_byte_is_bounded_in_time(first, again, mo
                 handler.wfile.write(again)
                 time.sleep(0.01)
 
-    with foreign(drips) as place, pytest.raises(ConfigurationError, match="it has sent only a part of its answer"):
+    with foreign(drips) as place, pytest.raises(ConfigurationError, match="part of its answer"):
         PageReader(place).snapshot()
 
 
 def test_a_page_with_as_many_readers_as_it_allows_is_tried_again_later(monkeypatch) -> None:
     monkeypatch.setattr(window_server, "CONNECTIONS", 0)
-    with page(SEEN) as server, pytest.raises(ConfigurationError, match="as many readers as it allows: try again later"):
+    with page(SEEN) as server, pytest.raises(ConfigurationError, match="as many readers as it allows"):
         PageReader(server.url).snapshot()
 
 
@@ -311,5 +311,5 @@ def test_what_does_not_speak_http_is_refused() -> None:
     def answer(handler: BaseHTTPRequestHandler) -> None:
         handler.wfile.write(b"SSH-2.0-OpenSSH\r\n")
 
-    with foreign(answer) as place, pytest.raises(ConfigurationError, match="cannot be watched: it does not answer"):
+    with foreign(answer) as place, pytest.raises(ConfigurationError, match=r"SSH-2.0-OpenSSH"):
         PageReader(place).snapshot()

@@ -9,13 +9,13 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.core.algorithm import ALGORITHMS
-from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.hyperparameters import at
 from fedbilevel.core.tables import merged
 from fedbilevel.experiments import configure, presets, resolve
 from fedbilevel.experiments.presets import Preset
 from fedbilevel.experiments.runner import algorithm_of
 from fedbilevel.parts import CG, Implicit, LocalImplicit, Neumann
+from refusals import refuses
 
 
 class _Nested(fb.FedNest):
@@ -111,25 +111,24 @@ def test_a_preset_with_a_name_replaces_one_that_it_is_merged_with() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "words"),
+    ("setting", "refusal"),
     [
-        ("hypergradient.solver=neuman", "part 'neuman' for algorithm.hypergradient.solver; did you mean 'neumann'"),
-        ("hypergradient.solvr=cg", "field 'solvr' of algorithm.hypergradient; did you mean 'solver'"),
-        ("hypergradient.solver.term=3", "field 'term' of algorithm.hypergradient.solver; did you mean 'terms'"),
-        ("hypergradient.solver.terms=x", "algorithm.hypergradient.solver.terms = 'x' is not allowed"),
-        ("hypergradient.solver.terms.x=3", "algorithm.hypergradient.solver.terms = {'x': 3"),
-        ("hypergradient.solver.max_steps=3", "field 'max_steps' of algorithm.hypergradient.solver"),
-        ("hypergradient.solver=3", "algorithm.hypergradient.solver = 3 is not allowed: it must be a table like {name"),
-        ("hypergradient=none", "unknown part 'none' for algorithm.hypergradient"),
-        ("extra.terms=3", "algorithm.extra"),
-        ("hypergradiant=local", "did you mean 'hypergradient'"),
+        ("hypergradient.solver=neuman", ("part for algorithm.hypergradient.solver", "neuman", "", "neumann")),
+        ("hypergradient.solvr=cg", ("field of algorithm.hypergradient", "solvr", "", "solver")),
+        ("hypergradient.solver.term=3", ("field of algorithm.hypergradient.solver", "term", "", "terms")),
+        ("hypergradient.solver.terms=x", ("algorithm.hypergradient.solver.terms", "x")),
+        ("hypergradient.solver.terms.x=3", ("algorithm.hypergradient.solver.terms", {"x": 3})),
+        ("hypergradient.solver.max_steps=3", ("field of algorithm.hypergradient.solver", "max_steps", "", "step")),
+        ("hypergradient.solver=3", ("algorithm.hypergradient.solver", 3, "{name")),
+        ("hypergradient=none", ("part for algorithm.hypergradient", "none")),
+        ("extra.terms=3", ("algorithm.extra.name", None, "cg")),
+        ("hypergradiant=local", ("field", "hypergradiant", "", "hypergradient")),
     ],
 )
-def test_what_no_part_is_or_has_is_refused_by_its_path(setting: str, words: str) -> None:
+def test_what_no_part_is_or_has_is_refused_by_its_path(setting: str, refusal: tuple) -> None:
     """An unknown part, an unknown field of a part, and a wrong value are refused with the path of the field."""
-    with pytest.raises(ConfigurationError) as error:
+    with refuses(*refusal) as error:
         spec_of(setting)
-    assert words in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -139,5 +138,5 @@ def test_steps_that_adapt_are_none_in_a_spec() -> None:
     method = algorithm_of(configure(task="quadratic", algorithm="simfbo", settings=settings))
     assert method.server_lr == (None, None, None)
     assert method.client_lr == (0.1, None, 0.1)
-    with pytest.raises(ConfigurationError, match=r"algorithm\.server_lr"):
+    with refuses("algorithm.server_lr", None):
         configure(task="quadratic", algorithm="adbo", settings=["server_lr=none"])

@@ -52,5 +52,5 @@ def test_another_text_of_ones_own_task_is_another_run(tmp_path) -> None:
     spec = experiments.configure(task=f"{own}:mine", settings=["run.rounds=1", "run.eval_every=1"])
     run_of(spec, tmp_path / "run", task_of)
     own.write_text(text.replace("clients=3", "clients=4"))
-    with pytest.raises(CheckpointError, match=r"holds another run \(own\.py has changed since then\)"):
+    with pytest.raises(CheckpointError, match=r"\(own\.py has changed"):
         run_of(spec, tmp_path / "run", never)

@@ -16,6 +16,7 @@ from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.history import History
 from fedbilevel.experiments import configure, search, sweep
 from fedbilevel.experiments.search import Range, search_specs
+from refusals import ANY, refuses
 
 optuna = pytest.importorskip("optuna")
 SPACE = {"server_lr.x": Range(0.001, 1, log=True), "local_steps": Range(1, 8), "batch_size": ["none", 4]}
@@ -88,10 +89,10 @@ def test_a_search_goes_on_with_its_study_and_draws_on_as_it_would_have(played, t
     part = searched(tmp_path / "part", 6)
     assert part.rows == whole.rows
     assert len(played) == 12
-    said = r"study\.journal has another search: seeds was \[0\] and is now \[1\]"
+    said = r"study\.journal .*seeds .*\[0\] .*\[1\]"
     with pytest.raises(ConfigurationError, match=said):
         searched(tmp_path / "part", 6, seeds=[1])
-    said = r"--search server_lr\.x was '0\.001:1:log' and is now '0\.001:2:log'; choose another --out$"
+    said = r"--search server_lr\.x .*'0\.001:1:log' .*'0\.001:2:log'.* --out$"
     with pytest.raises(ConfigurationError, match=said):
         searched(tmp_path / "part", 6, {**SPACE, "server_lr.x": Range(0.001, 2, log=True)})
 
@@ -236,11 +237,9 @@ def test_a_range_has_two_ends() -> None:
 
 @pytest.mark.parametrize("text", ["1", "1:", ":1", "2:1", "1:1", "0:1:log", "1:2:lin", "a:b", "1:2:log:3", "0:inf"])
 def test_what_is_no_range_is_refused(text) -> None:
-    with pytest.raises(ConfigurationError, match=r"--search a = .* must be of the form LOW:HIGH or LOW:HIGH:log"):
+    with refuses("--search a", ANY, "LOW:HIGH:log"):
         Range.parse("--search a", text)
-    with pytest.raises(
-        ConfigurationError, match=r"--search-box = .* must be of the form LOW:HIGH, with LOW below HIGH$"
-    ):
+    with refuses("--search-box", ANY, "LOW:HIGH, with LOW below HIGH"):
         Range.parse("--search-box", text.replace("0:1:log", "1:2:log"), linear=True)
 
 

@@ -23,6 +23,7 @@ from fedbilevel.experiments.presets import GROUPS, METHODS, PRESETS, RUNS
 from fedbilevel.experiments.runner import algorithm_of, build, task_of
 from fedbilevel.tasks import TASKS
 from fedbilevel.tasks.images import WITH_LINEAR
+from refusals import refuses
 
 COSINE = '{schedule = "cosine_decay_schedule", init_value = 0.1, decay_steps = 500, alpha = 0.1}'
 
@@ -151,7 +152,7 @@ def test_step_sizes_are_set_together_and_then_one_by_one(settings: list[str], wa
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["local_stesp=3"], ["'local_stesp'", "did you mean 'local_steps'"]),
+        (["local_stesp=3"], ["'local_stesp'", "'local_steps'"]),
         (["algoritm.local_steps=3"], ["'algoritm'"]),
         (["seed=3"], ["task.seed or run.seed"]),
         (["local_steps"], ["field=value"]),
@@ -161,13 +162,14 @@ def test_step_sizes_are_set_together_and_then_one_by_one(settings: list[str], wa
         (["client_lr.z=2"], ["'z'", "algorithm.client_lr"]),
         (["client_lr.x=fast"], ["algorithm.client_lr.x", "'fast'", "positive number"]),
         (["server_lr=0"], ["algorithm.server_lr.x", "0", "positive number"]),
-        (["client_lr.x={schedule = 'linear_schedul', steps = 5}"], ["client_lr.x: ", "mean 'linear_schedule'"]),
+        (["client_lr.x={schedule = 'linear_schedul', steps = 5}"], ["client_lr.x: ", "'linear_schedule'"]),
         (["client_lr.x={schedule = 'cosine_decay_schedule', init_value = 0.1}"], ["client_lr.x: ", "'decay_steps'"]),
         (
             ["client_lr.x={schedule = 'linear_schedule', init_valu = 1}"],
             [
                 "algorithm.client_lr.x: ",
-                "'init_valu' of linear_schedule; did you mean 'init_value'",
+                "'init_valu' of linear_schedule",
+                "'init_value'",
                 "transition_steps",
             ],
         ),
@@ -176,36 +178,36 @@ def test_step_sizes_are_set_together_and_then_one_by_one(settings: list[str], wa
             ["client_lr.x={schedule = 'constant_schedule', value = 'x'}"],
             ["client_lr.x: value of constant_schedule = 'x'"],
         ),
-        (["client_lr.x={schedule = 'inject_hyperparams'}"], ["schedule 'inject_hyperparams' of Optax (allowed: const"]),
+        (["client_lr.x={schedule = 'inject_hyperparams'}"], ["'inject_hyperparams' of Optax", "constant_schedule"]),
         (["client_lr.x={schedule = 3}"], ["algorithm.client_lr.x.schedule = 3", "a name of Optax"]),
-        (["local_optimizer=momentun"], ["did you mean 'momentum'"]),
-        (["server_optimizer=adamm"], ["did you mean 'adam'"]),
+        (["local_optimizer=momentun"], ["'momentum'"]),
+        (["server_optimizer=adamm"], ["'adam'"]),
         (["server_optimizer=3"], ["algorithm.server_optimizer = 3", "a name of Optax"]),
-        (["server_optimizer={name = 'adam', b = 1}"], ["algorithm.server_optimizer: ", "'b' of adam; did you mean 'b"]),
-        (["server_optimizer={name = 'adam', learning_rate = 0.1}"], ["'learning_rate'", "allowed: b1, b2"]),
+        (["server_optimizer={name = 'adam', b = 1}"], ["algorithm.server_optimizer: ", "'b' of adam", "'b2'"]),
+        (["server_optimizer={name = 'adam', learning_rate = 0.1}"], ["'learning_rate'", "b1, b2"]),
         (
             ["server_optimizer={name = 'adam', b1 = 'x'}"],
-            ["algorithm.server_optimizer: b1 of adam = 'x' is not allowed: it must be a number"],
+            ["algorithm.server_optimizer: b1 of adam = 'x' ", "number"],
         ),
-        (["server_optimizer={name = 'adam', b1 = 7}"], ["b1 of adam = 7 is not", "a number from 0 to below 1"]),
-        (["server_optimizer={name = 'adam', eps = nan}"], ["eps of adam = nan is not", "a finite number"]),
-        (["server_optimizer={name = 'adam', b1 = nan}"], ["b1 of adam = nan is not", "a finite number"]),
-        (["server_optimizer={name = 'sgd', momentum = true}"], ["momentum of sgd = True is not", "be a number"]),
-        (["server_optimizer={name = 'adam', mu_dtype = 'x'}"], ["mu_dtype of adam = 'x' is not", "one of bfloat16, "]),
+        (["server_optimizer={name = 'adam', b1 = 7}"], ["b1 of adam = 7 ", "a number from 0 to below 1"]),
+        (["server_optimizer={name = 'adam', eps = nan}"], ["eps of adam = nan ", "a finite number"]),
+        (["server_optimizer={name = 'adam', b1 = nan}"], ["b1 of adam = nan ", "a finite number"]),
+        (["server_optimizer={name = 'sgd', momentum = true}"], ["momentum of sgd = True ", "number"]),
+        (["server_optimizer={name = 'adam', mu_dtype = 'x'}"], ["mu_dtype of adam = 'x' ", "one of bfloat16, "]),
         (
             ["server_optimizer={name = 'adam', b1 = {schedule = 'constant_schedule', value = 0.5}}"],
             ["algorithm.server_optimizer: b1 of adam = {'schedule'", "takes no schedules"],
         ),
         (
             ["client_lr.x={schedule='piecewise_constant_schedule', init_value=1, boundaries_and_scales={5='x'}}"],
-            ["boundaries_and_scales of piecewise_constant_schedule = {5: 'x'} is not", "numbers by round"],
+            ["boundaries_and_scales of piecewise_constant_schedule = {5: 'x'} ", "numbers by round"],
         ),
-        (["server_optimizer={name = 'adam', nesterov = 'no'}"], ["nesterov of adam = 'no' is not", "be true or false"]),
+        (["server_optimizer={name = 'adam', nesterov = 'no'}"], ["nesterov of adam = 'no' ", "true or false"]),
         (
             ["server_lr.x={schedule = 'linear_schedule', init_value = 1, end_value = 0, transition_steps = 1.5}"],
-            ["algorithm.server_lr.x: transition_steps of linear_schedule = 1.5 is not", "it must be a whole number"],
+            ["algorithm.server_lr.x: transition_steps of linear_schedule = 1.5 ", "whole number"],
         ),
-        (["server_optimizer=chain"], ["unknown optimizer 'chain' of Optax"]),
+        (["server_optimizer=chain"], ["optimizer 'chain' of Optax"]),
         (["hidden=64"], ["task.hidden = 64", "Sequence[int]"]),
         (["hidden=[a]"], ["not a TOML value"]),
         (["task.data=3"], ["task.data = 3", "str"]),
@@ -227,7 +229,7 @@ def test_a_spec_says_which_version_wrote_it_and_its_mistakes_are_blamed_on_that(
     assert tomllib.loads(spec.to_toml())["fedbilevel"] == fedbilevel.__version__
     assert resolve(tomllib.loads(spec.to_toml())) == spec
     file.write_text(spec.to_toml().replace(f'"{fedbilevel.__version__}"', '"9.1"') + "\n[weather]\nrain = 1\n")
-    with pytest.raises(ConfigurationError, match=r"section 'weather' of a spec.*; it was written by fedbilevel 9\.1, "):
+    with pytest.raises(ConfigurationError, match=r"'weather' .*fedbilevel 9\.1, "):
         read_spec(file)
 
 
@@ -326,14 +328,14 @@ def test_settings_may_be_values_of_python() -> None:
     values = {"server_lr.x": 0.05, "clients": 7, "rounds": 9}
     assert configure(values=values) == configure(settings=["server_lr.x=0.05", "clients=7", "rounds=9"])
     assert resolve({"algorithm": {"client_lr": XYV(1, 2, 3)}}).algorithm.fields["client_lr"] == {"x": 1, "y": 2, "v": 3}
-    with pytest.raises(ConfigurationError, match="rounds"):
+    with refuses("run.rounds", "x"):
         resolve({}).replace(run={"rounds": "x"})
 
 
 def test_the_field_of_a_part_is_not_taken_for_that_of_a_task() -> None:
     """A setting means a field of a section rather than of a part, and if several places fit, an error lists them."""
     assert configure(task="quadratic", algorithm="fednest", settings=["rounds=9"]).run.rounds == 9
-    with pytest.raises(ConfigurationError, match=r"write inner.local_steps or clients\.local_steps"):
+    with pytest.raises(ConfigurationError, match=r"inner\.local_steps or clients\.local_steps"):
         configure(task="quadratic", algorithm="fednest", settings=["local_steps=9"])
 
 
@@ -353,7 +355,7 @@ def test_a_class_may_have_an_optimizer_without_a_name(monkeypatch) -> None:
 @pytest.mark.parametrize("bounds", [[-3, -4], [], [1], [1, 2, 3], "low", {"penalty": [2, 1]}, [0, None]])
 def test_bounds_of_x_that_are_none_are_refused(bounds):
     """Values of `x_bounds` that are not bounds are refused."""
-    with pytest.raises(ConfigurationError, match=r"run\.x_bounds"):
+    with refuses("run.x_bounds.penalty" if isinstance(bounds, dict) else "run.x_bounds"):
         resolve({"run": {"x_bounds": bounds}})
 
 
@@ -367,5 +369,5 @@ def test_x_stays_between_the_bounds_of_a_spec():
     x = made.solve(spec.run, rounds=3).x
     assert np.min(x) == -4.61
     assert np.max(x) <= -4.6
-    with pytest.raises(ConfigurationError, match=r"unknown part 'penalty' of x in run.x_bounds"):
+    with refuses("part of x in run.x_bounds", "penalty", "[]"):
         build(spec.replace(run={"x_bounds": {"penalty": [-5, -4]}}))

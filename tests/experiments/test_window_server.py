@@ -19,6 +19,7 @@ from fedbilevel.experiments.snapshot import MetricTrace, Snapshot
 from fedbilevel.experiments.tables import Table, text_column
 from fedbilevel.experiments.window import on_page
 from fedbilevel.experiments.window_server import WindowServer
+from refusals import refuses
 
 EVIL = "<script>alert(1)</script>\"'&\n$title"
 HOSTILE = Snapshot(
@@ -266,7 +267,7 @@ def answers(server: WindowServer) -> bool:
 @pytest.mark.parametrize("host", ["", " "])
 def test_an_empty_host_is_refused_since_it_would_mean_every_address(host, tmp_path, capsys) -> None:
     """An empty host is refused, because a socket takes it for all addresses of the machine."""
-    with pytest.raises(ConfigurationError, match=r"--host = .* must be an address or a name of this machine"):
+    with refuses("--host", host, "127.0.0.1"):
         WindowServer(host, 0)
     (tmp_path / "spec.toml").write_text(experiments.configure(task="quadratic").to_toml())
     assert cli.main(["watch", str(tmp_path), "--serve", "--host", host]) == 2
@@ -284,9 +285,7 @@ def test_a_state_that_cannot_be_drawn_does_not_end_the_server(server) -> None:
 
 def test_a_port_that_is_taken_is_refused(server) -> None:
     port = server.server_address[1]
-    with pytest.raises(
-        ConfigurationError, match=rf"--serve: 127\.0\.0\.1:{port} cannot be opened: Address already in use"
-    ):
+    with pytest.raises(ConfigurationError, match=rf"--serve: 127\.0\.0\.1:{port} .*Address already in use"):
         WindowServer("127.0.0.1", port)
-    with pytest.raises(ConfigurationError, match=r"--serve: no-such-host\.invalid:0 cannot be opened"):
+    with pytest.raises(ConfigurationError, match=r"^--serve: no-such-host\.invalid:0 "):
         WindowServer("no-such-host.invalid", 0)

@@ -171,7 +171,7 @@ def test_a_spec_is_approved_with_the_settings_of_the_run(tmp_path, capsys, monke
     more, nodes = {"settings": "run.rounds=3"}, nodes_of(app_of_spec(spec), folders)
     for context in nodes.contexts.values():
         context.run_config.update(more)  # Flower gives the settings of a run to clients in this way
-    with pytest.raises(ExchangeError, match=r"[0-9a-f]{32} is not approved at this site"):
+    with pytest.raises(ExchangeError, match=r"[0-9a-f]{32} is not approved"):
         serve(spec, nodes, {"out": "more", **more, **terms})
     (asked,) = folders[0].glob("asked-*.txt")
     assert "rounds = 3" in asked.read_text()
@@ -189,7 +189,7 @@ def test_a_study_is_approved_once_for_both_of_its_contracts(files, tmp_path):
     """One approval of a study holds for its two contracts, before and after the sites' agreement."""
     given = study("ridge")
     every = {"state-folder": str(tmp_path / "state"), "approve": "ask"}
-    with pytest.raises(ExchangeError, match=f"{digest(given.text)} is not approved at this site"):
+    with pytest.raises(ExchangeError, match=f"{digest(given.text)} is not approved"):
         alone(given, Nodes(app_of_study(given), files, every), attempts=1, join=0.2, deadline=1.0)
     text = (tmp_path / "state" / f"asked-{digest(given.text)}.txt").read_text()
     assert Study.read(text) == given

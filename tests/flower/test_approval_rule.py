@@ -118,7 +118,7 @@ def test_the_rule_of_the_page_is_one(tmp_path):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ('allows.estimator = ["ridge"]', "did you mean 'allow'?"),
+        ('allows.estimator = ["ridge"]', "'allow'"),
         ("most.rounds = 3", "allow and app"),
         ('allow.estimator = "ridge"', "allow.estimator"),
         ("allow.estimator = []", "allow.estimator"),
@@ -153,7 +153,7 @@ def test_a_node_configuration_names_the_rule(tmp_path):
         site(spec, {}, {"partition-id": 0, "approve": path})
     with refuses("node configuration: approve", "rule", "the .toml file of a rule"):
         site(spec, {}, node | {"approve": "rule"})
-    with pytest.raises(ConfigurationError, match=r"rule .* cannot be read"):
+    with pytest.raises(ConfigurationError, match=r"^rule .*Is a directory"):
         site(spec, {}, node | {"approve": str(folder_with_the_name_of_a_rule(tmp_path))})
     with pytest.raises(ConfigurationError, match=r"rule ~nouser/rule\.toml: .*home"):
         site(spec, {}, node | {"approve": "~nouser/rule.toml"})

@@ -58,9 +58,7 @@ def test_a_registered_key_does_not_take_another_clients_place(keys, caplog):
 
     Node 3 has a key that belongs to no client, and claims to be client 2. Nodes 5 and 6 have each other's keys.
     """
-    with pytest.raises(
-        ExchangeError, match=r"3 clients are online, but 4 of 6 are needed .*which has another key"
-    ) as told:
+    with pytest.raises(ExchangeError, match=r"^3 clients .* 4 of 6 .*another key") as told:
         solve(registered(InProcess(ONLINE, 6), keys, [0, 1, 6, 3, 5, 4]), keys, quorum=0.6)
     refused = [record.getMessage() for record in caplog.records if record.name == "fedbilevel.server"]
     claims = "does not take part: the node claims to be client"
@@ -96,7 +94,7 @@ def test_a_study_asks_a_site_with_another_key_no_question(files, keys, tmp_path)
         grid = registered(Nodes(app, files), keys, numbers)
         serve(given, grid, {"out": str(place), "client-keys": str(keys), "join": 1.0, "attempts": 1})
 
-    with pytest.raises(ExchangeError, match="client 1: the node claims to be client 1, which has another key"):
+    with pytest.raises(ExchangeError, match=r"client 1: .*another key"):
         run([0, 6, 2], tmp_path / "other")
     assert {phase for site, phase in asked if site == "south"} == {""}  # only greetings
     run([0, 1, 2], tmp_path / "own")
@@ -111,7 +109,7 @@ def test_keys_that_cannot_be_used_are_refused_before_the_first_message(keys, tmp
     for client in range(6):
         (tmp_path / f"client-{client}.pub").write_bytes((keys / f"client-{client}.pub").read_bytes())
     (tmp_path / "client-4.pub").write_bytes((keys / "client-1.pub").read_bytes())
-    with pytest.raises(fb.errors.ConfigurationError, match=r"client-4\.pub: client 4 has the same key as client 1"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"client-4\.pub: .*client 1\b"):
         solve(InProcess(ONLINE, 6), tmp_path)
     for damaged in (b"", b"ssh-ed25519 \xff", b"-----BEGIN PUBLIC KEY-----\nx", (keys / "client-4").read_bytes()):
         (tmp_path / "client-4.pub").write_bytes(damaged)

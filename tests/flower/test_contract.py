@@ -174,7 +174,7 @@ def test_a_fresh_cohort_keeps_nothing():
         def round(self, fed, state, key):
             return state._replace(y=fed.mean(self.keeping, state.y, key, fresh=0))
 
-    said = r"Forgetful\.keeping: Reply\.state is .* clients of a fresh cohort have no state"
+    said = r"^Forgetful\.keeping: Reply\.state is float64\[3\], .*init_client"
     with pytest.raises(fb.errors.ConfigurationError, match=said):
         contract(Forgetful())
 
@@ -277,6 +277,6 @@ def test_weak_numbers_stay_weak():
 
 
 def test_messages_of_changing_shape_are_refused():
-    said = r"round 0 sends value float64\[1\] to phase phase, and the contract has no such call"
+    said = r"^round 0 .*float64\[1\] .*phase phase"
     with pytest.raises(fb.errors.ConfigurationError, match=said):
         run("changing")

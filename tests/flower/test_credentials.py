@@ -38,14 +38,14 @@ def test_private_files_are_their_owners_alone(tmp_path):
 def test_nothing_is_overwritten(tmp_path):
     credentials.make(tmp_path, clients=1)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(ConfigurationError, match=r"client-0, client-0\.pub would be overwritten"):
+    with pytest.raises(ConfigurationError, match=r"client-0, client-0\.pub "):
         credentials.make(tmp_path, clients=2)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a..b", "-a", "a" * 64, "host:9092", "a\0"])
 def test_what_no_certificate_can_name_is_refused_and_nothing_written(tmp_path, name):
-    with pytest.raises(ConfigurationError, match="a server cannot have one of the names localhost, "):
+    with pytest.raises(ConfigurationError, match="names localhost, "):
         credentials.make(tmp_path / "new", clients=1, names=["localhost", name])
     assert not (tmp_path / "new").exists()
 

@@ -351,7 +351,7 @@ def test_messages_that_are_too_large():
         def push_messages(self, messages):
             return super().push_messages(messages) if all(not decode(RequestMessage, m).phase for m in messages) else []
 
-    with pytest.raises(fb.errors.ExchangeError, match="Flower did not accept the message; it may be too large"):
+    with pytest.raises(fb.errors.ExchangeError, match=r"^round .*message.*too large"):
         federations.solve(STEPS, Small(CLIENTS, 6), terms=TERMS)
 
 
@@ -373,7 +373,7 @@ def test_names_and_logs_are_checked_before_anything_is_sent(tmp_path):
     for name in ("experiment 1", "ABCDEF0123456789", ""):
         with refuses("Flower.name", name, "8 to 64"):
             federations.solve(STEPS, grid, name=name)
-    with pytest.raises(fb.errors.CheckpointError, match=re.escape(f"could not write {tmp_path}: Is a directory")):
+    with pytest.raises(fb.errors.CheckpointError, match=re.escape(f"{tmp_path}: Is a directory")):
         federations.solve(STEPS, grid, log=tmp_path)
     log = tmp_path / "new" / "exchanges.jsonl"
 
@@ -382,7 +382,7 @@ def test_names_and_logs_are_checked_before_anything_is_sent(tmp_path):
             log.unlink()
             log.mkdir()
 
-    with pytest.raises(fb.errors.CheckpointError, match=re.escape(f"could not write {log}: Is a directory")):
+    with pytest.raises(fb.errors.CheckpointError, match=re.escape(f"{log}: Is a directory")):
         federations.solve(STEPS, InProcess(CLIENTS, 6), terms=TERMS, log=log, callbacks=[replace])
 
 
@@ -390,7 +390,7 @@ def test_a_population_that_is_too_small():
     grid = InProcess(CLIENTS, 6)
     for client in range(4):
         grid.leave(client)
-    with pytest.raises(fb.errors.ExchangeError, match="2 clients are online, but 3 of 6 are needed"):
+    with pytest.raises(fb.errors.ExchangeError, match=r"^2 clients .* 3 of 6\b"):
         federations.solve(STEPS, grid, terms=TERMS)
 
 
@@ -439,7 +439,7 @@ def test_a_reply_to_a_greeting_waits_while_a_round_lasts(monkeypatch):
     missing = {(5, 0, exchange) for exchange in range(2)}
     federations.same(result, federations.without(monkeypatch, STEPS, missing, cohort=6))
     monkeypatch.setattr(roster, "GREETING", 1)
-    with pytest.warns(AbsenceWarning, match="no reply of 1 of 6 clients has counted"):
+    with pytest.warns(AbsenceWarning, match="1 of 6 clients"):
         joined()
 
 

@@ -170,7 +170,7 @@ def test_what_a_run_cannot_be_asked(algorithm, options, path, got, fact):
 
 
 def test_a_method_says_that_it_asks_for_first_replies():
-    with pytest.raises(fb.errors.ConfigurationError, match="Silent must declare asks"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"\bsum_first: Silent .*asks = Asks\(first"):
         run(Silent())
 
 

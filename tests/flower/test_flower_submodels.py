@@ -139,7 +139,7 @@ def test_a_client_of_another_capacity_is_not_admitted():
     }.items():
         wrong = app(IMPORTANCE, (1.0, capacity, 0.25, 0.5, 0.25))
         engine = over(wrong, quorum=1.0, join=1.0, deadline=1.0)
-        with pytest.raises(fb.errors.ExchangeError, match=f"4 clients are online, .*{said}"):
+        with pytest.raises(fb.errors.ExchangeError, match=f"^4 clients .*{said}"):
             solved(IMPORTANCE, fb.RemoteClients.of(population()), engine=engine)
 
 
@@ -162,7 +162,7 @@ def test_a_client_serves_messages_of_its_own_size_alone(tmp_path):
     ("algorithm", "problem", "path", "words"),
     [
         (fb.Asynchronous(fixed(fb.SimFBO()), wait_for=2), PROBLEM, "Clients.capacity", ""),
-        (IMPORTANCE, fb.Bilevel(outer, inner), "", "the problem has no structure"),
+        (IMPORTANCE, fb.Bilevel(outer, inner), "", "structure"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_by_both_sides(algorithm, problem, path, words):

@@ -47,7 +47,7 @@ def test_only_an_exchange_may_succeed_if_it_is_repeated(kind, files, tmp_path, m
         raise kind(f"something is wrong: {FORCE}")
 
     monkeypatch.setattr("fedbilevel.experiments.study.played", wrong)
-    with pytest.raises(kind, match="choose another folder; sites: 0 north") as raised:
+    with pytest.raises(kind, match="another folder; sites: 0 north") as raised:
         serve(study("ridge"), Nodes(client_app(study("ridge")), files), {"out": str(tmp_path / "run")})
     assert ("the study starts from the beginning" in str(raised.value)) == (kind is ExchangeError)
 
@@ -140,7 +140,7 @@ def test_with_many_features_the_last_model_goes_on_where_it_was(files, tmp_path,
         serve(given, killed_at("gradient", 7, Nodes(client_app(given), files)), {"out": str(place), "poll": 0.1})
     assert phases(place).count("gradient") == 2
     capsys.readouterr()
-    with pytest.warns(ConvergenceWarning, match="the validation loss still falls after 6 rounds"):
+    with pytest.warns(ConvergenceWarning, match="validation loss .* 6 rounds"):
         serve(given, Nodes(client_app(given), files), {"out": str(place), "poll": 0.1})
     assert "found a saved search at" in capsys.readouterr().out
     assert phases(place).count("local_updates") == 6

@@ -169,10 +169,10 @@ def test_limits(limits, expected, ran):
 
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize(("limits", "why"), [
-    ({"max_local_steps": 8}, r"solver\.terms = \[2, 9\] is above this client's limit of 8 steps"),
-    ({"max_local_steps": 9}, r"inner\.rounds = 10 is above"),
-    ({"max_batch_size": 15}, "batch_size = 16 is above this client's limit of 15$"),
-    ({"min_batch_size": 17}, "batch_size = 16 is below this client's floor of 17"),
+    ({"max_local_steps": 8}, r"solver\.terms = \[2, 9\] .*\b8 steps"),
+    ({"max_local_steps": 9}, r"inner\.rounds = 10 "),
+    ({"max_batch_size": 15}, "batch_size = 16 .*limit of 15$"),
+    ({"min_batch_size": 17}, "batch_size = 16 .*floor of 17"),
 ])  # fmt: skip
 def test_counts_of_parts_and_of_wrapped_methods_are_limited(limits, why, wrapped):
     """Limits apply to the counts of parts and of wrapped methods, however deep these are.
@@ -225,9 +225,9 @@ def test_a_task_that_takes_too_long(most):
     """
     lock, time_limit = threading.Lock(), TimeLimit(0.05, "the task", most)
     lock.acquire()
-    with pytest.raises(Refusal, match=r"the task takes longer than this client's limit of 0\.05 s"):
+    with pytest.raises(Refusal, match=r"limit of 0\.05 s"):
         time_limit.run(lock.acquire)
-    with pytest.raises(Refusal, match="the task has exceeded a limit, and is still running"):
+    with pytest.raises(Refusal, match="still running"):
         time_limit.run(lambda: 1)
     lock.release()
     time_limit.thread.join(60)
@@ -352,7 +352,7 @@ def test_a_spent_budget_stops_the_run(tmp_path):
     app = federations.client_app(lambda run, node: federations.site(
         STEPS, node["partition-id"], privacy=privacy, folder=tmp_path / str(node["partition-id"])))  # fmt: skip
     log = tmp_path / "log.jsonl"
-    with pytest.raises(ExchangeError, match=r"round 0, phase x_gradient: 0 .* privacy budget spent: after 1 replies"):
+    with pytest.raises(ExchangeError, match=r"round 0, phase x_gradient: 0 .* after 1 replies"):
         federations.solve(STEPS, InProcess(app, 6), log=log, terms=Terms(join=1.0))
     first = json.loads(log.read_text().splitlines()[0])
     assert len(first["answered"]) == 4
@@ -496,7 +496,7 @@ def test_a_client_that_cannot_start_says_so(caplog):
         raise FileNotFoundError("/home/ward-7/patients.csv")
 
     grid = InProcess(federations.client_app(make), 1)
-    with pytest.raises(ExchangeError, match=r"0 clients .* \(client 0: FileNotFoundError; the client's log says more"):
+    with pytest.raises(ExchangeError, match=r"0 clients .*client 0: FileNotFoundError"):
         federations.solve(STEPS, grid, terms=Terms(join=1.0, deadline=2.0))
     assert "patients.csv" in caplog.text  # which is the client's own log
 

@@ -39,7 +39,7 @@ def test_which_state_a_message_sees():
     assert seen((5, 1), 6) == ("b",)  # the last reply did not count
     assert seen((4, 2), 5) == seen((5, 0), 5) == ("s",)  # no reply of round 5 counted, or the round is repeated
     assert seen((-1, -1), 0) == ()  # the run begins again
-    with pytest.raises(Refusal, match="state is of round 5, and cannot return to round 4"):
+    with pytest.raises(Refusal, match=r"round 5, .*round 4\b"):
         kept.up_to((4, 1), 4)
 
 
@@ -76,7 +76,7 @@ def test_there_and_back(store):
     assert back.tags == KEPT.tags
     assert jax.tree.all(jax.tree.map(np.array_equal, KEPT.states, back.states))
     assert store.load("f" * 16, LIKE) == Versions()
-    with pytest.raises((Refusal, CheckpointError), match=r"belongs to another (algorithm or )?model"):
+    with pytest.raises((Refusal, CheckpointError), match=r"another (algorithm or )?model"):
         store.load(federations.NAME, OTHER)
 
 

@@ -17,7 +17,7 @@ from fedbilevel.experiments import Folder
 from fedbilevel.experiments.federation_status import Status
 from fedbilevel.experiments.study import client_app, serve, site
 from fedbilevel.flower.wire import QUESTION, RequestMessage, decode
-from refusals import refuses
+from refusals import ANY, refuses
 from representatives import slow_but
 from site_tables import SITES, TARGETS, fitted, study, tables
 
@@ -96,9 +96,7 @@ def test_a_site_that_is_not_there_ends_the_study_with_its_name(files, tmp_path):
     given = study("ridge")
     grid = Nodes(client_app(given), files, delay=lambda client, _: np.inf if client == 1 else 0)
     place = tmp_path / "run"
-    with pytest.raises(
-        ExchangeError, match=r"a question: 2 of 3 clients answered \(client 1: .*sites: 0 north, 1 south, 2 west"
-    ):
+    with pytest.raises(ExchangeError, match=r"2 of 3 clients .*\(client 1: .*sites: 0 north, 1 south, 2 west"):
         serve(given, grid, {"out": str(place), "deadline": 2.0, "join": 1.0, "attempts": 2})
     assert not (place / "model.json").exists()
     status = Status.of(Folder(place))
@@ -109,11 +107,16 @@ def test_a_site_that_is_not_there_ends_the_study_with_its_name(files, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["[]", "{}", '{"rows": 0, "features": {}, "target": {}}', '{"rows": 9, "features": {"age": 3}, "target": {}}'],
+    ("text", "refusal"),
+    [
+        ("[]", ("agreement", "list", "rows, features and target")),
+        ("{}", ("agreement", "dict", "rows, features and target")),
+        ('{"rows": 0, "features": {}, "target": {}}', ("agreement", "dict", "rows, features and target")),
+        ('{"rows": 9, "features": {"age": 3}, "target": {}}', ("", ANY, "'age'")),
+    ],
 )
-def test_an_agreement_that_is_none_is_refused(text, files):
-    with pytest.raises(ConfigurationError, match=r"agreement|statistics|column"):
+def test_an_agreement_that_is_none_is_refused(text, refusal, files):
+    with refuses(*refusal):
         site(study("ridge"), {}, {"partition-id": 0, **files[0]}, text)
 
 
@@ -171,7 +174,7 @@ def test_another_table_is_noticed_where_a_site_asks_for_it(files, tmp_path):
     alone(given, Nodes(client_app(given), files, every), name="a0" * 8)
     table = tables()["west"].assign(age=50.0)
     table.to_csv(tmp_path / "west.csv", index=False)
-    with pytest.raises(ExchangeError, match="client 2: this client's samples have changed"):
+    with pytest.raises(ExchangeError, match=r"client 2: .*samples"):
         alone(given, Nodes(client_app(given), files, every), "b0" * 8, attempts=1, join=0.2, deadline=1.0)
 
 
@@ -198,7 +201,7 @@ def test_a_site_with_another_study_does_not_take_part(files):
         asked.append((context.node_config["partition-id"], request.phase))
         return (other if context.node_config["partition-id"] == 1 else good)(message, context)
 
-    with pytest.raises(ExchangeError, match=r"client 1: hyperparameters.study is .* at the server and .* at the site"):
+    with pytest.raises(ExchangeError, match=r"client 1: hyperparameters\.study .*server .*site"):
         alone(given, Nodes(app, files), attempts=1, join=0.2, deadline=1.0)
     assert (1, QUESTION) not in asked
     assert (0, QUESTION) in asked
@@ -210,7 +213,7 @@ def test_a_column_that_a_site_lacks_is_named_at_the_server_and_at_this_site_alon
     table.to_csv(files[2]["table"], index=False)
     given = study("ridge")
     words = "column 'dose' is missing in the table of west: a column must be in the table of every site, or left out"
-    with pytest.raises(ConfigurationError, match=f"{words} of the study .drop = .'dose'.."):
+    with refuses("column 'dose' of west", "missing", "'dose'"):
         alone(given, Nodes(client_app(given), files))
     assert [text.startswith(f"the study ends: {words}") for text in caplog.messages if "dose" in text][-1:] == [True]
     assert not [text for text in caplog.messages if "refused" in text]  # the site may be right, and cannot correct it
@@ -228,7 +231,7 @@ def test_sites_that_have_gone_are_told_once_of_a_column_that_a_site_lacks(files,
         asked.append((client, decode(RequestMessage, message).phase))
         return np.inf if client == 1 and asked.count((1, QUESTION)) > 1 else 0
 
-    with pytest.raises(ConfigurationError, match="column 'dose' is missing in the table of west"):
+    with pytest.raises(ConfigurationError, match=r"'dose' .*table of west"):
         serve(given, Nodes(client_app(given), files, delay=delay), {"out": str(place), "deadline": 2.0})
     assert [asked.count((client, QUESTION)) for client in range(3)] == [2, 2, 2]
 
@@ -283,9 +286,9 @@ def test_sites_search_for_the_penalties_of_many_features(more, files, tmp_path, 
     """
     monkeypatch.setattr("fedbilevel.estimators.linear.WIDE", 5)
     given, place = study("ridge", rounds=12, penalty="feature", **more), tmp_path / "run"
-    with pytest.warns(ConvergenceWarning, match="the validation loss still falls after 12 rounds"):
+    with pytest.warns(ConvergenceWarning, match="validation loss .* 12 rounds"):
         serve(given, Nodes(client_app(given), files), {"out": str(place), "poll": 0.1})
-    with pytest.warns(ConvergenceWarning, match="the validation loss still falls after 12 rounds"):
+    with pytest.warns(ConvergenceWarning, match="validation loss .* 12 rounds"):
         here = given.fit(tables())
     there = StudyModel.load(place / "model.json")
     assert len(set(here.estimator.penalties_)) > 5
@@ -315,7 +318,7 @@ def test_a_table_that_changes_within_a_study_is_refused(folder, files, tmp_path,
         return 0
 
     nodes = Nodes(client_app(given), files, {"state-folder": str(tmp_path / "state")} if folder else None, delay=change)
-    with pytest.raises(ExchangeError, match="client 2: this client's data have changed since the run began"):
+    with pytest.raises(ExchangeError, match=r"client 2: .*data have changed"):
         alone(given, nodes, attempts=1, join=0.2, deadline=2.0)
 
 
@@ -356,10 +359,10 @@ def test_sites_may_have_more_columns_than_rows(files, tmp_path):
         many[name] = pd.concat([many[name], more], axis=1)
         many[name].to_csv(files[number]["table"], index=False)
     given, place = study("logistic", rounds=20, penalty="feature"), tmp_path / "run"
-    with pytest.warns(ConvergenceWarning, match="the validation loss still falls after 20 rounds") as warned:
+    with pytest.warns(ConvergenceWarning, match="validation loss .* 20 rounds") as warned:
         serve(given, Nodes(client_app(given), files), {"out": str(place), "poll": 0.1})
     assert {one.category for one in warned} == {ConvergenceWarning}
-    with pytest.warns(ConvergenceWarning, match="the validation loss still falls after 20 rounds"):
+    with pytest.warns(ConvergenceWarning, match="validation loss .* 20 rounds"):
         here = given.fit(many)
     there = StudyModel.load(place / "model.json")
     for name in ("coef_", "penalties_"):

@@ -69,7 +69,7 @@ def test_there_and_back(name):
         assert np.array_equal(np.asarray(a), b)
         assert not b.flags.writeable
     for wrong in {data + b"\0", data[:-1]} - {data}:
-        with pytest.raises(Refusal, match=f"its arrays have {len(wrong)} bytes, and {len(data)} were expected"):
+        with pytest.raises(Refusal, match=rf"\b{len(wrong)} bytes.* {len(data)} "):
             from_bytes(wrong, like)
 
 
@@ -84,9 +84,9 @@ def test_a_layout_names_the_leaf():
     assert layout(tree) == ["['b'][0] float32[2]", "['w'] float64[2, 3]"]
     assert layout(np.zeros(())) == ["value float64[]"]
     other = {**tree, "w": np.zeros((3, 2))}
-    with pytest.raises(Refusal, match=r"its update has \['w'\] float64\[3, 2\], and \['w'\] float64\[2, 3\] was"):
+    with pytest.raises(Refusal, match=r"update .*\['w'\] float64\[3, 2\], .*\['w'\] float64\[2, 3\] "):
         require_layout("its update", layout(other), layout(tree))
-    with pytest.raises(Refusal, match="has 1 leaves, and 2 were expected"):
+    with pytest.raises(Refusal, match=r"1 leaves, .* 2 "):
         require_layout("its update", layout(tree)[:1], layout(tree))
     require_layout("its update", layout(tree), layout(tree))
 
@@ -102,11 +102,11 @@ def test_a_message_comes_back_field_by_field(said):
     fields = {f.name: getattr(said, f.name) for f in dataclasses.fields(said) if f.name != "payload"}
     assert read(type(said), fields, said.payload) == said
     for name in fields:
-        with pytest.raises(Refusal, match=f"differ in {name}: the versions"):
+        with pytest.raises(Refusal, match=f"in {name}: "):
             read(type(said), {key: value for key, value in fields.items() if key != name}, b"")
         for wrong in (None, [1], object(), 1 if isinstance(fields[name], str | bool | bytes | float) else "1", True):
             if type(wrong) is not type(fields[name]):
-                with pytest.raises(Refusal, match=f"field {name} of the message is a"):
+                with pytest.raises(Refusal, match=f"field {name} "):
                     read(type(said), {**fields, name: wrong}, b"")
     with pytest.raises(Refusal, match="differ in further"):
         read(type(said), {**fields, "further": 1}, b"")

@@ -1,7 +1,5 @@
 """A module of PyTorch becomes a function of arrays or is refused, and trained arrays can be loaded into the module."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +12,7 @@ from torch import nn  # noqa: E402
 import fedbilevel as fb  # noqa: E402
 from fedbilevel.errors import ConfigurationError  # noqa: E402
 from fedbilevel.torch import from_torch, load, parameters, split  # noqa: E402
+from refusals import refuses  # noqa: E402
 
 CLOSE = 1e-6  # about ten roundings of numbers of order 1 in float32
 GENERATOR = torch.Generator().manual_seed(0)
@@ -105,15 +104,15 @@ def test_what_cannot_be_a_function_is_refused_in_one_sentence(name):
 
 
 def test_what_is_no_module_and_no_tensor_is_refused():
-    with pytest.raises(ConfigurationError, match=r"module = 'function' .* a torch.nn.Module"):
+    with refuses("module", "function", "torch.nn.Module"):
         from_torch(lambda x: x, X)
-    with pytest.raises(ConfigurationError, match=r"'OptimizedModule' .* the wrapped module, module\._orig_mod$"):
+    with refuses("module", "OptimizedModule", "module._orig_mod"):
         from_torch(torch.compile(nn.Linear(4, 4)), X)
-    with pytest.raises(ConfigurationError, match=r"'DataParallel' .* the wrapped module, module\.module$"):
+    with refuses("module", "DataParallel", "module.module"):
         from_torch(nn.DataParallel(nn.Linear(4, 4)), X)
-    with pytest.raises(ConfigurationError, match=r"example = 3 .* a tensor"):
+    with refuses("example", 3, "tensor"):
         from_torch(module_of(lambda self, x, n: x * n), X, 3)
-    with pytest.raises(ConfigurationError, match=r"batch_axis = -1 .* counted from 0"):
+    with refuses("batch_axis", -1, "from 0"):
         from_torch(nn.Linear(4, 4), X, batch_axis=-1)
 
 
@@ -121,20 +120,20 @@ def test_tensors_and_modules_as_variables_are_refused():
     module, rows = nn.Linear(4, 2), np.zeros((2, 3, 4), np.float32)
     problem = fb.Bilevel(lambda x, y, u: jnp.sum(y), lambda x, y, u: jnp.sum(y**2 - x * y))
     for start, said in (dict(module.named_parameters()), r"\['bias'\], a Parameter"), (module, "a Linear"):
-        with pytest.raises(ConfigurationError, match=f"^{said} of PyTorch cannot be a variable.*from_torch"):
+        with pytest.raises(ConfigurationError, match=f"^{said} of PyTorch .*from_torch"):
             fb.solve(fb.SimFBO(), problem, fb.Clients(rows), 0.0, start, rounds=1)
 
 
 def test_inputs_that_differ_from_the_example_are_refused():
     apply, start = from_torch(nn.Linear(4, 2), X)
-    with pytest.raises(ConfigurationError, match=r"shape \(7, 5\), and the example had \(any, 4\).*batch_axis"):
+    with pytest.raises(ConfigurationError, match=r"\(7, 5\).* \(any, 4\).*batch_axis"):
         apply(start, np.zeros((7, 5), np.float32))
     with pytest.raises(ConfigurationError, match="nested in another way"):
         apply(start, np.zeros((7, 4)), np.zeros((7, 4)))
     with pytest.raises(ConfigurationError, match="the parameters lack bias"):
         apply({"weight": start["weight"]}, np.zeros((7, 4)))
     apply, start = from_torch(nn.Embedding(4, 3), torch.tensor([1, 2]))
-    with pytest.raises(ConfigurationError, match="dtype float32, and the example had int64"):
+    with pytest.raises(ConfigurationError, match=r"float32.* int64"):
         apply(start, np.zeros(2, np.float32))
 
 
@@ -148,7 +147,7 @@ def test_the_batch_may_have_any_length_and_the_example_one_sample():
     sequence = torch.randn(6, 3, 4, generator=GENERATOR)
     apply, start = from_torch(recurrent, sequence[:, :1], batch_axis=1)
     agree(apply(start, sequence.numpy())[0], recurrent(sequence)[0])
-    with pytest.raises(ConfigurationError, match=r"only for one length of axis 0 of the inputs.* batch_axis"):
+    with pytest.raises(ConfigurationError, match=r"axis 0 .* batch_axis"):
         from_torch(module_of(lambda self, x: self.a(x.view(3, 4))), X)
     fixed, start = from_torch(module, X, batch_axis=None)
     with pytest.raises(ConfigurationError, match=r"\(3, 4\)"):
@@ -222,9 +221,7 @@ def test_constants_are_not_taken_for_parameters():
     apply, start = from_torch(module, X)
     everything = {name: jnp.asarray(a.numpy()) for name, a in module.state_dict().items()}
     fixed = "1.num_batches_tracked, 1.running_mean, 1.running_var, 2.bias, 2.weight"
-    with pytest.raises(
-        ConfigurationError, match=rf"the parameters have {fixed}: buffers, and frozen or tied parameters"
-    ):
+    with pytest.raises(ConfigurationError, match=f"{fixed}: "):
         apply(everything, X.numpy())
     agree(apply(start | {"head": jnp.ones(3)}, X.numpy()), module(X))  # an entry of another module is allowed
 
@@ -260,7 +257,7 @@ def test_an_integer_of_a_buffer_is_not_cut_to_32_bits():
     module.register_buffer("calls", torch.tensor(2**40))
     apply, start = from_torch(module, X)
     agree(apply(start, X.numpy()) / 2**40, module(X) / 2**40)
-    with jax.enable_x64(False), pytest.raises(ConfigurationError, match=f"holds {2**40}, and JAX has .* 32 bits"):
+    with jax.enable_x64(False), pytest.raises(ConfigurationError, match=f"{2**40}.* 32 bits"):
         from_torch(module, X)
 
 
@@ -283,9 +280,9 @@ def test_parameters_are_copied_out_and_in():
 def test_what_does_not_fit_is_not_loaded():
     module = nn.Linear(4, 2)
     before = parameters(module)
-    with pytest.raises(ConfigurationError, match="unknown parameter 'wieght'; did you mean 'weight'"):
+    with refuses("parameter", "wieght", near="weight"):
         load(module, {"bias": np.ones(2), "wieght": np.zeros((2, 4))})
-    with pytest.raises(ConfigurationError, match=r"weight = \(4, 2\) is not allowed: .*\(2, 4\)"):
+    with refuses("weight", (4, 2), "(2, 4)"):
         load(module, {"bias": np.ones(2), "weight": np.zeros((4, 2))})
     agree(before["bias"], module.bias, 0)
 
@@ -296,20 +293,18 @@ def test_one_module_is_divided_by_names():
     x, y = split(start, lambda name: name.startswith("0."))
     assert (list(x), list(y)) == (["0.weight", "0.bias"], ["2.weight", "2.bias"])
     agree(apply(x | y, X.numpy()), module(X))
-    with pytest.raises(ConfigurationError, match=r"chosen = '0\.' .* a function of a name"):
+    with refuses("chosen", "0.", "function"):
         split(start, "0.")
-    with pytest.raises(ConfigurationError, match=r"chosen = 'true for 0 of 4 names' .*: 0\.weight, 0\.bias, 2\.weight"):
+    with refuses("chosen", "true for 0 of 4 names", "0.weight, 0.bias, 2.weight"):
         split(start, lambda name: name.startswith("head."))
 
 
 def test_arrays_and_tensors_that_are_taken_for_each_other_are_explained():
-    with pytest.raises(
-        ConfigurationError, match=r"example = 'ndarray' .* a tensor, such as torch\.tensor\(array, dtype=…"
-    ):
+    with refuses("example", "ndarray", "torch.tensor(array, dtype=…"):
         from_torch(nn.Linear(4, 3), X.numpy())
     for wrong in (nn.Linear(4, 4), torch.sin, torch.from_numpy, lambda y: y * torch.ones(4), torch.as_tensor):
         problem = fb.Bilevel(lambda x, y, batch, wrong=wrong: wrong(y).sum(), lambda x, y, batch: (x * y**2).sum())
-        with pytest.raises(ConfigurationError, match=r"the outer loss fails .*fedbilevel\.torch\.from_torch\("):
+        with pytest.raises(ConfigurationError, match=r"the outer loss .*fedbilevel\.torch\.from_torch\("):
             fb.solve(fb.SimFBO(), problem, fb.Clients(np.zeros((2, 3))), 0.0, np.zeros(4), rounds=1)
 
 
@@ -355,5 +350,5 @@ def test_missing_pytorch_is_named_with_its_command(monkeypatch):
     import fedbilevel.torch
 
     monkeypatch.setattr(fedbilevel.torch, "find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match=re.escape("PyTorch, which is not installed: in a clone")):
+    with pytest.raises(ConfigurationError, match=r"PyTorch.*\[torch\]"):
         _ = fedbilevel.torch.from_torch

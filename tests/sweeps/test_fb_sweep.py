@@ -18,6 +18,7 @@ from fedbilevel.engines.history import History
 from fedbilevel.errors import CheckpointError, ConfigurationError, InUse, NumericalError
 from fedbilevel.sweeps import Sweep, made, measured_on_test, played, product
 from fedbilevel.tasks import quadratic
+from refusals import ANY, refuses
 
 TASK = quadratic(clients=2, dim_x=2, dim_y=2, samples=(2, 2))
 STEPS = {"server_lr.x": [0.05, 0.1]}
@@ -109,7 +110,7 @@ def test_it_shows_which_run_is_played_and_its_rounds() -> None:
     )
     swept(progress=told)
     assert events == ["point 1 of 2, seed 0", (6, 6), "point 2 of 2, seed 0", (6, 6), "closed"]
-    with pytest.raises(ConfigurationError, match="progress = 'loud' is not allowed"):
+    with refuses("progress", "loud"):
         swept(progress="loud")
 
 
@@ -150,7 +151,7 @@ def test_an_interrupted_sweep_goes_on_to_the_same_table(two_by_two, tmp_path) ->
     assert later == [*range(1, 7), *range(7)]  # the rest of the third run, and the fourth run
     assert (again.rows, again.trials) == (two_by_two.rows, two_by_two.trials)
     assert swept(grid={"server_lr.x": [0.05, 0.1, 0.2]}, **given).trials[:4] == two_by_two.trials
-    with pytest.raises(CheckpointError, match=r"belongs to another run: .*samples.*; choose another folder$"):
+    with pytest.raises(CheckpointError, match=r"another run: .*samples.* folder$"):
         swept(task=quadratic(clients=2, dim_x=2, dim_y=2, samples=(2, 2), seed=1), **given)
 
 
@@ -171,36 +172,36 @@ def test_a_run_that_another_process_plays_is_looked_at_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "refusal"),
     [
-        ({"grid": {}}, r"grid = {} is not allowed: it must be lists of values by the dotted paths of fields"),
-        ({"grid": {"server_lr.x": []}}, r"grid of server_lr\.x = \[\] is not allowed"),
-        ({"grid": {"server_lr.x": "0.1"}}, r"grid of server_lr\.x = '0\.1' is not allowed"),
-        ({"grid": {"server_lr.x": [0.1, 0.10]}}, r"grid of server_lr\.x has 0\.1 twice"),
+        ({"grid": {}}, ("grid", {})),
+        ({"grid": {"server_lr.x": []}}, ("grid of server_lr.x", [])),
+        ({"grid": {"server_lr.x": "0.1"}}, ("grid of server_lr.x", "0.1")),
+        ({"grid": {"server_lr.x": [0.1, 0.10]}}, ("", ANY, "grid of server_lr.x has 0.1 ")),
         (
             {"grid": {"server_lr.x": [0.1, 0.2], "server_lr": [fb.XYV(0.5, 0.5, 0.5)]}},
-            r"server_lr\.x is a field of server_lr, whose values would replace those of server_lr\.x",
+            ("", ANY, "server_lr.x is a field of server_lr"),
         ),
-        ({"grid": {"server_lr.x": jnp.array([0.5, 0.5])}}, r"grid of server_lr\.x has 0\.5 twice"),
-        ({"grid": {"local_steps": [5, np.int64(5)]}}, r"grid of local_steps has 5 twice"),
-        ({"grid": {"sever_lr.x": [0.1]}}, r"unknown field 'sever_lr' of SimFBO; did you mean 'server_lr'"),
-        ({"grid": {"server_lr.z": [0.1]}}, r"unknown part 'z' of SimFBO\.server_lr"),
-        ({"grid": {"server_lr.x": [0.1, "abc"]}}, r"SimFBO\.server_lr\.x = 'abc' is not allowed"),
-        ({"metrics": ["relative_error"]}, r"metrics = \['relative_error'\] is not allowed"),
-        ({"select": "relativ_error"}, r"unknown metric 'relativ_error' to select on; did you mean 'relative_error'"),
-        ({"select": "test_accuracy"}, r"test_accuracy is measured on test data.*select_on_test=True"),
-        ({"rounds": -5}, r"rounds = -5 is not allowed"),
-        ({"roundz": 5}, r"unknown argument 'roundz' of fedbilevel\.sweep; did you mean 'rounds'"),
-        ({"resume": True}, r"unknown argument 'resume' of fedbilevel\.sweep"),
-        ({"seeds": []}, r"seeds = \[\] is not allowed"),
-        ({"seeds": [1, 1]}, r"seeds = \[1, 1\] is not allowed"),
-        ({"algorithm": 7}, r"algorithm = 7 is not allowed"),
-        ({"algorithm": lambda lr: fb.SimFBO()}, r"unknown argument 'server_lr\.x' of the function .*"),
+        ({"grid": {"server_lr.x": jnp.array([0.5, 0.5])}}, ("", ANY, "grid of server_lr.x has 0.5 ")),
+        ({"grid": {"local_steps": [5, np.int64(5)]}}, ("", ANY, "grid of local_steps has 5 ")),
+        ({"grid": {"sever_lr.x": [0.1]}}, ("field of SimFBO", "sever_lr", "", "server_lr")),
+        ({"grid": {"server_lr.z": [0.1]}}, ("part of SimFBO.server_lr", "z", "['v', 'x', 'y']")),
+        ({"grid": {"server_lr.x": [0.1, "abc"]}}, ("SimFBO.server_lr.x", "abc")),
+        ({"metrics": ["relative_error"]}, ("metrics", ["relative_error"])),
+        ({"select": "relativ_error"}, ("metric to select on", "relativ_error", "", "relative_error")),
+        ({"select": "test_accuracy"}, ("", ANY, "select_on_test=True")),
+        ({"rounds": -5}, ("rounds", -5)),
+        ({"roundz": 5}, ("argument of fedbilevel.sweep", "roundz", "", "rounds")),
+        ({"resume": True}, ("argument of fedbilevel.sweep", "resume")),
+        ({"seeds": []}, ("seeds", [])),
+        ({"seeds": [1, 1]}, ("seeds", [1, 1])),
+        ({"algorithm": 7}, ("algorithm", 7)),
+        ({"algorithm": lambda lr: fb.SimFBO()}, ("argument of the function that makes the algorithm", "server_lr.x")),
     ],
 )
-def test_wrong_input_is_refused_before_anything_runs(given, message, monkeypatch) -> None:
+def test_wrong_input_is_refused_before_anything_runs(given, refusal, monkeypatch) -> None:
     monkeypatch.setattr("fedbilevel.sweeps.played", None)
-    with pytest.raises(ConfigurationError, match=message):
+    with refuses(*refusal):
         swept(**given)
 
 
@@ -318,7 +319,7 @@ def test_fields_of_parts_are_replaced_by_their_paths() -> None:
 def test_a_part_is_swept_before_its_fields_and_not_after_them() -> None:
     """A part must be swept before its fields, because setting the part replaces its fields."""
     assert len(product({"inner": ["svrg"], "inner.lr": [0.1, 0.2]})) == 2
-    with pytest.raises(ConfigurationError, match=r"inner\.lr is a field of inner, .* name inner first"):
+    with pytest.raises(ConfigurationError, match=r"^inner\.lr .* inner first"):
         product({"inner.lr": [0.1], "inner": ["svrg"]})
 
 

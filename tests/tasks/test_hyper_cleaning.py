@@ -10,6 +10,7 @@ from fedbilevel.core.metrics import directions
 from fedbilevel.core.ragged import Ragged
 from fedbilevel.data import load
 from fedbilevel.tasks.hyper_cleaning import auc, cleaning_weights, hyper_cleaning, spoiled
+from refusals import refuses
 
 NON_IID = {"partition_by": "dirichlet", "partition_options": {"alpha": 0.5, "minimum": 2}}
 
@@ -159,15 +160,15 @@ def test_weights_learn_which_labels_are_wrong():
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "refusal"),
     [
-        ({"corruption": 1.0}, "corruption = 1.0 is not allowed: it must be at least 0 and below 1"),
-        ({"corruption": float("nan")}, "corruption = nan"),
-        ({"validation": 1.0}, "validation = 1.0"),
-        ({"network": "linaer"}, r"network = 'linaer'.*'linear'"),
-        ({"hidden": (64,)}, "hidden = .64,.*empty, since a linear network"),
+        ({"corruption": 1.0}, ("corruption", 1.0, "at least 0 and below 1")),
+        ({"corruption": float("nan")}, ("corruption", float("nan"))),
+        ({"validation": 1.0}, ("validation", 1.0)),
+        ({"network": "linaer"}, ("network", "linaer", "'linear'")),
+        ({"hidden": (64,)}, ("hidden", (64,), "linear")),
     ],
 )
-def test_wrong_options_are_named(options, words):
-    with pytest.raises(fb.errors.ConfigurationError, match=words):
+def test_wrong_options_are_named(options, refusal):
+    with refuses(*refusal):
         hyper_cleaning(**options)

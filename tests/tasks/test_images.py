@@ -21,6 +21,7 @@ from fedbilevel.tasks import (
 )
 from fedbilevel.tasks.images import LabelledImages, long_tailed
 from fedbilevel.tasks.loss_tuning import balancing_weights
+from refusals import ANY, refuses
 
 NON_IID = {"partition_by": "dirichlet", "partition_options": {"alpha": 0.5, "minimum": 2}}
 
@@ -155,11 +156,11 @@ def test_the_printed_loss_of_both_levels():
     plain = loss_tuning(outer="vs")  # weights start at 1
     at_start = [float(one.problem.outer(one.x0, one.y0, batch)) for one in (task, plain)]
     assert at_start[0] == pytest.approx(at_start[1], rel=1e-12)
-    with pytest.raises(fb.errors.ConfigurationError, match=r"normalised = False .* True, since class_weights is False"):
+    with refuses("normalised", False, "class_weights"):
         loss_tuning(normalised=False)
-    with pytest.raises(fb.errors.ConfigurationError, match=r"normalised = 'no' .* True or False"):
+    with refuses("normalised", "no", "True or False"):
         loss_tuning(class_weights=True, normalised="no")
-    with pytest.raises(fb.errors.ConfigurationError, match="did you mean 'balanced'"):
+    with refuses("outer", "balance", near="balanced"):
         loss_tuning(outer="balance")
 
 
@@ -179,9 +180,7 @@ def test_training_accuracy_is_measured_on_drawn_training_images():
     few = [hyper_representation(train_samples=50) for _ in range(2)]
     assert len({float(one.metrics["train_accuracy"](one.x0, one.y0)) for one in few}) == 1
     left = total - round(0.2 * total)
-    with pytest.raises(
-        fb.errors.ConfigurationError, match=f"train_samples = {total} is not allowed: it must be at most {left}"
-    ):
+    with refuses("train_samples", total, f"at most {left}"):
         hyper_representation(train_samples=total, holdout=0.2)
 
 
@@ -211,7 +210,7 @@ def test_accuracies_by_class():
     images = LabelledImages(data, constant, "test")
     np.testing.assert_allclose(images.class_accuracies()((), ()), [2 / 3, 1, 0], rtol=1e-15)
     assert float(images.accuracy()((), ())) == pytest.approx(0.5)
-    with pytest.raises(fb.errors.ConfigurationError, match="class 2 has no test image"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"class 2 .*holdout"):
         LabelledImages(replace(data, test_labels=labels.clip(0, 1)), constant, "test").class_accuracies()
 
 
@@ -288,17 +287,17 @@ def test_fair_classification_learns():
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "words"),
+    ("make", "options", "refusal"),
     [
-        (loss_tuning, {"ratio": 0.0}, "ratio = 0.0"),
-        (loss_tuning, {"ratio": 0.001}, "class, 7, has 1 samples: use a larger ratio"),
-        (classification, {"ridge": -1.0}, "ridge = -1.0"),
-        (fair_classification, {"concavity": 0.0}, "concavity = 0.0"),
-        (fair_classification, {"network": "resnet"}, "network = 'resnet'"),
+        (loss_tuning, {"ratio": 0.0}, ("ratio", 0.0)),
+        (loss_tuning, {"ratio": 0.001}, ("", ANY, "class, 7, has 1 samples")),
+        (classification, {"ridge": -1.0}, ("ridge", -1.0)),
+        (fair_classification, {"concavity": 0.0}, ("concavity", 0.0)),
+        (fair_classification, {"network": "resnet"}, ("network", "resnet")),
     ],
 )
-def test_wrong_options_are_named(make, options, words):
-    with pytest.raises(fb.errors.ConfigurationError, match=words):
+def test_wrong_options_are_named(make, options, refusal):
+    with refuses(*refusal):
         make(**options)
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-import fedbilevel as fb
 from fedbilevel.tasks import networks
+from refusals import refuses
 
 
 @pytest.mark.parametrize(("size", "stride"), [(3, 1), (3, 2), (1, 2), (5, 3)])
@@ -78,9 +78,13 @@ def test_shapes_and_accuracy(make, shape, hidden, pixels):
 
 
 @pytest.mark.parametrize(
-    ("make", "hidden", "words"),
-    [(networks.mlp, (), "hidden"), (networks.mlp, (3, 0), "hidden"), (networks.cnn, (3, 4), "three positive widths")],
+    ("make", "hidden", "refusal"),
+    [
+        (networks.mlp, (), ("hidden", ())),
+        (networks.mlp, (3, 0), ("hidden", (3, 0))),
+        (networks.cnn, (3, 4), ("hidden", (3, 4))),
+    ],
 )
-def test_wrong_widths(make, hidden, words):
-    with pytest.raises(fb.errors.ConfigurationError, match=words):
+def test_wrong_widths(make, hidden, refusal):
+    with refuses(*refusal):
         make((8, 8), hidden, 10)

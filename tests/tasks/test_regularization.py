@@ -9,6 +9,7 @@ import fedbilevel as fb
 from fedbilevel import data
 from fedbilevel.tasks.regularization import logits, regularization, with_one
 from implicit import implicit_gradient
+from refusals import refuses
 
 INFORMATIVE, NOISE = 2, 3
 
@@ -114,13 +115,13 @@ def test_more_classes_have_a_logit_each():
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "refusal"),
     [
-        ({"data": "covtyp"}, "unknown data 'covtyp'; did you mean 'covtype'.*digits"),
-        ({"validation": 1.0}, "validation = 1.0"),
-        ({"ridge": 0.0}, "ridge = 0.0"),
+        ({"data": "covtyp"}, ("data", "covtyp", "digits", "covtype")),
+        ({"validation": 1.0}, ("validation", 1.0)),
+        ({"ridge": 0.0}, ("ridge", 0.0)),
     ],
 )
-def test_wrong_options_are_named(options, words):
-    with pytest.raises(fb.errors.ConfigurationError, match=words):
+def test_wrong_options_are_named(options, refusal):
+    with refuses(*refusal):
         regularization(**options)

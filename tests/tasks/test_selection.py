@@ -6,6 +6,7 @@ import pytest
 import fedbilevel as fb
 from fedbilevel import data
 from fedbilevel.tasks import selection
+from refusals import refuses
 
 
 def training(task):
@@ -110,15 +111,15 @@ def test_a_preference_that_rises_is_no_divergence(recwarn):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "refusal"),
     [
-        ({"classes": (0, 0)}, "classes = \\[0, 0\\].*two different classes from 0 to 9"),
-        ({"samples": 288}, "samples = 288.*an even number, at most 286"),
-        ({"bound": -1.0}, "bound = -1.0"),
-        ({"start": 101.0}, "start = 101.0.*at most bound = 100"),
-        ({"holdout": 1.0}, "holdout = 1.0"),
+        ({"classes": (0, 0)}, ("classes", [0, 0], "0 to 9")),
+        ({"samples": 288}, ("samples", 288, "at most 286")),
+        ({"bound": -1.0}, ("bound", -1.0)),
+        ({"start": 101.0}, ("start", 101.0, "bound = 100")),
+        ({"holdout": 1.0}, ("holdout", 1.0)),
     ],
 )
-def test_wrong_options_are_named(options, words):
-    with pytest.raises(fb.errors.ConfigurationError, match=words):
+def test_wrong_options_are_named(options, refusal):
+    with refuses(*refusal):
         selection(**options)

@@ -15,7 +15,7 @@ from fedbilevel.core.client import RemoteClients
 from fedbilevel.errors import ConfigurationError, DataWarning
 from fedbilevel.estimators import Preparer
 from fedbilevel.tasks import tables
-from refusals import refuses
+from refusals import ANY, refuses
 
 KINDS = ("binary", "classes", "count", "continuous", "survival")
 SITES = {"a": 14, "b": 9, "c": 1}
@@ -153,7 +153,7 @@ def test_scores_are_those_of_test_rows(outcome, tmp_path):
     tested.to_csv(tmp_path / "test.csv", index=False, na_rep="?")
     settings = {"folder": written(tmp_path, made), "outcome": outcome, "offsets": False, "folds": 2, "drop": ["w"]}
     task = tables(test=0.0, **settings)
-    with pytest.raises(ConfigurationError, match=r"test = 0\.33 .*0 if the folder has a test\.csv"):
+    with refuses("test", 0.33, "test.csv"):
         tables(**settings)
     y = np.random.default_rng(1).normal(size=task.y0.shape)
     together = pd.concat(made.values())
@@ -235,7 +235,7 @@ def test_each_party_reads_its_own_file_alone(tmp_path):
     assert (error.value.path, error.value.got) == ("weighting", "size")
     assert error.value.allowed == "'equal' on a server without the sites' files, unless `sizes` is given"
     (tmp_path / "b" / "columns.json").unlink()
-    with pytest.raises(ConfigurationError, match=r"columns\.json = 'missing'"):
+    with refuses(str(tmp_path / "b" / "columns.json"), "missing"):
         tables(folder=str(tmp_path / "b"), party="server", **settings)
 
 
@@ -260,7 +260,7 @@ def test_a_column_that_a_site_does_not_have(tmp_path):
     made = frames()
     made["b"] = made["b"].drop(columns=["v", "word"])
     folder = written(tmp_path, made)
-    with pytest.raises(ConfigurationError, match=r"^b\.csv has no column 'v', which other files have.*absent = 'gap'"):
+    with refuses("column 'v' of b.csv", "missing", "absent = 'gap'"):
         tables(folder=folder)
     with refuses("column 'v' of b.csv", "missing", "'gap'"):
         tables(folder=folder)
@@ -283,30 +283,35 @@ def _changed(outcome, site, column, value):
 
 
 WRONG = {
-    "no such target": ("binary", None, {"target": "outcomes"}, r"unknown column 'outcomes' of a\.csv.*'outcome'"),
-    "three classes": ("classes", None, {"outcome": "binary"}, r"classes of 'outcome' = .*outcome = 'classes'"),
-    "one class": ("binary", ("a", "outcome", "ill"), {"sites": ["a"]}, "classes of 'outcome'"),
-    "positive": ("binary", None, {"positive": "il"}, "unknown positive 'il'; did you mean 'ill'"),
-    "half a count": ("count", ("b", "outcome", 1.5), {}, r"column 'outcome' of b\.csv = .*whole numbers from 0 on"),
-    "a word as target": ("continuous", ("b", "outcome", "x"), {}, r"column 'outcome' of b\.csv = .*'?x'?.*numbers"),
-    "no target": ("binary", ("b", "outcome", np.nan), {}, r"rows of b\.csv with a target = 0"),
-    "an event of 2": ("survival", ("a", "event", 2), {}, r"column 'event' of a\.csv = .*1 if the event was observed"),
-    "no event": ("survival", ("a", "event", 0), {"sites": ["a"]}, r"no training row has an event \(column 'event'\)"),
-    "weights": ("binary", ("a", "w", -1), {"sample_weight": "w"}, r"weights of a\.csv = -1"),
-    "weights of 0": ("binary", ("a", "w", 0), {"sample_weight": "w"}, r"^weights of a\.csv are all 0: at least one"),
-    "words for numbers": ("binary", ("b", "v", "high"), {}, r"column 'v' of a\.csv = .*numbers.*must be words"),
-    "infinite": ("binary", ("b", "v", np.inf), {}, r"column 'v' of b\.csv = .*inf"),
-    "a group": ("binary", None, {"groups": {"g": ["ward"]}}, "unknown column 'ward' in groups"),
-    "outcome": ("binary", None, {"outcome": "counts"}, "unknown outcome 'counts'; did you mean 'count'"),
-    "party": ("binary", None, {"party": 3, "sites": ["a", "b", "c"]}, "party = 3.*0 to 2"),
+    "no such target": ("binary", None, {"target": "outcomes"}, ("column of a.csv", "outcomes", "", "outcome")),
+    "three classes": (
+        "classes",
+        None,
+        {"outcome": "binary"},
+        ("classes of 'outcome'", ["x", "y", "z"], "outcome = 'classes'"),
+    ),
+    "one class": ("binary", ("a", "outcome", "ill"), {"sites": ["a"]}, ("classes of 'outcome'", ["ill"])),
+    "positive": ("binary", None, {"positive": "il"}, ("positive", "il", "", "ill")),
+    "half a count": ("count", ("b", "outcome", 1.5), {}, ("column 'outcome' of b.csv", [1.5, 1.5, 1.5], "from 0")),
+    "a word as target": ("continuous", ("b", "outcome", "x"), {}, ("column 'outcome' of b.csv", "x")),
+    "no target": ("binary", ("b", "outcome", np.nan), {}, ("rows of b.csv with a target", 0)),
+    "an event of 2": ("survival", ("a", "event", 2), {}, ("column 'event' of a.csv", ANY, "1 if")),
+    "no event": ("survival", ("a", "event", 0), {"sites": ["a"]}, ("events 'event'", 0)),
+    "weights": ("binary", ("a", "w", -1), {"sample_weight": "w"}, ("weights of a.csv", -1.0)),
+    "weights of 0": ("binary", ("a", "w", 0), {"sample_weight": "w"}, ("weights of a.csv", 0.0, "above 0")),
+    "words for numbers": ("binary", ("b", "v", "high"), {}, ("column 'v' of a.csv", "numbers")),
+    "infinite": ("binary", ("b", "v", np.inf), {}, ("column 'v' of b.csv", ANY, "1e+100")),
+    "a group": ("binary", None, {"groups": {"g": ["ward"]}}, ("column in groups", "ward", "", "word")),
+    "outcome": ("binary", None, {"outcome": "counts"}, ("outcome", "counts", "", "count")),
+    "party": ("binary", None, {"party": 3, "sites": ["a", "b", "c"]}, ("party", 3, "0 to 2")),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_wrong_is_named(case, tmp_path):
-    outcome, change, settings, words = WRONG[case]
+    outcome, change, settings, refusal = WRONG[case]
     made = _changed(outcome, *change) if change else frames(outcome)
-    with pytest.raises(ConfigurationError, match=words):
+    with refuses(*refusal):
         tables(**{"folder": written(tmp_path, made), "outcome": outcome, "test": 0.0, **settings})
 
 

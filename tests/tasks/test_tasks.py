@@ -10,6 +10,7 @@ from fedbilevel.tasks import TASKS, hyper_representation, quadratic
 from fedbilevel.tasks.quadratic import TiedUnits, solution
 from fedbilevel.tasks.task import client_means
 from implicit import implicit_gradient
+from refusals import ANY, refuses
 
 
 @pytest.mark.parametrize("condition", [10.0, 1e4])
@@ -71,32 +72,34 @@ def test_the_closed_form_of_units_is_stationary():
     np.testing.assert_allclose(exact.x[5:10], exact.x[10:15], rtol=1e-12)
 
 
-@pytest.mark.parametrize(("wrong", "named"), [({"tie": 0.1}, "units"), ({"units": 4, "tie": 0.25}, "tie")])
-def test_ties_without_units_or_too_strong_are_refused(wrong, named):
-    with pytest.raises(fb.errors.ConfigurationError, match=named):
+@pytest.mark.parametrize(
+    ("wrong", "refusal"), [({"tie": 0.1}, ("units", 0)), ({"units": 4, "tie": 0.25}, ("tie", 0.25))]
+)
+def test_ties_without_units_or_too_strong_are_refused(wrong, refusal):
+    with refuses(*refusal):
         quadratic(condition=2.0, **wrong)
 
 
 @pytest.mark.parametrize(
-    ("task", "sizes", "named"),
+    ("task", "sizes", "refusal"),
     [
-        ("quadratic", {"clients": 10**11}, "clients = 100000000000 .* each takes 26,960 bytes"),
-        ("quadratic", {"samples": (1, 10**12)}, "clients do not fit into memory"),
-        ("compositional", {"clients": 10**9}, "clients"),
-        ("portfolio", {"clients": 10**11}, "clients"),
-        ("saddle", {"clients": 10**9}, "clients"),
-        ("location", {"targets": 10**9}, "targets"),
-        ("few_shot", {"test_episodes": 10**9}, "test_episodes"),
-        ("few_shot", {"tasks": 10**9}, "tasks"),
+        ("quadratic", {"clients": 10**11}, ("clients", 10**11, "26,960 bytes")),
+        ("quadratic", {"samples": (1, 10**12)}, ("", ANY, "1,664,000,000,003,664 bytes")),
+        ("compositional", {"clients": 10**9}, ("clients", 10**9, "GB")),
+        ("portfolio", {"clients": 10**11}, ("clients", 10**11, "GB")),
+        ("saddle", {"clients": 10**9}, ("clients", 10**9, "GB")),
+        ("location", {"targets": 10**9}, ("targets", 10**9, "GB")),
+        ("few_shot", {"test_episodes": 10**9}, ("test_episodes", 10**9, "GB")),
+        ("few_shot", {"tasks": 10**9}, ("tasks", 10**9, "GB")),
     ],
 )
-def test_what_does_not_fit_into_memory_is_refused_before_it_is_made(task, sizes, named):
+def test_what_does_not_fit_into_memory_is_refused_before_it_is_made(task, sizes, refusal):
     """A task that does not fit into memory is refused before its arrays are made.
 
     The sizes would need 2 TB or more. A client is counted with 16 bytes for each of its numbers, and with 2,000 bytes
     for its Python objects.
     """
-    with pytest.raises(fb.errors.ConfigurationError, match=f"{named}.* and this machine has .* GB"):
+    with refuses(*refusal):
         TASKS[task](**sizes)
 
 
@@ -158,15 +161,15 @@ def test_seeds_reproduce():
 
 
 @pytest.mark.parametrize(
-    ("task", "options", "words"),
+    ("task", "options", "refusal"),
     [
-        ("quadratic", {"condition": 0.5}, "condition = 0.5"),
-        ("quadratic", {"samples": (3, 2)}, "samples"),
-        ("hyper_representation", {"network": "resnet"}, "network = 'resnet'"),
-        ("hyper_representation", {"validation": 0.0}, "validation = 0.0"),
-        ("hyper_representation", {"ridge": -1.0}, "ridge = -1.0"),
+        ("quadratic", {"condition": 0.5}, ("condition", 0.5)),
+        ("quadratic", {"samples": (3, 2)}, ("samples", (3, 2))),
+        ("hyper_representation", {"network": "resnet"}, ("network", "resnet")),
+        ("hyper_representation", {"validation": 0.0}, ("validation", 0.0)),
+        ("hyper_representation", {"ridge": -1.0}, ("ridge", -1.0)),
     ],
 )
-def test_wrong_options_are_named(task, options, words):
-    with pytest.raises(fb.errors.ConfigurationError, match=words):
+def test_wrong_options_are_named(task, options, refusal):
+    with refuses(*refusal):
         TASKS[task](**options)
