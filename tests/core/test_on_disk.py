@@ -119,3 +119,16 @@ def test_a_clients_own_y_stays_as_it_was_when_rounds_go_on(rows):
     on_disk.write(y["own"], np.array([1]), -np.ones_like(rows[:1]))
     np.testing.assert_array_equal(mine["own"], rows[1])
     np.testing.assert_array_equal(mine["shared"], [1, 1])
+
+
+def test_a_damaged_checkpoint_is_no_error_of_writing(tmp_path):
+    """If the bytes of a table in a checkpoint are damaged, the error names the checkpoint, and not the table's disk."""
+    tables = on_disk.on_disk({"a": np.arange(30_000.0).reshape(10_000, 3)})
+    checkpoint.save(tmp_path / "file.npz", tables, {})
+    content = bytearray((tmp_path / "file.npz").read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / "file.npz").write_bytes(content)
+    with pytest.raises(CheckpointError) as error:
+        checkpoint.load(tmp_path / "file.npz", on_disk.repeated({"a": np.zeros(3)}, 10_000))
+    assert "file.npz is not a readable checkpoint" in str(error.value)
+    assert "could not write" not in str(error.value)

@@ -378,5 +378,5 @@ def check_algorithm(candidate: object) -> None:
     allowed = "an instance of a subclass of Algorithm, e.g. SimFBO()"
     if isinstance(candidate, Part):
         kind = type(candidate).__name__
-        allowed += f"; a {kind} goes around a method: fb.layered(SimFBO(), …), or is a field of a method"
+        allowed += f"; {kind} goes around a method: fb.layered(SimFBO(), …), or is a field of a method"
     require(isinstance(candidate, Algorithm), "algorithm", candidate, allowed)

@@ -112,6 +112,8 @@ def _with_remedy(folder: Path, size: int) -> Iterator[None]:
     """Turn an OSError in the block into a CheckpointError that says what a table of `size` bytes needs."""
     try:
         yield
+    except CheckpointError:  # an OSError, of a checkpoint and not of a table
+        raise
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             needs = "a run may need 13 open files for each leaf of y; `ulimit -n` sets how many are allowed"

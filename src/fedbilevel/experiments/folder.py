@@ -148,8 +148,9 @@ class Folder:
 
     def _code(self) -> dict[str, str] | None:
         """Return the recorded hashes of the user's files with which the run was started; None if there is no record."""
+        first = self.environments()[:1]
         with as_damage(self.environment):
-            return next((dict(begun["code"]) for begun in self.environments()[:1] if "code" in begun), None)
+            return next((dict(begun["code"]) for begun in first if "code" in begun), None)
 
     def environments(self) -> list[dict[str, Any]]:
         """Return the recorded environments in which the run was started and resumed; [] if there is no record."""

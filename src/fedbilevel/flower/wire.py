@@ -208,7 +208,9 @@ def read(kind: type[Any], fields: Mapping[str, Any], payload: bytes) -> Any:
         if type(value) is not TYPES[str(f.type)] or (
             isinstance(value, list) and any(type(i) is not str for i in value)
         ):
-            raise Refusal(Code.MALFORMED, f"field {name} of the message is a {type(value).__name__}, not a {f.type}")
+            raise Refusal(
+                Code.MALFORMED, f"field {name} of the message has the type {type(value).__name__}, not {f.type}"
+            )
     return kind(**fields, payload=payload)
 
 

@@ -185,7 +185,8 @@ def _target(where: str, rows: Mapping[str, Texts], columns: ColumnRoles) -> dict
         return {"label": numbers}
     event = _numbers(f"column {columns.event!r} of {where}", rows[columns.event])
     allowed = "1 if the event was observed at this time, 0 if it had not happened by then"
-    require(set(event) <= {0.0, 1.0}, f"column {columns.event!r} of {where}", sorted(set(event))[:5], allowed)
+    found = sorted(set(event.tolist()))
+    require({*found} <= {0.0, 1.0}, f"column {columns.event!r} of {where}", found[:5], allowed)
     return {"time": numbers, "event": event}
 
 
