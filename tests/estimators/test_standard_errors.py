@@ -1,9 +1,14 @@
 """Standard errors of coefficients are those of formulas that are written out in NumPy, on sites of unequal size."""
 
+import warnings
+
 import numpy as np
+import pandas as pd
 import pytest
 
-from fedbilevel.estimators import CoxRegression, LogisticRegression, Ridge
+from fedbilevel.errors import DataWarning
+from fedbilevel.estimators import CoxRegression, LogisticRegression, Ridge, Study
+from fedbilevel.estimators.agreement import Agreement
 from fedbilevel.estimators.coefficient_errors import Minimum
 from fedbilevel.estimators.site_table import SiteTable
 from refusals import refuses
@@ -150,9 +155,44 @@ def test_without_repeated_rows_errors_by_patient_are_the_usual_ones_if_shares_ar
 
 
 def test_a_single_patient_has_no_errors():
-    made = LogisticRegression(penalties=PENALTIES).fit(X, LABEL, groups=np.zeros(90), patients=np.zeros(90))
+    with pytest.warns(DataWarning, match="one patient"):
+        made = LogisticRegression(penalties=PENALTIES).fit(X, LABEL, groups=np.zeros(90), patients=np.zeros(90))
     assert made.standard_errors_ is None
     assert made.covariance_ is None
+
+
+def test_as_many_coefficients_as_patients_cause_a_warning():
+    """If there are as many patients as coefficients (with the intercept), there is a warning; with one more, none."""
+    size = X.shape[1] + 1
+    with pytest.warns(DataWarning, match=f"{size} patients and {size} coefficients"):
+        LogisticRegression(penalties=PENALTIES).fit(X, LABEL, groups=np.zeros(90), patients=np.arange(90) % size)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DataWarning)
+        LogisticRegression(penalties=PENALTIES).fit(X, LABEL, groups=np.zeros(90), patients=np.arange(90) % (size + 1))
+
+
+def test_a_site_with_few_patients_sends_no_scores_and_there_are_no_errors():
+    """A site with one patient less than min_count does not answer; then there are no errors, and a warning names it."""
+    agreement, asked = fitted("ridge").agreement, fitted("ridge").estimator._minimum.question
+    frame = tables()["west"]
+    for patients, told in ((8, True), (7, False)):
+        few = frame.assign(patient=np.arange(len(frame)) % patients)
+        answer = SiteTable(study("ridge", min_count=8), "west", few).answer(agreement, asked)
+        assert (answer is not None) == told
+    with pytest.warns(DataWarning, match="fewer than min_count patients at west"):
+        assert fitted("ridge").estimator._minimum.covariance_by_patient({"west": answer}) is None
+
+
+def test_scores_of_many_features_are_not_sent():
+    """A site refuses a question about scores with more than 300 features, which only a dishonest server asks."""
+    rng, width = np.random.default_rng(0), 301
+    frame = pd.DataFrame(rng.normal(size=(12, width)), columns=[f"x{j}" for j in range(width)])
+    frame = frame.assign(y=rng.normal(size=12), patient=range(12))
+    given = Study(estimator="ridge", target="y", sites=("north",), patient="patient", min_count=1)
+    table = SiteTable(given, "north", frame)
+    agreement = Agreement.of(given, [table.statistics()])
+    with refuses("question", "mean gradient", "at most 300 features"):
+        table.answer(agreement, {"model": [0.0] * (width + 2), "mean gradient": [0.0] * (width + 2)})
 
 
 def test_scores_are_asked_for_only_where_patients_may_have_several_rows():

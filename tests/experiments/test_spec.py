@@ -371,3 +371,14 @@ def test_x_stays_between_the_bounds_of_a_spec():
     assert np.max(x) <= -4.6
     with refuses("part of x in run.x_bounds", "penalty", "[]"):
         build(spec.replace(run={"x_bounds": {"penalty": [-5, -4]}}))
+
+
+def test_words_of_python_are_read_where_no_text_is_allowed():
+    """None, True and False are read as in Python, but a field for texts, such as the name of a column, keeps them."""
+    settings = ["algorithm.batch_size=None", "algorithm.joint=True", "algorithm.inner.rounds=1"]
+    spec = configure(task="quadratic", algorithm="lfednest", settings=settings)
+    assert (spec.algorithm.fields["batch_size"], spec.algorithm.fields["joint"]) == (None, True)
+    spec = configure(task="tables", algorithm="simfbo", settings=["task.positive=True", "task.target=None"])
+    assert (spec.task.fields["positive"], spec.task.fields["target"]) == ("True", "None")
+    with refuses("algorithm.batch_size", True, "positive integer or None"):
+        configure(task="quadratic", algorithm="lfednest", settings=["algorithm.batch_size=True"])

@@ -242,7 +242,6 @@ def test_another_setting_in_the_folder_is_named_and_nothing_is_played(copy, run,
         ("[1, 0.5],[1]", [[1, 0.5], [1]]),
         ('{name = "adam", b1 = 0.5},sgd', [{"name": "adam", "b1": 0.5}, "sgd"]),
         ("'a,b',none", ["a,b", "none"]),
-        ("None,True,False", ["none", True, False]),
     ],
 )
 def test_commas_within_a_value_do_not_end_it(text, values) -> None:

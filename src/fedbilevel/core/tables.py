@@ -35,6 +35,8 @@ from fedbilevel.wording import nearest, printable
 Fields = Mapping[str, Any]
 """The values of fields by name."""
 Wrong = list[ConfigurationError]
+PYTHON: dict[str, Any] = {"None": "none", "True": True, "False": False}
+"""Words of Python, which users copy from messages, and their values in specs. A field for texts takes them as texts."""
 NUMBERS = int | float | np.number | jax.Array
 RATE = "learning_rate"
 
@@ -141,6 +143,8 @@ def _accepted(of: Any, value: Any, path: str, base: Any, rule: Callable[..., Any
 
 def _read(of: Any, value: Any, path: str, base: Any, wrong: Wrong) -> Any:
     """Convert a value by its field's annotation `of`; fields that a table leaves out have the values of `base`."""
+    if isinstance(value, str) and value in PYTHON and not _fits(of, value):
+        value = PYTHON[value]
     if isinstance(value, str) and value == "none" and (of in (Any, XYV) or types.NoneType in _options(of)):
         return None
     if value is None or (dataclasses.is_dataclass(value) and not isinstance(value, type)):

@@ -27,9 +27,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedbilevel.errors import DataWarning
 from fedbilevel.estimators.columns import Numbers, numbers
 from fedbilevel.estimators.measures import sums_by_patient
-from fedbilevel.extending import is_count, require
+from fedbilevel.extending import is_count, require, warn
 
 SCORES = "mean gradient"  # the entry of a question to sites that contains the mean score
 
@@ -60,11 +61,18 @@ class Minimum(NamedTuple):
         return {"model": self.w.tolist(), SCORES: self.gradient.tolist()}
 
     def covariance_by_patient(self, answers: Mapping[str, Any]) -> Numbers | None:
-        """Return the covariance of `coef_` and `intercept_` from the answers of sites; None with a single patient.
+        """Return the covariance of `coef_` and `intercept_` from the answers of sites.
+
+        The result is None, with a warning, if there is a single patient, or if a site did not answer, as a site with
+        fewer than `min_count` patients does. If there are not more patients than coefficients, there is a warning too.
 
         Raises:
             ConfigurationError: an answer has another form than `answer` returns; the message names the site.
         """
+        if silent := [site for site, answer in answers.items() if answer is None]:
+            why = f"fewer than min_count patients at {', '.join(silent)}, which sent no sums over patients"
+            warn(DataWarning(f"the coefficients have no standard errors: there are {why}"))
+            return None
         total, patients = np.zeros_like(self.hessian), 0
         for site, answer in answers.items():
             fits = (
@@ -78,7 +86,13 @@ class Minimum(NamedTuple):
             fits = least >= -1e-9 * np.trace(products)
             require(fits, f"least eigenvalue of the products of {site}", float(least), "0 or more, up to rounding")
             total, patients = total + products, patients + answer["patients"]
-        return self.covariance(total * patients / (patients - 1)) if patients > 1 else None
+        if patients == 1:
+            warn(DataWarning("the coefficients have no standard errors: all rows are of one patient"))
+            return None
+        if patients <= len(self.w):
+            sizes = f"{patients} patients and {len(self.w)} coefficients"
+            warn(DataWarning(f"the standard errors of the coefficients are too small: there are {sizes}"))
+        return self.covariance(total * patients / (patients - 1))
 
 
 def answer(

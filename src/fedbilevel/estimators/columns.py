@@ -40,7 +40,11 @@ def numbers(field: str, values: Any) -> NDArray[np.float64]:
 
 
 def require_in_frame(names: Iterable[str], frame: Any) -> None:
-    """Refuse a site's data frame if it lacks one of these columns of the study."""
+    """Refuse a site's data frame if it lacks one of these columns of the study, or has a column twice."""
+    if twice := frame.columns[frame.columns.duplicated()].tolist():
+        require(
+            False, "columns of the table", twice[:5], "named differently: each of these names occurs more than once"
+        )
     for name in names:
         if name not in frame.columns:
             error = unknown("column", name, frame.columns)
@@ -68,7 +72,7 @@ def require_values(name: str, values: Any, fits: Any, allowed: str) -> None:
     if count := int(np.sum(~fits)):
         examples = list(dict.fromkeys(values[~fits].tolist()))[:3]
         rows = "1 row has" if count == 1 else f"{count} rows have"
-        such = ", ".join(printable(str(one)) for one in examples)
+        such = ", ".join(printable(repr(one)) for one in examples)
         message = f"column {name!r}: {rows} a value that is not allowed ({such}): allowed is {allowed}"
         raise ConfigurationError(path=f"column {name!r}", got=examples, allowed=allowed, message=message)
 

@@ -16,6 +16,7 @@ from fedbilevel.estimators.agreement import SITE, Agreement, DifferentColumnsErr
 from fedbilevel.estimators.coefficient_errors import SCORES
 from fedbilevel.estimators.columns import labels, numbers, require_in_frame, require_values
 from fedbilevel.estimators.evaluation import answered, held_out
+from fedbilevel.estimators.linear import WIDE
 from fedbilevel.estimators.preparer import NUMBERS, Preparer, Summaries, words_of
 from fedbilevel.estimators.survival_curves import steps
 from fedbilevel.extending import printable, require, unknown, warn
@@ -203,9 +204,14 @@ class SiteTable:
         return answered(question, {"score": score, **encoded, "patients": patients}, self.study.min_count)
 
     def _scores(self, agreement: Agreement, question: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the products of the scores of the site's patients; None if the site is held out."""
+        """Return the products of the scores of the site's patients.
+
+        None: the site is held out, or it has fewer than `min_count` patients.
+        """
         require(bool(self.study.patient), "question", SCORES, "asked only if the study has a column of patients")
-        if self.whole or self.patients is None:
+        width = len(agreement.names)
+        require(width <= WIDE, "question", SCORES, f"asked with at most {WIDE} features, and here are {width}")
+        if self.whole or self.patients is None or len(np.unique(self.patients)) < self.study.min_count:
             return None
         return coefficient_errors.answer(agreement.estimator(), self._standardised(agreement), self.patients, question)
 

@@ -23,8 +23,6 @@ LONGEST = 2**22  # the largest number of bytes of a file
 NAMES = 1_000  # the largest number of names in a table
 SHOWN = 200  # the number of characters of a wrong text that an error shows
 DOTTED = re.compile(r"""(?<![\w"'-])(?:["'\w-]++[ \t]*+\.[ \t]*+){50}""")
-PYTHON = {"None": "none", "True": True, "False": False}
-"""The words of Python that are read as the values of TOML with the same meaning."""
 WORD = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./")
 
 
@@ -73,12 +71,7 @@ def value(content: Any) -> str:
 
 
 def parse_value(text: str) -> Any:
-    """Read a TOML value, such as 3, true, [64, 32] or {name = "adam"}. A bare word such as mnist is read as text.
-
-    None, True and False, as in Python, are read as "none", true and false.
-    """
-    if text in PYTHON:
-        return PYTHON[text]
+    """Read a TOML value, such as 3, true, [64, 32] or {name = "adam"}. A bare word such as mnist is read as text."""
     try:
         document = _loads(f"value = {text}")
     except (ValueError, RecursionError):

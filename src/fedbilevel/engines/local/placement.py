@@ -68,10 +68,10 @@ class Shares:
         """Distribute a cohort's members over the devices of the processes that have them.
 
         Returns:
-            where: the place of each member, counted over all processes and devices, as an array of shape (P,). member:
-            the index into `ids` of the member at each place, as an array of shape (processes·devices·places,). For an
-            empty place it is the index of any member of the same process, so that its samples are at hand, or 0 if the
-            process has no member.
+            where: the place of each member, counted over all processes and devices, as an array of shape (P,).
+            member: the index into `ids` of the member at each place, as an array of shape (processes·devices·places,).
+                For an empty place it is the index of any member of the same process, so that its samples are at hand,
+                or 0 if the process has no member.
             taken: whether a place has a member of the cohort, in the same shape as `member`; False for empty places.
         """
         owner, rank = self.owner(ids), self.ranks(ids)
