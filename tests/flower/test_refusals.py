@@ -74,7 +74,7 @@ def test_a_status_is_that_of_the_last_word_and_survives_a_line_that_was_cut(tmp_
     Client 1 has replied since it was refused, and client 3 has not. The advice for client 3 is the library's own, and
     not the text in the file. Two lines are wrong, and the last one was cut.
     """
-    with pytest.raises(fb.errors.ConfigurationError, match=r"exchanges\.jsonl is missing"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"exchanges\.jsonl does not exist"):
         Status.of(Folder(tmp_path))
     late, odd = Refusal(Code.LATE, "no reply").told(), {"code": "new", "why": "x\ny", "how": "send keys"}
     lines = [

@@ -96,7 +96,7 @@ def test_a_site_looks_at_what_it_will_tell(files, tmp_path, monkeypatch, capsys)
             "column 'days': 2 rows have a value that is not allowed (-3.0): allowed is a time from 0 to 1e+100",
         ),
         ("days", "inf", "column 'days': 2 rows have a value that is not allowed (inf): allowed is a time from 0"),
-        ("died", 2, "column 'died': 2 rows have a value that is not allowed (2): allowed is 1 if the event came"),
+        ("died", 2, "column 'died': 2 rows have a value that is not allowed ('2'): allowed is 1 if the event came"),
         (
             "age",
             "-inf",
