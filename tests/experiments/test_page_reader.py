@@ -228,8 +228,13 @@ def test_an_answer_that_is_no_snapshot_is_refused(content) -> None:
 
 @pytest.mark.parametrize("levels", [600, 900, 5000])
 def test_an_answer_that_is_nested_too_deeply_is_refused(levels) -> None:
+    """Notes that are nested lists are refused in a sentence, at any depth.
+
+    The versions of Python differ in the depth that they read: notes that are read are refused as no list of texts.
+    """
     content = b'{"notes": ' + b"[" * levels + b"]" * levels + b"}"
-    with foreign(sends(content)) as place, pytest.raises(ConfigurationError, match="are nested too deeply"):
+    said = "are nested too deeply" if levels > 1000 else r"are nested too deeply|notes is \[\["
+    with foreign(sends(content)) as place, pytest.raises(ConfigurationError, match=said):
         PageReader(place).snapshot()
 
 
