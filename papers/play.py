@@ -317,7 +317,10 @@ def play(
     rows = [zip(*(of for pair, of in runs.items() if pair[0] == panel), strict=True) for panel in panels]
     played = {**played, **play_all([run for row in rows for of_a_seed in row for run in of_a_seed], say)}
     found = outcome(figure, scale, seeds, every, choices, runs, played)
-    return found if before is None else {**found, "minutes": round(found["minutes"] + before["minutes"], 2)}
+    if before is not None:
+        trials = max(found["trials"], before.get("trials", 0))  # outcomes of earlier formats lack the tried values
+        found |= {"minutes": round(found["minutes"] + before["minutes"], 2), "trials": trials}
+    return found
 
 
 def devices_of(figure: Figure, scale: Scale) -> int:
