@@ -179,6 +179,18 @@ def test_sites_that_differ_from_the_others_take_part():
         (lambda one: one.assign(site="x"), "column 'site' of north", "a feature", "offsets = false"),
         (lambda one: one.iloc[:7], "the number of rows with a target of north", 7, "8 or more"),
         (lambda one: one.assign(patient=np.nan), "patient, entry 0 of north", "a gap", ""),
+        (
+            lambda one: one.join(one[["age"]], rsuffix="2").rename(columns={"age2": "age"}),
+            "X of north",
+            "DataFrame",
+            "'age'",
+        ),
+        (
+            lambda one: one.join(one[["ill"]], rsuffix="2").rename(columns={"ill2": "ill"}),
+            "X of north",
+            "DataFrame",
+            "'ill'",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(change, path, got, fact):

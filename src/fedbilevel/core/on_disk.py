@@ -72,8 +72,7 @@ def copied(leaf: Any) -> Any:
 
 
 def lasting(tree: PyTree) -> PyTree:
-    """Return a tree that does not change later: leaves that are files on disk are copied, and other leaves are the
-    same."""
+    """Return a tree that does not change later: its leaves on disk are copied, and its other leaves are the same."""
     return jax.tree.map(lambda leaf: _table_like(leaf) if is_table(leaf) else leaf, tree)
 
 

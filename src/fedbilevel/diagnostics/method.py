@@ -17,6 +17,7 @@ import numpy as np
 from fedbilevel.algorithms.parts.adaptive_steps import adapted, adaptive
 from fedbilevel.algorithms.parts.layers import layered
 from fedbilevel.algorithms.parts.memory import Asynchronous
+from fedbilevel.algorithms.parts.own_leaves import serves_mixed
 from fedbilevel.core.algorithm import Algorithm, check_algorithm
 from fedbilevel.core.client import Clients, RemoteClients
 from fedbilevel.core.errors import CheckError, ConfigurationError, NonFiniteError, require, require_count
@@ -91,7 +92,7 @@ def check_method(
     - Late replies and noised replies work, or the method refuses them.
     - If leaves of y are each client's own, engines agree. With a single client and fixed step sizes, the run ends where
       it ends with a shared y: otherwise the variables or the step sizes in `Allows.own_y` are wrong.
-    - If x is kept in a box, engines agree, x is in the box, and so is every copy of x in the state.
+    - If x is kept in a box, engines agree, and every copy of x in the state is in the box, as x is.
     - With the fact `bias="nothing"`, and full batches, the method ends at the solution of a quadratic problem whose
       clients differ in losses, weights and numbers of samples.
 
@@ -279,10 +280,9 @@ def with_own_leaves(runs: Runs) -> str | No:
 
     With a single client, the leaves that it keeps and the leaves that the server would hold move in the same way.
     """
-    problem, parts = runs.problem, runs.method.allows.own_y
+    problem, alone = runs.problem, not serves_mixed(runs.method)
     if type(problem) is not Bilevel or problem.own is not None or problem.local is not None:
         return ""
-    alone = any(part.alone for part in parts.values()) if not isinstance(parts, No) else False
     first = next(path_of(path) for path, leaf in jax.tree_util.tree_leaves_with_path(runs.y0) if is_floating(leaf))
     several = replace(runs, problem=problem.with_own(lambda path: alone or path == first))
     try:
@@ -319,10 +319,9 @@ def in_a_box(runs: Runs, plain: Result) -> str | No:
     except ConfigurationError as error:
         return No(in_a_line(error, LONGEST))
     found = compared(result, boxed.run(Reference()))
-    x = split(result.x)[0]
+    held, x = dict(leaves(result)), jax.tree.leaves(split(result.x)[0])
     for path in copies_of_x(plain, end, start):
-        held = dict(leaves(result))[path]
-        if not any(np.array_equal(held, leaf) for leaf in jax.tree.leaves(x)):
+        if not any(np.array_equal(held[path], leaf) for leaf in x):
             why = "since only x is projected; no round may begin at it"
             raise CheckError(f"state{path} is a copy of x that stays outside of the box, {why}")
     return found

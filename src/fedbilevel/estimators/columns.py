@@ -40,16 +40,21 @@ def numbers(field: str, values: Any) -> NDArray[np.float64]:
 
 
 def require_in_frame(names: Iterable[str], frame: Any) -> None:
-    """Refuse a site's data frame if it lacks one of these columns of the study, or has a column twice."""
-    if twice := frame.columns[frame.columns.duplicated()].tolist():
-        require(
-            False, "columns of the table", twice[:5], "named differently: each of these names occurs more than once"
-        )
+    """Refuse a site's data frame if it lacks one of these columns of the study."""
     for name in names:
         if name not in frame.columns:
             error = unknown("column", name, frame.columns)
             error.message = f"the table has no column {name!r} of the study; it has {', '.join(error.allowed)}"
             raise error
+
+
+def require_frame(X: Any) -> None:
+    """Refuse what is not a data frame whose columns have texts as names, each once."""
+    named = hasattr(X, "iloc") and all(isinstance(name, str) for name in X.columns)
+    twice = X.columns[X.columns.duplicated()].unique().tolist() if named else []
+    allowed = "a pandas.DataFrame, with texts as names of columns, each once"
+    which = f"; more than once: {', '.join(map(repr, twice[:5]))}" * bool(twice)
+    require(named and not twice, "X", type(X).__name__, allowed + which)
 
 
 def require_sizes(field: str, column: NDArray[np.float64], gaps: str) -> None:

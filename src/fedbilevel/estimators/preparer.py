@@ -27,7 +27,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from fedbilevel.data import DataError
 from fedbilevel.data.columns import Summaries, added, checked, names_of, prepared, without_rare
-from fedbilevel.estimators.columns import moments, require_sizes, warn_of_spellings, warn_of_words
+from fedbilevel.estimators.columns import moments, require_frame, require_sizes, warn_of_spellings, warn_of_words
 from fedbilevel.extending import (
     in_a_line,
     parse_json,
@@ -66,7 +66,7 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         Raises:
             ConfigurationError: X is not a data frame, a categorical column is missing, or a number is infinite.
         """
-        _require_frame(X)
+        require_frame(X)
         for name in self.categorical:
             if name not in X.columns:
                 raise unknown("categorical column", name, X.columns)
@@ -141,7 +141,7 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
                 instead.)
         """
         check_is_fitted(self)
-        _require_frame(X)
+        require_frame(X)
         _require_columns("X", X.columns, self.columns_)
         table = {}
         for name, summary in self.columns_.items():
@@ -192,11 +192,6 @@ def read_saved(file: Path, read: Callable[[Any], T]) -> T:
         raise DataError(
             f"{file} is not a file that `save` of a model or a preparer wrote: {in_a_line(error)}."
         ) from error
-
-
-def _require_frame(X: Any) -> None:
-    fits = hasattr(X, "iloc") and X.columns.is_unique and all(isinstance(name, str) for name in X.columns)
-    require(fits, "X", type(X).__name__, "a pandas.DataFrame, with texts as names of columns, each once")
 
 
 def _require_columns(place: str, names: Collection[str], known: Collection[str]) -> None:

@@ -14,7 +14,7 @@ from fedbilevel.errors import ConfigurationError, DataWarning
 from fedbilevel.estimators import coefficient_errors
 from fedbilevel.estimators.agreement import SITE, Agreement, DifferentColumnsError
 from fedbilevel.estimators.coefficient_errors import SCORES
-from fedbilevel.estimators.columns import labels, numbers, require_in_frame, require_values
+from fedbilevel.estimators.columns import labels, numbers, require_frame, require_in_frame, require_values
 from fedbilevel.estimators.evaluation import answered, held_out
 from fedbilevel.estimators.linear import WIDE
 from fedbilevel.estimators.preparer import NUMBERS, Preparer, Summaries, words_of
@@ -86,11 +86,12 @@ class SiteTable:
         import pandas as pd
 
         study = self.study
+        columns = study.columns or [name for name in kept if name not in (*study.not_features, *study.drop)]
+        require_frame(kept[[*study.not_features, *columns]])
         if study.event:
             events = words_of(kept[study.event])
             allowed = "1 if the event came, and 0 if not"
             require_values(study.event, events.to_numpy(), events.isin(["0", "1"]).to_numpy(bool), allowed)
-        columns = study.columns or [name for name in kept if name not in (*study.not_features, *study.drop)]
         targets = [study.target] if study.estimator != "logistic" else []
         measured = [name for name in columns if name not in study.categorical and kept[name].dtype.kind in NUMBERS]
         for name in [*targets, *measured]:

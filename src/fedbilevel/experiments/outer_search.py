@@ -361,8 +361,7 @@ class SearchRun:
         return trained
 
     def within_budget(self) -> int:
-        """Return how many exchanges that train y the budget of costs leaves to the next trial, without regard to
-        privacy."""
+        """Return how many exchanges may train y in the next trial by the budget of costs; privacy is not considered."""
         name, amount = self.budget
         left = amount - self.cost(self.ledger)
         if name == "exchanges":

@@ -38,9 +38,9 @@ class OwnLeaves(Layer):
 
     def check(self, method: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> None:
         own_paths(problem.own, y)
-        if not _serves_mixed(method) and jax.tree.leaves(server_y(problem.own, y)):
+        if not serves_mixed(method) and jax.tree.leaves(server_y(problem.own, y)):
             why = "its clients solve their own linear systems, which is exact only if they share no leaf of y"
-            able = f"{methods_that(_serves_mixed)}, and AFBO with hypergradient=fb.parts.SystemSteps()"
+            able = f"{methods_that(serves_mixed)}, and AFBO with hypergradient=fb.parts.SystemSteps()"
             raise ConfigurationError(
                 f"{method.label} needs a Bilevel.own that is True for every leaf of y0: {why}; these methods solve "
                 f"problems with shared and own leaves: {able}"
@@ -82,7 +82,7 @@ class OwnLeaves(Layer):
         return reply._replace(update=reply.update._replace(update=update) if measured else update), OwnY(leaves)
 
 
-def _serves_mixed(method: Algorithm) -> bool:
+def serves_mixed(method: Algorithm) -> bool:
     """Return whether a method is exact if some leaves of y are shared, and others are each client's own."""
     declared = method.allows.own_y
     return not isinstance(declared, No) and not any(parts.alone for parts in declared.values())
