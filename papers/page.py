@@ -36,8 +36,8 @@ against the slope that the theorem predicts. The *effect* is the advantage of th
 largest of all comparisons.
 
 Below, each entry has a table. A column of it is a setting, or the slope of a line that was fitted. A cell has one sign
-for each comparison. Then come the value of the first method, a slash, and the values of the other methods; a dash is in
-the place of a method of which a run failed. Values are means over the seeds; a seed is a number that fixes the random
+for each comparison. Then come the value of the first method, a slash, and the values of the other methods. If a run of
+a method failed, a dash stands for its value. Values are means over the seeds. A seed is a number that fixes the random
 draws of a run. [The rules](../README.md#the-rules) say how a comparison is decided.
 """
 COST_UNITS = {*COSTS, *UNITS.values()}
