@@ -32,7 +32,7 @@ def what_decides(figure: Figure, found: Mapping[str, Any], statement: Statement)
     if known := [count for _, count in needed if count is not None]:
         hours = hours_of(figure, found, claim, needed)
         more = f"{hours:.1f} more hours" if hours >= 0.05 else "a few more minutes"
-        words.append(f"{max(known)} seeds ({more} of runs)")
+        words.append(f"{max(known)} seeds in all ({more} of runs)")
     if hopeless := sum(count is None for _, count in needed):
         some = f" {hopeless} of the {len(left)} open comparisons" if hopeless < len(left) else " it"
         words.append(f"even {MOST:,} seeds would not decide{some}")

@@ -30,15 +30,32 @@ IN_ALL = {
 }
 IN_SHORT = "In short: "
 LEGEND = """\
-✔ holds, ✘ contradicted, = no difference (level), ? open, ◐ mixed: comparisons had different outcomes. A *comparison* is
-one statement in one setting, against one other method; for theorems, it is the slope of a line fitted to the results,
-against the slope that the theorem predicts. The *effect* is the advantage of the first method, from the smallest to the
-largest of all comparisons.
+The first table has a row for each statement. Its columns:
 
-Below, each entry has a table. A column of it is a setting, or the slope of a line that was fitted. A cell has one sign
-for each comparison. Then come the value of the first method, a slash, and the values of the other methods. If a run of
-a method failed, a dash stands for its value. Values are means over the seeds. A seed is a number that fixes the random
-draws of a run. [The rules](../README.md#the-rules) say how a comparison is decided.
+- *entry*: the figure, table or theorem that makes the statement, with a link to its section below.
+- *comparisons*: a comparison tries the statement in one setting, against one other method. A comparison holds (✔), is
+  contradicted (✘), shows no difference (=, "level"), or is open (?) if the runs decide nothing.
+- *decision*: a statement is decided for (✔), against (✘) or level (=) if all its comparisons agree. It is open (?) if a
+  comparison is open and none is contradicted. Otherwise it is mixed (◐).
+- *effect*: by how much the first method is better than the other one, from the smallest to the largest value of all
+  comparisons. The first method is the one before the slash in the tables below; a negative number means that it is
+  worse. If there is only one comparison, the number after ± is half the width of its 95 % confidence interval. Costs
+  are given as multiples of the other method's cost.
+- *what would decide it*: the number of seeds that would decide the open comparisons, and how many hours of runs must be
+  added. A seed is a number that fixes the random draws of a run. The estimate assumes that the differences and their
+  scatter stay the same.
+
+Each section below has a table with a row for each statement and a column for each setting. A cell begins with one sign
+for each comparison. Then come the value of the first method, a slash, and the values of the other methods, in the order
+in which the row names them. Values are means over the seeds. If a run of a method failed, a dash stands for its value.
+*Revised* says what was changed after a first run. [The rules](../README.md#the-rules) say how step sizes are chosen, and
+how a comparison is decided.
+"""
+OF_SLOPES = """\
+Many statements here are about a slope. Such a statement has one comparison: the slope of a line fitted to the results,
+against the slope that the theorem predicts. The number after ± is then twice the standard error of the slope. If a
+statement compares methods by a factor, such as "at most a hundredth", its effect counts from this factor: an effect of
+one power of ten means at most a thousandth.
 """
 COST_UNITS = {*COSTS, *UNITS.values()}
 THEORY = "theory"  # the folder with the theorems of all papers
@@ -83,7 +100,9 @@ def written() -> Iterator[tuple[Path, str]]:
         own, page = [figure for figure in figures if figure.file.parent == folder], folder / "README.md"
         head = (page.read_text("utf-8") if page.is_file() else f"# {folder.name}\n\n").partition(MARK)[0]
         sections = [line for figure in own for line in section(figure, kept(figure))]
-        yield page, f"{head}{MARK}\n{LEGEND}\n" + "\n".join([*statement_table(own), *sections])
+        slopes = any(claim.slope is not None for figure in own for claim in figure.claims)
+        legend = f"{LEGEND}\n{OF_SLOPES}" if slopes else LEGEND
+        yield page, f"{head}{MARK}\n{legend}\n" + "\n".join([*statement_table(own), *sections])
         rows.append(row(folder.name, head, own))
         heads[folder.name] = head
     of_papers, of_all = PAPERS / "README.md", PAPERS.parent / "README.md"
@@ -261,13 +280,15 @@ def origin(figure: Figure, found: Outcome) -> Iterator[str]:
     if figure.counted:
         yield f"The costs of a round were counted without running it, on {found['date']}. {files}\n"
         return
-    how = "No values were chosen by trials."
+    how = "No step size or other value was chosen by trials."
     if count := found["trials"]:
-        how = f"Each method had up to {count} trials; its values were chosen by `{found['selected_on']}`."
+        how = f"For each method, up to {count} combinations of values were tried in each setting. "
+        how += f"The combination with the best `{found['selected_on']}` was chosen."
         how += f" {chosen_at_ends(figure, found)}"
     minutes = f"{found['minutes']:.0f}"
     takes = {"0": "less than a minute", "1": "1 minute"}.get(minutes, f"{minutes} minutes")
-    yield f"{how} Seeds: {', '.join(map(str, found['seeds']))}. Time: {takes}, {found['date']}. {files}\n"
+    seeds, all_runs = ", ".join(map(str, found["seeds"])), "Trials and runs" if found["trials"] else "All runs"
+    yield f"{how} Seeds: {seeds}. {all_runs} together took {takes}. Date: {found['date']}. {files}\n"
 
 
 def chosen_at_ends(figure: Figure, found: Outcome) -> str:
@@ -284,4 +305,6 @@ def chosen_at_ends(figure: Figure, found: Outcome) -> str:
                 ends += [value in (tried[0], tried[-1])] if len(tried) > 1 else []
     count = sum(ends)
     many, are = ("All" if all(ends) else f"{count}", "were") if count > 1 else ("1" if count else "None", "was")
-    return f"{many} of the {len(ends)} chosen values {are} the smallest or the largest of those tried." if ends else ""
+    beyond = ", so better values may lie beyond" if count else ""
+    said = f"{many} of the {len(ends)} chosen values {are} the smallest or the largest of those tried{beyond}."
+    return said if ends else ""

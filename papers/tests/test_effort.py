@@ -76,11 +76,11 @@ def test_runs_that_two_cells_need_are_counted_once() -> None:
     cells = [cell(difference=1.0, half_width=2.484138), cell("C", difference=0.56, half_width=2.484138)]
     (statement,) = statements(cells)
     found = {"seeds": [0, 1, 2], "panels": {"iid": of}}
-    assert what_decides(figure(), found, statement) == "15 seeds (4.7 more hours of runs)"
+    assert what_decides(figure(), found, statement) == "15 seeds in all (4.7 more hours of runs)"
     (failed,) = statements([cells[0], cell("C", note="C failed with 1 of 3 seeds")])
     assert (
         what_decides(figure(), found, failed)
-        == "7 seeds (1.3 more hours of runs); even 1,000 seeds would not decide 1 of the 2 open comparisons"
+        == "7 seeds in all (1.3 more hours of runs); even 1,000 seeds would not decide 1 of the 2 open comparisons"
     )
     (unplayed,) = statements([cell(panel="shards")])
     assert what_decides(figure(), found, unplayed) == "runs in the setting “shards”"
@@ -95,7 +95,7 @@ def test_a_method_whose_runs_all_failed_has_no_hours() -> None:
     cells = [cell(difference=1.0, half_width=2.484138), cell("C", difference=1.0, half_width=2.484138)]
     (statement,) = statements(cells)
     found = {"seeds": [0, 1, 2], "panels": {"iid": {**of, "C": {"costs": {}}}}}
-    assert what_decides(figure(), found, statement) == "7 seeds (1.3 more hours of runs)"
+    assert what_decides(figure(), found, statement) == "7 seeds in all (1.3 more hours of runs)"
 
 
 def test_a_statement_that_is_decided_needs_nothing() -> None:
