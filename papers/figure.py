@@ -7,19 +7,19 @@ earlier ones.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import itertools
 import json
 import re
 import tomllib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from fedbilevel.errors import ConfigurationError
 from fedbilevel.experiments import COSTS
+from fedbilevel.extending import errors_in, unknown
 
 Scale = Literal["quick", "full"]
 SCALES: tuple[Scale, ...] = ("quick", "full")
@@ -339,12 +339,11 @@ def require(fits: object, message: str) -> None:
         raise ConfigurationError(message)
 
 
-def require_known(what: str, names: Iterable[Any], known: Collection[str]) -> None:
+def require_known(what: str, names: Iterable[Any], known: Iterable[str]) -> None:
     """Raise a ConfigurationError if one of `names` is not known."""
     for name in names:
-        near = difflib.get_close_matches(str(name), known, 1)
-        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
-        require(name in known, f"unknown {what} {name!r}; {hint}")
+        if name not in known:
+            raise unknown(what, name, known)
 
 
 def made(cls: type[Any], content: Mapping[str, Any]) -> Any:
@@ -367,18 +366,19 @@ def read(file: Path, content: Mapping[str, Any]) -> Figure:
     Raises:
         ConfigurationError: something in the content is wrong; the message names the file.
     """
-    try:
-        panels = {name: made(Panel, one) for name, one in content["panels"].items()}
-        methods = {name: made(Method, one) for name, one in content["methods"].items()}
-        sizes: dict[str, Any] = {str(scale): made(Size, content[scale]) for scale in SCALES}
-        tuning = made(Tuning, content["tuning"]) if content.get("tuning") else None
-        claims = [made(Claim, claim) for claim in content["claims"]]
-        parts = {"panels": panels, "methods": methods, "claims": claims, "tuning": tuning, "file": file}
-        return made(Figure, {"runs": file.stem, **content, **sizes, **parts})
-    except KeyError as error:
-        raise ConfigurationError(f"{file}: {error} is missing") from error
-    except (TypeError, AttributeError, ConfigurationError) as error:
-        raise ConfigurationError(f"{file}: {error}") from error
+    with errors_in(str(file)):
+        try:
+            panels = {name: made(Panel, one) for name, one in content["panels"].items()}
+            methods = {name: made(Method, one) for name, one in content["methods"].items()}
+            sizes: dict[str, Any] = {str(scale): made(Size, content[scale]) for scale in SCALES}
+            tuning = made(Tuning, content["tuning"]) if content.get("tuning") else None
+            claims = [made(Claim, claim) for claim in content["claims"]]
+            parts = {"panels": panels, "methods": methods, "claims": claims, "tuning": tuning, "file": file}
+            return made(Figure, {"runs": file.stem, **content, **sizes, **parts})
+        except KeyError as error:
+            raise ConfigurationError(f"{error} is missing") from error
+        except (TypeError, AttributeError) as error:
+            raise ConfigurationError(str(error)) from error
 
 
 def load(file: Path) -> Figure:

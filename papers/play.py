@@ -30,6 +30,7 @@ from fedbilevel import experiments
 from fedbilevel.authoring import History
 from fedbilevel.errors import ConfigurationError, InUse, NumericalError
 from fedbilevel.experiments import COSTS, costs_of
+from fedbilevel.extending import errors_in
 from papers.claims import findings, verdict
 from papers.figure import COUNTED, Figure, Scale, merged, require, require_known
 from papers.numbers import rounded, value_in
@@ -241,7 +242,7 @@ def check(figure: Figure, scale: Scale, out: Path, seeds: Sequence[int]) -> None
     require(not both, f"seeds {both} are those of the trials of {figure.id}: its runs need other seeds")
     tasks = experiments.TaskCache()
     for panel, method in figure.pairs(scale):
-        try:
+        with errors_in(f"{panel} · {method}"):
             first = [run for _, runs in trials(figure, panel, method, scale, out) for run in runs]
             points = figure.points(panel, method)
             runs = [run for one in points for run in runs_of(figure, (panel, method), scale, out, one, seeds)]
@@ -250,8 +251,6 @@ def check(figure: Figure, scale: Scale, out: Path, seeds: Sequence[int]) -> None
                 known = experiments.build(specs[0], tasks(specs[0])).task.metrics
                 if first and figure.tuning and not figure.tuning.select.endswith("loss"):
                     require_known("metric to choose by", [figure.tuning.select], known)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"{panel} · {method}: {error}") from error
 
 
 def chosen_before(
@@ -365,10 +364,8 @@ def rehearse(figure: Figure, scale: Scale, out: Path, say: Say = print) -> None:
         (run,) = runs_of(figure, (panel, method), scale, out, figure.points(panel, method)[0], [0])
         folder = place_of(figure, scale, out) / "rehearsal" / word(panel) / word(method)
         began = time.perf_counter()
-        try:
+        with errors_in(f"{panel} · {method}"):
             experiments.complete(run.spec.replace(run=once), folder, plot=False, progress=False)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"{panel} · {method}: {error}") from error
         say(f"{panel} · {method}: one round, {time.perf_counter() - began:.1f} s")
 
 

@@ -14,7 +14,9 @@ ANY: Any = object()
 
 
 @contextmanager
-def refuses(path: str, got: Any = ANY, fact: str = "", near: str = "") -> Iterator[pytest.ExceptionInfo]:
+def refuses(
+    path: str, got: Any = ANY, fact: str = "", near: str = "", where: str = ""
+) -> Iterator[pytest.ExceptionInfo]:
     """Expect a ConfigurationError about one field, as a context manager.
 
     Args:
@@ -23,6 +25,7 @@ def refuses(path: str, got: Any = ANY, fact: str = "", near: str = "") -> Iterat
         fact: a text that the error's description of what is allowed must contain, or its text if it has no fields. It
             should be a bound, the name of another field or an allowed name, and not a wording.
         near: the name that the error suggests.
+        where: the place with which the message begins, such as a file.
 
     Yields:
         What `pytest.raises` yields: after the block, its `value` is the error.
@@ -30,7 +33,7 @@ def refuses(path: str, got: Any = ANY, fact: str = "", near: str = "") -> Iterat
     with pytest.raises(ConfigurationError) as error:
         yield error
     (wrong,) = error.value.wrong
-    assert (wrong.path, wrong.near) == (path, near)
+    assert (wrong.where, wrong.path, wrong.near) == (where, path, near)
     assert wrong.allowed != "" if path else fact != ""
     assert fact in str(wrong.allowed if path else wrong)
     assert got is ANY or (type(wrong.got), repr(wrong.got)) == (type(got), repr(got)), wrong.got

@@ -13,7 +13,7 @@ from papers.figure import Figure
 from small_figure import UNTUNED, made_up
 
 from fedbilevel.authoring import History
-from fedbilevel.errors import ConfigurationError
+from refusals import refuses
 
 COSTS = {"bytes_down": 0, "bytes_up": 0, "gradients": 0, "hvps": 0, "seconds": 0.0, "time": 0.0}
 
@@ -158,7 +158,7 @@ def test_a_claim_may_have_a_cost_of_its_own() -> None:
     fast, slow = [history([0.1, 0.8, 0.9])] * 2, [history([0.1, 0.2, 0.85])] * 2
     found = only({"by": "first", "reach": 0.8, "against": "rounds"}, fast, slow)
     assert (found.better_mean, found.than_mean, found.unit) == (1, 2, "rounds")
-    with pytest.raises(ConfigurationError, match=r"claim 'round'.* rounds\b"):
+    with refuses("cost of a claim", "round", near="rounds", where="made-up.toml"):
         only({"by": "first", "reach": 0.8, "against": "round"}, fast, slow)
 
 

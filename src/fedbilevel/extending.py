@@ -8,6 +8,7 @@ Importing this module does not import JAX.
 """
 
 from fedbilevel.core.errors import (
+    errors_in,
     explain_call,
     explain_misspelt,
     is_count,
@@ -21,6 +22,7 @@ from fedbilevel.reading import parse_json, read_bytes
 from fedbilevel.wording import in_a_line, missing, printable
 
 __all__ = [
+    "errors_in",
     "explain_call",
     "explain_misspelt",
     "in_a_line",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.core.errors import refuse_together, require, unknown
+from fedbilevel.core.errors import errors_in, refuse_together, require, unknown
 from fedbilevel.errors import ConfigurationError
 
 
@@ -46,6 +46,28 @@ def test_several_mistakes_are_one_error_and_stay_apart() -> None:
     assert str(together).splitlines() == [str(one) for one in together.wrong]
     assert of(lambda: refuse_together([first])) is first
     refuse_together([])
+
+
+def test_a_place_begins_each_message_and_leaves_the_fields() -> None:
+    """Errors of a block that names their place have the same fields and class as without it, also if blocks are nested.
+
+    The place that is named first, by the outer block, begins the message.
+    """
+
+    class OfKind(ConfigurationError):
+        pass
+
+    def refused() -> None:
+        with errors_in("a.toml"), errors_in("panel"):
+            raise ConfigurationError(wrong=[OfKind("no", path="x", got=1, allowed="2"), unknown("name", "yz", ["y"])])
+
+    first, second = of(refused).wrong
+    assert (type(first), first.where, first.path, first.got, first.allowed) == (OfKind, "a.toml: panel", "x", 1, "2")
+    assert str(first) == "a.toml: panel: x = 1 is not allowed: it must be 2; no"
+    assert (second.where, second.path, second.got, second.near) == ("a.toml: panel", "name", "yz", "y")
+    assert str(copy.copy(second)) == "a.toml: panel: unknown name 'yz'; did you mean 'y'? (allowed: y)"
+    with pytest.raises(KeyError), errors_in("a.toml"):
+        raise KeyError("no error of ours")
 
 
 def test_a_copy_says_the_same() -> None:

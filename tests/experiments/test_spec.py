@@ -224,13 +224,23 @@ def test_a_wrong_setting_is_explained(settings: list[str], words: list[str]) -> 
 
 
 def test_a_spec_says_which_version_wrote_it_and_its_mistakes_are_blamed_on_that(tmp_path) -> None:
-    """A spec names the version that wrote it, and an error in the spec mentions this version if it is another one."""
+    """A spec names the version that wrote it, and an error in the spec mentions this version if it is another one.
+
+    Each of several mistakes in a file has its own fields and names the file.
+    """
     spec, file = resolve({"task": "quadratic"}), tmp_path / "spec.toml"
     assert tomllib.loads(spec.to_toml())["fedbilevel"] == fedbilevel.__version__
     assert resolve(tomllib.loads(spec.to_toml())) == spec
     file.write_text(spec.to_toml().replace(f'"{fedbilevel.__version__}"', '"9.1"') + "\n[weather]\nrain = 1\n")
-    with pytest.raises(ConfigurationError, match=r"'weather' .*fedbilevel 9\.1, "):
+    version = f"it was written by fedbilevel 9.1, and this is {fedbilevel.__version__}"
+    with refuses("section of a spec", "weather", where=f"{file} ({version})"):
         read_spec(file)
+    file.write_text('task = "quadratic"\n[run]\nrounds = 0\nroundz = 1\n')
+    with pytest.raises(ConfigurationError) as error:
+        read_spec(file)
+    found = [(one.where, one.path, one.got, one.near) for one in error.value.wrong]
+    assert found == [(str(file), "run.rounds", 0, ""), (str(file), "field of run", "roundz", "rounds")]
+    assert [line.partition(": ")[0] for line in str(error.value).splitlines()] == [str(file)] * 2
 
 
 def test_values_survive_being_written_as_toml() -> None:

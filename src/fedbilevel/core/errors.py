@@ -56,6 +56,7 @@ class ConfigurationError(FedbilevelError, ValueError):
         near: the valid name that is most similar to `got`; "" if none is similar.
         message: a text to show in place of the message that is made from `path`, `got` and `allowed`; "" to show that
             message.
+        where: what begins the message, such as the file that has the field; "" if the message begins with the field.
     """
 
     def __init__(
@@ -67,10 +68,12 @@ class ConfigurationError(FedbilevelError, ValueError):
         allowed: str | Sequence[str] = "",
         near: str = "",
         message: str = "",
+        where: str = "",
         wrong: "Sequence[ConfigurationError]" = (),
     ) -> None:
         super().__init__(text)
         self.path, self.got, self.allowed, self.near, self.message = path, got, allowed, near, message
+        self.where = where
         self.several = tuple(wrong)
 
     @property
@@ -82,6 +85,10 @@ class ConfigurationError(FedbilevelError, ValueError):
         """Return the message, with a line for each mistake."""
         if self.several:
             return "\n".join(map(str, self.several))
+        return f"{self.where}: {self._mistake()}" if self.where else self._mistake()
+
+    def _mistake(self) -> str:
+        """Return the message of a single mistake, without its place."""
         text, near = super().__str__(), f"; did you mean {self.near!r}?" if self.near else ""
         if self.message:
             return f"{self.message}{near}"
@@ -226,6 +233,20 @@ def refuse_together(wrong: Iterable[ConfigurationError]) -> None:
     each = list({str(mistake): mistake for error in wrong for mistake in error.wrong}.values())
     if each:
         raise each[0] if len(each) == 1 else ConfigurationError(wrong=each)
+
+
+@contextmanager
+def errors_in(place: str) -> Iterator[None]:
+    """Begin the messages of ConfigurationErrors in the block with `place`, such as a file; their fields do not change.
+
+    If an error has several mistakes, the message of each mistake begins with `place`.
+    """
+    try:
+        yield
+    except ConfigurationError as error:
+        for mistake in error.wrong:
+            mistake.where = f"{place}: {mistake.where}" if mistake.where else place
+        raise
 
 
 def diverged(where: str, what: str) -> NonFiniteError:

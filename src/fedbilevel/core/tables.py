@@ -28,7 +28,7 @@ import optax
 
 from fedbilevel.core.algorithm import ALGORITHMS, Algorithm
 from fedbilevel.core.config import Schedule
-from fedbilevel.core.errors import ConfigurationError, refuse_together, require, unknown
+from fedbilevel.core.errors import ConfigurationError, errors_in, refuse_together, require, unknown
 from fedbilevel.core.tree import XYV
 from fedbilevel.wording import nearest, printable
 
@@ -405,9 +405,10 @@ def _by_name(make: Callable[..., Any], key: str, table: Fields, path: str) -> An
     given = tuple((name, _tuples(value)) for name, value in table.items() if name != key)
     require(isinstance(table.get(key), str), f"{path}.{key}", table.get(key), "a name of Optax")
     try:
-        return make(table[key], given)
-    except ConfigurationError as error:
-        refuse_together(ConfigurationError(f"{path}: {mistake}") for mistake in error.wrong)
+        with errors_in(path):
+            return make(table[key], given)
+    except ConfigurationError:
+        raise
     except Exception as error:  # Optax and JAX raise many kinds of errors for wrong arguments
         raise ConfigurationError(f"{path}: {error}") from error
 

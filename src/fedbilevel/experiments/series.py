@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fedbilevel.algorithms import ALGORITHMS
-from fedbilevel.core.errors import ConfigurationError, require, unknown
+from fedbilevel.core.errors import ConfigurationError, errors_in, require, unknown
 from fedbilevel.core.tables import Fields
 from fedbilevel.core.writing import write_json
 from fedbilevel.display.curves import require_matplotlib
@@ -200,10 +200,8 @@ def comparison_specs(
     each = _settings_of_each(task, algorithms, settings)
     specs = {}
     for key, name in zip(keys, algorithms, strict=True):
-        try:
+        with errors_in(label(name)):
             specs[key] = configure(base, task=task, algorithm=name, data=data, settings=each[name])
-        except ConfigurationError as error:
-            raise ConfigurationError(f"{label(name)}: {error}") from error
     if rivals:
         specs |= bounded({key: specs[key] for key in keys[-len(rivals) :]}, search_box)
     if centralised:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -23,13 +24,7 @@ from fedbilevel.algorithms.parts.memory import DELAY_PENALTY
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import read_capacity
 from fedbilevel.core.config import config, positive_integer
-from fedbilevel.core.errors import (
-    ConfigurationError,
-    is_number,
-    refuse_together,
-    require,
-    unknown,
-)
+from fedbilevel.core.errors import ConfigurationError, errors_in, is_number, refuse_together, require, unknown
 from fedbilevel.core.own import LOCAL_STEPS, Values, check_own, read
 from fedbilevel.core.privacy import Privacy, positive_below
 from fedbilevel.core.submodel import UnitPolicy
@@ -552,15 +547,14 @@ def unknown_setting(name: str, sections: Mapping[str, Iterable[str]]) -> Configu
 def read_spec(path: str | Path) -> Spec:
     """Read a spec from a TOML file. Fields that the file leaves out are filled in as by `resolve`."""
     tables = toml.read(Path(path))
-    try:
+    with _errors_in_file(path, tables):
         return resolve(tables)
-    except ConfigurationError as error:
-        raise _of_file(path, tables, error.wrong) from error
 
 
-def _of_file(path: str | Path, tables: Fields, wrong: Iterable[ConfigurationError]) -> ConfigurationError:
-    """Return one error with all errors about a file. If another version wrote the file, the error says so."""
-    return ConfigurationError(f"{path}: {'; '.join(filter(None, [*map(str, wrong), toml.other_version(tables)]))}")
+def _errors_in_file(path: str | Path, tables: Fields) -> AbstractContextManager[None]:
+    """Begin the messages of errors in the block with the file and, if another version wrote the file, with a note."""
+    version = toml.other_version(tables)
+    return errors_in(f"{path} ({version})" if version else str(path))
 
 
 def read_finished(path: Path) -> Spec:
@@ -569,14 +563,15 @@ def read_finished(path: Path) -> Spec:
     The fields of its task and algorithm are the tables as they were written.
     """
     wrong, tables = Wrong(), toml.read(path)
-    try:
-        given = sections(tables, wrong)
-        (task, algorithm), given = of_others(list(_names(given))), of_others(given)
-    except ConfigurationError as error:
-        raise _of_file(path, tables, [*wrong, *error.wrong]) from error
-    plans = {name: changed(plan(), given[name], name, wrong) for name, plan in PLANS.items()}
-    if wrong:
-        raise _of_file(path, tables, wrong)
+    with _errors_in_file(path, tables):
+        try:
+            given = sections(tables, wrong)
+            (task, algorithm), given = of_others(list(_names(given))), of_others(given)
+        except ConfigurationError as error:
+            wrong.append(error)
+            refuse_together(wrong)
+        plans = {name: changed(plan(), given[name], name, wrong) for name, plan in PLANS.items()}
+        refuse_together(wrong)
     named = Component(task, _as_it_stands(given["task"])), Component(algorithm, _as_it_stands(given["algorithm"]))
     return Spec(*named, clients=dict(_by_path(given["clients"])), **plans)
 

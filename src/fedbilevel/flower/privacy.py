@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 
 from fedbilevel.core.card import counted
-from fedbilevel.core.errors import ConfigurationError, NonFiniteError, require
+from fedbilevel.core.errors import ConfigurationError, NonFiniteError, errors_in, require
 from fedbilevel.core.privacy import Privacy, PrivacyAccount, private_part
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
 from fedbilevel.core.writing import write_text
@@ -216,10 +216,8 @@ class PrivacyGuard:
         """
         if not self.account.exists():
             raise ConfigurationError(f"{self.account} is missing: the client's ε so far is unknown; restore the file")
-        try:
+        with errors_in(f"{self.account} is damaged; restore the file"):
             return PrivacyAccount.from_json(self.account.read_text(errors="replace"))
-        except ConfigurationError as error:
-            raise ConfigurationError(f"{self.account} is damaged; restore the file: {error}") from error
 
     def write(self, spent: PrivacyAccount) -> None:
         """Replace the account in the folder, atomically."""

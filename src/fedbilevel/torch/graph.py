@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.errors import ConfigurationError
+from fedbilevel.extending import errors_in
 from fedbilevel.torch.operations import Rule
 
 Parameters = dict[str, Array]
@@ -78,10 +79,8 @@ class Graph:
 
         for number, step in enumerate(self.steps):
             first = [functools.partial(_key, key, number, step.where)] if step.draws else []
-            try:
+            with errors_in(step.where):
                 result = step.rule(*first, *mapped(step.args, leaf), **mapped(step.kwargs, leaf))
-            except ConfigurationError as error:
-                raise ConfigurationError(f"{step.where}: {error}") from None
             values[step.name] = _cast(result, step.dtypes, resolve)
         return mapped(self.outputs, leaf)
 

@@ -148,7 +148,7 @@ def path_of(rule: str) -> Path:
     try:
         return Path(rule).expanduser()
     except RuntimeError as error:
-        raise ConfigurationError(f"rule {rule}: {in_a_line(error)}") from error
+        raise ConfigurationError(in_a_line(error), where=f"rule {rule}") from error
 
 
 def command(folder: Path | str, name: str) -> str:

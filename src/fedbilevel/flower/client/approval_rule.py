@@ -23,7 +23,7 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from fedbilevel.core.errors import ConfigurationError, is_number, require, unknown
+from fedbilevel.core.errors import ConfigurationError, errors_in, is_number, require, unknown
 from fedbilevel.flower.refusal import Code, Refusal
 from fedbilevel.flower.wire import digest, numbers_in
 from fedbilevel.reading import parse_json, read_bytes
@@ -76,15 +76,16 @@ class ApprovalRule:
         try:
             text = read_bytes(path, LONGEST).decode()
             content, known = tomllib.loads(text), [one.name for one in fields(cls)]
-            for name in content:
-                if name not in known:
-                    raise unknown("entry", name, known)
-                require(content[name] != {}, name, "an empty table", "a table of fields, or left out")
-            return cls(**content), f"rule {printable(str(path))} ({digest(text)})"
-        except ConfigurationError as error:
-            raise ConfigurationError(f"rule {path}: {error}") from error
+            with errors_in(f"rule {path}"):
+                for name in content:
+                    if name not in known:
+                        raise unknown("entry", name, known)
+                    require(content[name] != {}, name, "an empty table", "a table of fields, or left out")
+                return cls(**content), f"rule {printable(str(path))} ({digest(text)})"
+        except ConfigurationError:  # a ValueError, too
+            raise
         except (OSError, ValueError, RecursionError) as error:
-            raise ConfigurationError(f"rule {path} cannot be read: {in_a_line(error)}") from error
+            raise ConfigurationError(f"it cannot be read: {in_a_line(error)}", where=f"rule {path}") from error
 
     def mismatch(self, proposal: Proposal) -> str:
         """Return in words the first entry of the rule that a proposal does not fit; "" if it fits all entries."""
