@@ -9,7 +9,7 @@ x starts at 0, where all clients have the same weight. Let p_i be the weight of 
 softmax(x), v the solution of ∇²yy G v = ∇y F, and ℓ_i the mean CE of client i's training samples. The hypergradient of
 one entry is then
 
-    ∂Φ/∂x_i = −M s_i (a_i − Σ_k s_k a_k),    a_i = p_i ⟨v, ∇ℓ_i⟩,
+    ∂Φ/∂x_i = −M s_i (a_i − Σ_k s_k a_k)    with    a_i = p_i ⟨v, ∇ℓ_i⟩.
 
 So x_i grows if the gradient of client i lowers the validation loss by more than the gradients of clients do on average.
 
