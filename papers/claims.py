@@ -17,6 +17,8 @@ from papers.figure import Claim, Figure
 from papers.numbers import POINTS, UNITS, value_in
 
 CONFIDENCE = 0.95
+SOME_RUNS = "Some runs of "
+UNREACHED = " do not reach the value of the claim; they count with the cost at which they ended"
 State = Literal["holds", "contradicted", "level", "open"]
 SHARE = 0.01  # accuracies and other shares are level if they differ by at most one percentage point
 POWER = 0.1  # logarithms are level if they differ by at most a tenth of a power of ten
@@ -198,7 +200,7 @@ def comparison(figure: Figure, claim: Claim, panel: str, than: str, runs: Runs) 
         note = f"{claim.better} does not reach the value of the claim in every run"
         state = "open" if state == "holds" or not other_there else state
     elif not other_there:
-        note = f"Some runs of {than} do not reach the value of the claim; they count with the cost at which they ended"
+        note = f"{SOME_RUNS}{than}{UNREACHED}"
         state = "open" if state == "contradicted" else state
     elif claim.level is not None and mean - half > claim.level:
         note = f"{claim.better} is better than {than} by more than the margin"

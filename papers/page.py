@@ -11,7 +11,7 @@ from typing import Any
 
 from fedbilevel.experiments import COSTS
 from papers.arms import besides
-from papers.claims import Finding, Statement, column_of, statements
+from papers.claims import SOME_RUNS, UNREACHED, Finding, Statement, column_of, statements
 from papers.effort import what_decides
 from papers.figure import PAPERS, Claim, Figure, files, load
 from papers.numbers import POINTS, UNITS, axis, text
@@ -217,14 +217,21 @@ def section(figure: Figure, found: Outcome | None) -> Iterator[str]:
         return
     yield from table(figure, found)
     yield from table_beside(figure, found)
-    notes = dict.fromkeys(one["note"] for one in found["findings"] if one["note"] and played(found, one))
-    if notes:
+    if notes := notes_of(found):
         yield f"{'. '.join(notes)}.\n"
     if left := [panel for panel in figure.panels if panel not in found["panels"]]:
         yield f"Not run at this scale, and therefore open: {'; '.join(left)}.\n"
     if figure.revised:
         yield f"Revised: {figure.revised}\n"
     yield from origin(figure, found)
+
+
+def notes_of(found: Outcome) -> list[str]:
+    """Return the notes of the findings, each once; methods that did not reach the value of a claim share one note."""
+    notes = dict.fromkeys(one["note"] for one in found["findings"] if one["note"] and played(found, one))
+    late = [note.removeprefix(SOME_RUNS).removesuffix(UNREACHED) for note in notes if note.endswith(UNREACHED)]
+    others = [note for note in notes if not note.endswith(UNREACHED)]
+    return others + [f"{SOME_RUNS}{'; '.join(late)}{UNREACHED}"] * bool(late)
 
 
 def played(found: Outcome, one: Mapping[str, Any]) -> bool:

@@ -87,6 +87,15 @@ def test_a_page_has_a_row_a_claim_and_a_state_a_rival() -> None:
     assert f"Revised: {figure.revised}\n" in lines
 
 
+def test_methods_that_did_not_reach_a_value_share_one_note() -> None:
+    found = page.kept(load(PAPERS / "fism" / "fism-3.toml"))
+    assert found is not None
+    assert page.notes_of(found) == [
+        "Some runs of S = 1; IR-IG; IR-IG, H counted as f do not reach the value of the claim; "
+        "they count with the cost at which they ended"
+    ]
+
+
 def test_a_page_says_what_is_stale_or_was_not_played() -> None:
     figure = load(PAPERS / "rabo" / "rabo-2.toml")
     found = page.kept(figure)
