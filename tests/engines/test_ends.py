@@ -9,6 +9,7 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.core.problem import Padded
+from fedbilevel.engines import ends
 from fedbilevel.engines.ends import BLOCK, blocks, outer_losses, trained
 from fedbilevel.errors import NumericalWarning
 from fedbilevel.tasks import quadratic
@@ -89,8 +90,13 @@ def test_a_row_of_rounds_in_which_y_was_not_trained_is_no_better_than_the_end():
     assert result.best.value < 15.2 < 16.5 < result.history["outer_loss"][-1]
 
 
-def test_y_is_trained_on_all_samples():
-    """y is trained on all samples of clients with unequal sizes and weights: y*(x) = Σ p_i mean_i + x."""
+@pytest.mark.parametrize("held", [0, 2**24])
+def test_y_is_trained_on_all_samples(monkeypatch, held):
+    """y is trained on all samples of clients with unequal sizes and weights: y*(x) = Σ p_i mean_i + x.
+
+    Whether the samples stay on the device between two gradients makes no difference.
+    """
+    monkeypatch.setattr(ends, "HELD", held)
     rng = np.random.default_rng(4)
     samples = [rng.normal(size=(size, 2)) for size in (3, 2 * BLOCK + 1, 40)]
     clients = fb.Clients(samples, weights=[1, 2, 3])
@@ -100,6 +106,26 @@ def test_y_is_trained_on_all_samples():
     found = trained(problem.prepared(), clients, np.array(2.0), {"a": np.zeros(2)}, evaluations=100)
     expected = clients.weights @ [own.mean(0) for own in samples] + 2
     np.testing.assert_allclose(found["a"], expected, rtol=1e-4)
+
+
+def test_training_stops_at_its_limit():
+    """Training stops after the step in which it reaches its limit of gradients, and y that is not trained is left.
+
+    With ten different curvatures, conjugate gradients need about ten steps of two gradients. After two gradients the
+    norm of the gradient is still above a tenth of the norm at first.
+    """
+    calls = []
+
+    def counted(x, y, batch):
+        jax.debug.callback(lambda: calls.append(1))
+        return jnp.sum(jnp.geomspace(1, 1e3, 10) * (y - 1) ** 2) + x + 0 * jnp.sum(batch)
+
+    problem = fb.Bilevel(squares, counted).prepared()
+    clients, x, y = fb.Clients(np.zeros((1, 1, 1))), jnp.zeros(()), jnp.zeros(10)
+    assert trained(problem, clients, x, y, evaluations=2) is y
+    jax.effects_barrier()
+    assert 2 <= len(calls) <= 10
+    np.testing.assert_allclose(trained(problem, clients, x, y, evaluations=500), 1, rtol=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")

@@ -11,7 +11,7 @@ import pytest
 import fedbilevel as fb
 import hospital_files
 from fedbilevel.core.tree import split
-from fedbilevel.engines.first_look import first_look
+from fedbilevel.engines.first_look import ALIKE, FirstLook, first_look
 from fedbilevel.errors import ConfigurationError, InfluenceWarning
 from fedbilevel.tasks import TASKS
 
@@ -237,6 +237,17 @@ def test_a_leaf_of_x_that_no_loss_reads_is_named():
 def test_nothing_is_said_of_sound_losses(case):
     problem, x, y = SOUND[case]
     assert said(problem, x=x, y=y) == []
+
+
+def test_a_leaf_that_is_the_same_in_all_samples_needs_few_looks(monkeypatch):
+    """If a leaf is the same in all samples of each client, the losses are evaluated at ten points, not at 50.
+
+    One or two evaluations follow, which tell whether x moves.
+    """
+    looks, called = [], FirstLook.__call__
+    monkeypatch.setattr(FirstLook, "__call__", lambda look, *at: looks.append(1) or called(look, *at))
+    assert said(fb.Bilevel(fit, ridge), SAMPLES | {"same": np.ones((4, 20))}) == []
+    assert len(looks) <= ALIKE + 2
 
 
 def test_solve_says_it_at_the_users_line_and_x_stays():

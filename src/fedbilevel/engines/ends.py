@@ -9,8 +9,8 @@ wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,14 @@ from fedbilevel.core.client import Clients
 from fedbilevel.core.metrics import text
 from fedbilevel.core.problem import Minimax, Padded, Problem, SimpleBilevel
 from fedbilevel.core.ragged import Ragged
-from fedbilevel.core.tree import PyTree, on_device
+from fedbilevel.core.tree import PyTree, nbytes, on_device
 from fedbilevel.machinery.kept import compiled
 
-BLOCK = 256  # the number of samples in memory at a time, except for a loss that takes all of a client's samples
+BLOCK = 256  # the number of samples in memory at a time, except for a loss that takes all of a client's samples, and
+HELD = 2**24  # except for inner samples of at most this many bytes in all, which stay in memory while y is trained
 WORSE = 1e-3  # a smaller relative difference of two losses is treated as no change
-SETTLED = 0.1  # y is trained once the norm of the inner gradient is at most this share of the norm at first
+SETTLED = 0.1  # y counts as trained if the norm of the inner gradient is at most this share of the norm at first
+TRAINED = 1e-6  # training stops at this share, or earlier if rounding allows no further progress
 EVALUATIONS = 500  # the largest number of inner gradients for the training of y
 
 
@@ -129,7 +131,7 @@ def outer_losses(problem: Problem, clients: Clients, points: list[tuple[PyTree, 
 
 
 def trained(problem: Problem, clients: Clients, x: PyTree, y: PyTree, evaluations: int) -> PyTree:
-    """Train y at a fixed x on all samples of all clients, by L-BFGS, and return the trained y.
+    """Train y at a fixed x on all samples of all clients, by nonlinear conjugate gradients, and return the trained y.
 
     If the norm of the gradient is not reduced to a tenth, for example because the loss has no minimum, y is returned
     unchanged.
@@ -139,30 +141,53 @@ def trained(problem: Problem, clients: Clients, x: PyTree, y: PyTree, evaluation
         clients: the population.
         x: the fixed x.
         y: the y at which training starts.
-        evaluations: the largest number of gradients.
+        evaluations: the number of gradients after which training stops at the end of a step.
     """
     start, shaped = ravel_pytree(y)
-    programs = {}
+    stacks = reread(clients, "inner", whole="inner" in problem.whole)
+    programs: dict[bool, Callable[..., Any]] = {}
+    x, done = on_device(x), 0
 
-    def total(y: PyTree, x: PyTree, stacked: PyTree, weights: Array) -> Array:
-        return weights @ jax.vmap(problem.inner, (None, None, 0))(x, y, stacked)
+    def total(flat: Array, x: PyTree, stacked: PyTree, weights: Array) -> Array:
+        return weights @ jax.vmap(problem.inner, (None, None, 0))(x, shaped(flat), stacked)
 
     def slope(point: np.ndarray) -> tuple[float, np.ndarray]:
-        value, gradient = 0.0, np.zeros(start.size)
-        for _, stacked, weights in blocks(clients, "inner", whole="inner" in problem.whole):
-            given = on_device((shaped(jnp.asarray(point, start.dtype)), x, stacked, weights))
+        nonlocal done
+        done, value, gradient = done + 1, 0.0, np.zeros(start.size)
+        flat = jax.device_put(point.astype(start.dtype))
+        for stacked, weights in stacks():
             if (kind := isinstance(stacked, Padded)) not in programs:
                 key = problem.key and ("inner gradients of blocks", kind, problem.key)
-                programs[kind] = compiled(jax.value_and_grad(total), *given, key=key)
-            part, slopes = programs[kind](*given)
+                programs[kind] = compiled(jax.value_and_grad(total), flat, x, stacked, weights, key=key)
+            part, slopes = programs[kind](flat, x, stacked, weights)
             value += float(part)
-            gradient += np.asarray(ravel_pytree(slopes)[0], float)
+            gradient += np.asarray(slopes, float)
         return value, gradient
 
-    options = {"maxfun": evaluations, "maxiter": evaluations, "maxcor": 20, "ftol": 1e-10, "gtol": 0}
-    found = minimize(slope, np.asarray(start, float), jac=True, method="L-BFGS-B", options=options)
-    settled = np.linalg.norm(found.jac) <= SETTLED * np.linalg.norm(slope(np.asarray(start, float))[1])
-    return shaped(jnp.asarray(found.x, start.dtype)) if settled else y
+    def stop_at_limit(_: np.ndarray) -> None:
+        if done >= evaluations:
+            raise StopIteration
+
+    first = np.asarray(start, float)
+    steep = np.linalg.norm(slope(first)[1])
+    options = {"norm": 2, "gtol": TRAINED * steep, "maxiter": evaluations}
+    found = minimize(slope, first, jac=True, method="CG", callback=stop_at_limit, options=options)
+    return shaped(jnp.asarray(found.x, start.dtype)) if np.linalg.norm(found.jac) <= SETTLED * steep else y
+
+
+def reread(clients: Clients, name: str, whole: bool) -> Callable[[], Iterable[tuple[PyTree, Array]]]:
+    """Return a function that yields the (samples, weights) of `blocks` on the device, for several passes.
+
+    Samples of at most HELD bytes stay on the device between the passes.
+    """
+
+    def read() -> Iterator[tuple[PyTree, Array]]:
+        return (on_device((stacked, weights)) for _, stacked, weights in blocks(clients, name, whole))
+
+    if nbytes(getattr(clients, name).values) > HELD:
+        return read
+    held = list(read())
+    return lambda: held
 
 
 def blocks(clients: Clients, name: str, whole: bool) -> Iterator[tuple[np.ndarray, PyTree, np.ndarray]]:

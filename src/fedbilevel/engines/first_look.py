@@ -35,6 +35,7 @@ from fedbilevel.oracles.population import chosen
 PAIRS = 16  # the number of pairs of samples, each from one client; in the first half, both samples are the same
 LOOKS = 50  # after this many looks at other points, clients and samples, a derivative is assumed 0, and a loss a mean
 ENOUGH = 4  # the number of pairs of each kind, among those that could show that a loss is no mean, that suffices
+ALIKE = 10  # if no pair of this many looks differs in a leaf, such as a client's matrix, all samples are assumed equal
 FEWEST = 2  # the least number of pairs whose loss must differ from the mean; a single pair may differ by rounding
 LONGEST = 64  # the largest number of a client's samples for a loss that takes all of them
 TOLERANCE = 1e-4  # because of rounding, a pair's loss may differ by this share from the mean of its samples' losses
@@ -99,13 +100,13 @@ def first_look(problem: Problem, clients: Clients, x: PyTree, y: PyTree, program
         check_symmetry(problem, x, y, rng, lambda: look.batches("inner", look.clients()))
     x, still = x if problem.local is None else local_block(x), jax.tree.map(np.zeros_like, y)
     moves, leaves, evidence = dict[str, bool](), [False] * len(jax.tree.leaves(x)), dict[str, Evidence]()
-    for _ in range(LOOKS):
+    for looks in range(1, LOOKS + 1):
         seen = look(*near((x, y, still), rng))
         moves = {name: moves.get(name, False) or bool(moved) for name, moved in seen.moves.items()}
         leaves = [before or bool(moved) for before, moved in zip(leaves, seen.leaves, strict=True)]
         evidence = {name: evidence.get(name, Evidence()).and_on(values) for name, values in seen.values.items()}
         why = why_it_vanishes(problem, moves)
-        if not why and all(leaves) and all(found.enough for found in evidence.values()):
+        if not why and all(leaves) and all(found.enough(looks) for found in evidence.values()):
             break
     for name, found in evidence.items():
         if text := found.why_no_mean():
@@ -228,10 +229,10 @@ class Evidence(NamedTuple):
     doubled: np.ndarray = np.zeros(2, int)
     mixed: np.ndarray = np.zeros((2, 1), int)
 
-    @property
-    def enough(self) -> bool:
-        """Return whether no further pairs are needed."""
-        return bool(self.why_no_mean() or (self.doubled[0] >= ENOUGH and np.all(self.mixed[0] >= ENOUGH)))
+    def enough(self, looks: int) -> bool:
+        """Return whether no further pairs are needed after this number of looks."""
+        alike = (self.mixed[0] == 0) & (looks >= ALIKE)
+        return bool(self.why_no_mean() or (self.doubled[0] >= ENOUGH and np.all(alike | (self.mixed[0] >= ENOUGH))))
 
     @np.errstate(invalid="ignore")  # comparisons with the NaN of infinite losses are False
     def and_on(self, values: OnPairs) -> Evidence:
