@@ -16,6 +16,7 @@ import pytest
 
 os.environ["JAX_ENABLE_X64"] = "1"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads of small products of NumPy wait in loops and slow others
 os.environ["TERM"] = "xterm"  # tests of a dumb terminal set it themselves
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # if it is set, each process of a test compiles what it imports
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job in the background; some tests send this signal

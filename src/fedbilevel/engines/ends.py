@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
-from scipy.optimize import minimize
 
 from fedbilevel.core.client import Clients
 from fedbilevel.core.metrics import text
@@ -143,6 +142,8 @@ def trained(problem: Problem, clients: Clients, x: PyTree, y: PyTree, evaluation
         y: the y at which training starts.
         evaluations: the number of gradients after which training stops at the end of a step.
     """
+    from scipy.optimize import minimize  # which takes a fifth of the time to import the library, and is rarely used
+
     start, shaped = ravel_pytree(y)
     stacks = reread(clients, "inner", whole="inner" in problem.whole)
     programs: dict[bool, Callable[..., Any]] = {}
