@@ -138,9 +138,9 @@ def row(paper: str, head: str, figures: Sequence[Figure]) -> str:
 
 def title_and_short(head: str) -> tuple[str, str]:
     """Return the names of a paper's methods and the short summary, from the head of the paper's page."""
-    lines = head.splitlines()
-    short = next((line.removeprefix(IN_SHORT) for line in lines if line.startswith(IN_SHORT)), "")
-    return lines[0].removeprefix("# ").partition(":")[0], short
+    title, *paragraphs = head.split("\n\n")
+    short = next((" ".join(text.split()) for text in paragraphs if text.startswith(IN_SHORT)), "")
+    return title.removeprefix("# ").partition(":")[0], short.removeprefix(IN_SHORT)
 
 
 def in_all(figures: Sequence[Figure], heads: Mapping[str, str]) -> list[str]:

@@ -20,6 +20,12 @@ def test_what_is_generated_is_what_is_written() -> None:
         assert file.read_text("utf-8") == text, file
 
 
+def test_the_short_summary_is_a_whole_paragraph() -> None:
+    """The short summary of a page has all lines of its paragraph, and not the paragraphs around it."""
+    head = "# A, B: method\n\nIn short: A is better\nthan B.\n\nA is older.\n"
+    assert page.title_and_short(head) == ("A, B", "A is better than B.")
+
+
 def test_a_first_figure_of_your_own_gets_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = tmp_path / "mine-1.toml"
     own.write_bytes((PAPERS / "fednest" / "fednest-4.toml").read_bytes())
