@@ -3,13 +3,14 @@
 Yang Jiao, Kai Yang, Tiancheng Wu, Dongjin Song, Chengtao Jian. "Asynchronous Distributed Bilevel Optimization".
 ICLR 2023, arXiv:2212.10048. Algorithm 1.
 
-Each client has its own x_i and y_i, and the server has x and z. Constraints make them agree:
+Client i has the weight p_i, the losses f_i and g_i, and its own x_i and y_i. The server has x and z. Constraints make
+them agree:
 
     min Σ p_i f_i(x_i, y_i)    so that    x_i = x,    h(x, {y_i}, z) ≤ ε
     h(x, {y_i}, z) = Σ p_i ‖y_i − φ_i(x)‖² + ‖z − φ_z(x)‖²
 
-Here φ(x) is the result of K steps towards the minimum of Σ p_i g_i(x, y'_i) under the constraints y'_i = z'. The steps
-start from y'_i = y_i, z' = z and ψ_i = 0:
+Here φ_i(x) and φ_z(x) are the y'_i and the z' after K steps towards the minimum of Σ p_i g_i(x, y'_i) under the
+constraints y'_i = z'. The steps start from y'_i = y_i, z' = z and ψ_i = 0, where ψ_i is the multiplier of y'_i = z':
 
     y'_i ← y'_i − η [∇y g_i(x, y'_i) + ψ_i + μ (y'_i − z')]    z' ← Σ p_i y'_i    ψ_i ← ψ_i + μ (y'_i − z')
 
@@ -17,8 +18,9 @@ A round begins by linearising h ≤ ε at the present point, with φ as a functi
 
     a = ∂h/∂x,   b_i = 2(y_i − φ_i),   c = 2(z − φ_z),   κ = h − ε − a·x − Σ p_i b_i·y_i − c·z
 
-The server then drops the older planes with λ_l = 0. Then T steps on the Lagrangian follow. In them, h ≤ ε is replaced
-by the planes a_l·x + Σ p_i b_il·y_i + c_l·z + κ_l ≤ 0. In each step, the server sends (x, λ), and client i computes
+The server then drops the older planes whose multiplier λ_l is 0. Then T steps on the Lagrangian follow, in which the
+planes a_l·x + Σ p_i b_il·y_i + c_l·z + κ_l ≤ 0 replace h ≤ ε. The multiplier of x_i = x is θ_i. In each step, the
+server sends (x, λ), and client i computes
 
     θ_i ← θ_i + η_θ (x_i − x − c_θ θ_i)
     (x_i, y_i) ← (x_i − η_x [∇x f_i(x_i, y_i) + θ_i],  y_i − η_y [∇y f_i(x_i, y_i) + Σ_l λ_l b_il])
@@ -33,27 +35,27 @@ where n_l is the value of 4 max(h, ε) when plane l was made.
 
 Messages: a new plane takes 2K exchanges, in which the server sends x and z'. In the first K of them clients reply with
 y'_i, and in the others with their shares of ∂h/∂x and ∂h/∂z'. In each of the T steps on the Lagrangian, the server
-sends x and λ, and clients reply with θ_i and the products b_il·y_i. For a plane a client computes K gradients of g, and
-K passes backwards, each of which gives both products with ∇²g.
+sends x and λ, and clients reply with θ_i and the products b_il·y_i. For a plane a client computes K gradients of g_i
+and K backward passes. A backward pass gives a product with ∇²xy g_i and a product with ∇²yy g_i.
 
 Departures from the paper:
 
-1. Where the paper has sums over clients, this method has means with the weights p_i. For equal weights this is the
-   paper's Lagrangian divided by M, except for the term ‖z − φ_z‖². Here this term weighs as much as the mean of the
+1. Where the paper has sums over the M clients, this method has means with the weights p_i. For equal weights this is
+   the paper's Lagrangian divided by M, except for the term ‖z − φ_z‖². Here this term weighs as much as the mean of the
    clients' terms. In the paper it weighs as much as the term of one client.
 2. The steps on z' and ψ_i are those of ADMM: an exact minimisation over z', and a step of size μ on ψ_i. In the paper,
    each of the two has a step size.
-3. ∂h/∂x is differentiated exactly through all K steps, backwards, in K exchanges. The published code differentiates
-   each step with the points of the other steps held fixed. It does so at points that are one step beyond those at which
-   it computes h and b. For K = 1, holding points fixed makes no difference.
+3. ∂h/∂x is computed exactly, by differentiating backwards through all K steps, in K exchanges. The published code
+   differentiates each step with the points of the other steps held fixed. For K = 1 this makes no difference. The
+   points at which the code differentiates are one step beyond the points at which it computes h and b.
 4. The server never gets values of a single client. A client keeps θ_i, and moves it by a step when it gets the next x.
-   Σ p_i θ_i therefore lacks the last step of clients that are still computing. Without delays this is the paper's
-   method. ADBO's clients send the changes of θ_i and b_il·y_i, and Σ p_i θ_i runs over the clients that have replied at
-   least once. All available clients make a plane together. The server knows their total weight from the second plane
-   on. Until then, a client that is never available is treated as a client that does not move. From then on it is left
-   out.
-5. The step on λ_l is divided by n_l, since Σ p_i ‖b_il‖² + ‖c_l‖² = 4h is the squared length of a plane. The paper
-   does not divide. The effect of its step on a plane then falls with h, by orders of magnitude in a run.
+   In ADBO, Σ p_i θ_i therefore lacks the last step of clients that are still computing. Without delays this is the
+   paper's method. ADBO's clients send the changes of θ_i and of b_il·y_i, and Σ p_i θ_i is a sum over the clients that
+   have replied at least once. All available clients make a plane together, and the server knows their total weight from
+   the second plane on. Before the second plane, a client that is never available counts as a client that does not move.
+   From the second plane on, this client is left out.
+5. The step on λ_l is divided by n_l, since Σ p_i ‖b_il‖² + ‖c_l‖² = 4h is the squared length of a plane. The paper's
+   step is not divided. So its effect on a plane falls with h, by orders of magnitude in a run.
 6. The number of planes is bounded. If there would be more, the oldest plane is dropped.
 7. Planes are made until the end of the run, as in the published code. The paper stops making planes at some iteration.
 
@@ -199,7 +201,7 @@ class Totals(NamedTuple):
     weight: Array  # Σ p_i, the total weight of these clients
     theta: PyTree  # Σ p_i θ_i over these clients
     excluded: Array  # the largest total weight, in any step so far, of clients that have no part in some plane
-    complete: Array  # whether all clients that made the last plane had already replied to a step by then
+    complete: Array  # whether all clients that made the last plane had replied to a step before they made this plane
 
 
 class State(NamedTuple):
@@ -234,7 +236,7 @@ class ClientState(NamedTuple):
 
 
 class LinearizedADMM(Part):
-    """Estimate the inner solution by K steps of all clients, φ(x).
+    """Estimate the inner solution, as a function φ of x, by K steps of all clients.
 
     Each step takes an exchange, and another exchange for its derivatives.
 
@@ -256,7 +258,7 @@ class LinearizedADMM(Part):
     ) -> tuple[Array, Point]:
         """Take the k-th step from `start`, at x and z' = `z`; return (g_i at the start, the point after the step).
 
-        The step on ψ_i comes first. In the first step, k = 0, there is no step on ψ_i.
+        The client first moves ψ_i, the multiplier of y'_i = z', and then y'_i. If k is 0, it moves only y'_i.
         """
         apart = optax.tree.sub(start.y, z)
         psi = move(start.psi, jnp.where(k == 0, 0.0, self.penalty), apart)
@@ -272,8 +274,10 @@ class Lagrangian(Part):
         planes: the largest number of planes that are kept. If there would be more, the oldest is dropped.
         tolerance: ε, the bound on h, which is the weighted mean squared distance of the y_i from the estimated inner
             solution, plus the squared distance of z from it.
-        plane_damping: c_λ, how strongly λ is pulled towards 0. With 0 this would be the plain Lagrangian.
-        consensus_damping: c_θ, how strongly θ_i is pulled towards 0. With 0 this would be the plain Lagrangian.
+        plane_damping: c_λ > 0, how strongly the multipliers λ of planes are pulled towards 0. The undamped Lagrangian
+            has c_λ = 0.
+        consensus_damping: c_θ > 0, how strongly θ_i, the multiplier of x_i = x, is pulled towards 0. The undamped
+            Lagrangian has c_θ = 0.
     """
 
     kind: ClassVar[str] = "lagrangian"

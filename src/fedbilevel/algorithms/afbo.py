@@ -13,11 +13,12 @@ estimates the hypergradient. In both it starts from the (x, y) of the last messa
     outer   H_i = ∇x f_i(x, y) − ∇²xy g_i(x, y) N_i s (I − s∇²yy g_i)^N' ∇y f_i,   N' uniform on {0..N_i−1}   (APHE)
             x ← x − α mean_i H_i                                                                  one exchange
 
-Here mean_i is the mean of the last replies of all clients, Σ p_i (.) / Σ p_i over the clients that have replied at
-least once, however old these replies are. The age of a reply is the number of exchanges since the client was asked for
-it. (APHE) is the paper's approximation of the hypergradient. The history has the mean ages: of the replies G_i as
-`delay.inner.gradients`, and of the replies H_i as `delay.hypergradient.local_hypergradient` (with `SystemSteps`, as
-`delay.outer_directions`).
+Here p_i is client i's weight, and ξ_e are the samples of its e-th local step. N_i and s are the number of terms and the
+step of a Neumann series. The mean mean_i is Σ p_i (.) / Σ p_i over the last replies of all clients that have replied at
+least once, however old these replies are. (APHE) is the paper's approximation of the hypergradient. The age of a reply
+is the number of exchanges since the client was asked for the reply. The history has two mean ages:
+`delay.inner.gradients` for the replies G_i, and `delay.hypergradient.local_hypergradient` for the replies H_i (with
+`SystemSteps`, `delay.outer_directions`).
 
 If clients differ, the mean of the H_i is not the hypergradient, and x does not converge to the solution. `SystemSteps`
 avoids this:
@@ -38,8 +39,10 @@ Departures from the paper:
    clients unless Neumann.terms has several numbers.
 3. The server keeps a sum of the last replies, and no table of them: see parts/memory.py. The delay of a reply counts
    from the exchange in which it was asked for, and not from its arrival.
-4. Weights are p_i, and not 1/M. The field `delay_penalty` of `Asynchronous` divides step sizes by 1 + c·delay. The
-   paper says that delays require smaller step sizes, and that α and β have to be reduced by different factors.
+4. Weights are p_i, and not 1/M.
+5. The paper says that delays require smaller step sizes, and that α and β have to be reduced by different factors. Here
+   `Asynchronous` divides both by 1 + c·delay, each with the mean delay of its own replies, where c is its field
+   `delay_penalty`.
 
 Checked in tests/algorithms/test_afbo.py (closed forms, event by event with a table), test_asynchronous.py,
 test_local_x.py, test_own_leaves.py and tests/engines/test_agreement.py.

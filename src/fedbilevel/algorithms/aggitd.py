@@ -3,10 +3,10 @@
 Peiyao Xiao, Kaiyi Ji. "Communication-Efficient Federated Hypergradient Computation via Aggregated Iterative
 Differentiation". ICML 2023, arXiv:2302.04969.
 
-A round makes N exchanges on y, beginning with y^0 = y, and then an exchange on x. Let H_i = ∇²yy g_i, and draw Q
-uniformly from {0..N−1}. Exchange n = 0..N−1 computes
+A round makes N exchanges on y, beginning with y^0 = y, and then an exchange on x. Let H_i = ∇²yy g_i, let F, G and H be
+the means of f_i, g_i and H_i, and draw Q uniformly from {0..N−1}. Exchange n = 0..N−1 computes
 
-    y^{n+1} = mean_i y_{i,τ_i},   y_{i,ν+1} = y_{i,ν} − (λ/τ_i) ∇y g_i(x, y_{i,ν}; ζ_ν) from y^n
+    y^{n+1} = mean_i y_{i,τ_i},   y_{i,0} = y^n,   y_{i,ν+1} = y_{i,ν} − (λ/τ_i) ∇y g_i(x, y_{i,ν}; ζ_ν)
     r = mean_i ∇y f_i(x, y^n)                      if n = Q
     r ← r − λ mean_i H_i(x, y^n) r                 if n > Q
 
@@ -17,15 +17,14 @@ and the last exchange computes
 The default is the expectation over Q: r ← r − λ H r + ∇y F(x, y^n) in every exchange n, and λ r in place of λN r. The
 paper's method is sampling="random", in which λN r has a variance that grows with N.
 
-Let y^N(x) be the result of N gradient steps from a fixed y^0. The expectation over Q equals the derivative of
-F(x, y^N(x)) by unrolling under three conditions: τ = 1; H and ∇²xy G do not depend on y; and ∇y F is the same at
-y^0..y^N, since f is linear in y or y^0 = y*(x). At y^0 = y*(x) it also equals ∇x F − ∇²xy G v, where
-v = λ Σ_{k<N} (I − λH)^k ∇y F is the truncated Neumann series of H⁻¹∇y F.
-
-Relation to unrolling: unrolling takes ∇y F at y^N and multiplies by the factors I − λH(y^n) from the last to the first,
-which requires a second pass over the iterates. The method, as in the paper, takes ∇y F at y^Q and the factors in the
-order of the iterates. For general losses, the estimate therefore agrees with unrolling only in the limit y^0 → y*(x).
-Also as in the paper, ∇²xy G is evaluated at y^N, and H only at y^n, even if a client makes τ > 1 steps.
+Relation to unrolling: let y^N(x) be the result of N gradient steps from a fixed y^0. Unrolling computes the derivative
+of F(x, y^N(x)) in x exactly. It takes ∇y F at y^N and multiplies by the factors I − λH(y^n) from the last to the first,
+which requires a second pass over the iterates. The method, as in the paper, takes ∇y F at y^Q, and the factors in the
+order of the iterates. For general losses, the two agree only in the limit y^0 → y*(x). The expectation over Q equals
+the derivative exactly under three conditions: τ = 1; H and ∇²xy G do not depend on y; and ∇y F is the same at y^0..y^N,
+since f is linear in y or y^0 = y*(x). At y^0 = y*(x) the expectation also equals ∇x F − ∇²xy G v, where
+v = λ Σ_{k<N} (I − λH)^k ∇y F is the truncated Neumann series of H⁻¹∇y F. As in the paper, ∇²xy G is evaluated at y^N,
+and H only at y^n, even if a client makes τ > 1 steps.
 
 Departures from the paper:
 1. The default is the expectation over Q.

@@ -4,7 +4,7 @@ If clients differ, the local steps of a client lead towards the solution of this
 steps SimFBO and ShroFBO therefore end at a distance from the solution of the whole federation. Here each direction
 d = (d_x, d_y, d_v) that a client steps along is corrected by m, which is the mean of all clients' directions in the
 round before. Federated SVRG makes the same kind of correction for a problem with a single loss. The directions d_i, the
-weights a_k and ρ are those of SimFBO and ShroFBO (simfbo.py):
+weights a_k and p_i, the cohort C of P out of M clients, and ρ are those of SimFBO and ShroFBO (simfbo.py):
 
     z_0 = z = (x, y, v),     d̃_k = d_i(z_k; ζ_k) − d_i(z; ζ_k) + m     the step of the client's path at z_k
     h_i = Σ_k a_k d_i(z_k; ζ_k) / ‖a_i‖₁                               the reply: directions without correction

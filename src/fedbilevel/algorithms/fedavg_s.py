@@ -11,8 +11,9 @@ paper use it as a baseline.
 For τ = 1 the fixed point is the saddle point. For τ > 1 it is another point if clients differ.
 
 Departures from the paper:
-1. Server and clients exchange changes: the server adds Σ p̃_i (z_{i,τ} − z) to z = (x, y), with p̃_i = (M/P) p_i. For
-   equal weights or full participation this gives the mean of the z_{i,τ}. For unequal weights, the sum is unbiased too.
+1. Server and clients exchange changes: the server adds Σ p̃_i (z_{i,τ} − z) to z = (x, y), with p̃_i = (M/P) p_i. Here
+   p_i is the client's weight, and P of M clients take part in the round. For equal weights or full participation this
+   gives the mean of the z_{i,τ}. For unequal weights, the sum is unbiased too.
 2. A client's step sizes are α/τ_i and β/τ_i, so that different numbers of local steps do not re-weight the clients.
 
 Checked in tests/algorithms/test_fedavg_s.py (closed form of the fixed point) and tests/engines/test_agreement.py.

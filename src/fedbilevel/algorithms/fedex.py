@@ -6,12 +6,12 @@ Algorithm 2.
 
 The outer variable x contains the hyperparameters. A configuration is a value of x. There are k configurations
 c_1 … c_k, and θ is a distribution over them, which is uniform at first. All configurations share one y. The server
-sends y, c_1 … c_k, θ and λ. Client i draws a configuration c_i ~ θ, and makes τ_i local steps on y at x = c_i, on inner
-samples. Then it computes the outer loss at its last iterate y_i, on all its outer samples:
+sends y, c_1 … c_k, θ and λ. Client i draws the number J_i of a configuration from θ. It makes τ_i local steps on y at
+x = c_{J_i}, on inner samples. Then it computes the outer loss at its last iterate y_i, on all its outer samples:
 
-    y_{i,ν+1} = y_{i,ν} − β ∇y g_i(c_i, y_{i,ν}; ζ_ν) from y,   ν < τ_i
+    y_{i,ν+1} = y_{i,ν} − β ∇y g_i(c_{J_i}, y_{i,ν}; ζ_ν) from y,   ν < τ_i
     y ← y + s mean_i (y_i − y),  s = `server_lr`, 1 in FedAvg
-    ∇̃_j = mean_i (f_i(c_i, y_i) − λ) 1[c_i = c_j] / θ_j            an estimate of the mean loss's gradient in θ
+    ∇̃_j = mean_i (f_i(c_{J_i}, y_i) − λ) 1[J_i = j] / θ_j          an estimate of the mean loss's gradient in θ
     θ_j ← θ_j exp(−η ∇̃_j) / Σ_l θ_l exp(−η ∇̃_l)                       the exponentiated gradient
 
 A round takes one exchange. Means are Σ p_i u_i / Σ p_i over the cohort. The baseline λ is a weighted mean of the
@@ -22,7 +22,7 @@ field `step_rule` determines the step size η:
     adaptive     √(2 log k) / (the root of the sum of ‖∇̃‖²_∞ over the rounds so far)
     constant     √(2 log k)
 
-The x of the state is the configuration with the largest θ_j, and the first one if there are several.
+The server's x is the configuration with the largest θ_j, and the first one if there are several.
 
 Departures from the paper:
 1. Both means have the weights p_i of the problem. The paper's weights are the numbers of validation samples and of

@@ -3,8 +3,9 @@
 Minhui Huang, Dewei Zhang, Kaiyi Ji. "Achieving Linear Speedup in Non-IID Federated Bilevel Learning". ICML 2023,
 arXiv:2302.05412.
 
-A round makes T rounds of FedAvg on y, and then computes one hypergradient. Each exchange of the hypergradient asks a
-fresh cohort of clients:
+A round makes T rounds of FedAvg on y, and then computes one hypergradient. Here F and G are the means of f_i and g_i,
+H = ∇²yy G, ℓ is an upper bound of H's largest eigenvalue, and N is the number of terms of a series for H⁻¹. Each
+exchange of the hypergradient asks a fresh cohort of clients:
 
     y_{i,ν+1} = y_{i,ν} − (β/τ_i) ∇y g_i(x, y_{i,ν}; ζ_ν),   y ← mean_i y_{i,τ_i}                     T exchanges
     v = mean_i (N/ℓ) (I − H/ℓ)^{N'_i} ∇y f_i, where client i draws N'_i uniformly from {0..N−1}       N exchanges
@@ -16,8 +17,8 @@ server never needs the vector of a single client: the first exchange returns, fo
 over the clients that drew this length. After each product, the server adds the sum that belongs to the next shorter
 length.
 
-On whole models, RABO(hypergradient=Implicit()) computes the same numbers from the same draws. With full batches and one
-step on x, FedNest-SGD computes these numbers too, with one more exchange.
+If clients hold whole models, RABO(hypergradient=Implicit()) computes the same numbers as FedMBO from the same draws.
+With full batches and one step on x, FedNest-SGD computes the same numbers too, with one more exchange.
 
 Departures from the paper:
 1. Server and clients exchange changes of y, and means are Σ p̃_i u_i with p̃_i = (M/P) p_i: see FedNest.

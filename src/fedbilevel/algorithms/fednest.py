@@ -3,15 +3,14 @@
 Davoud Ataee Tarzanagh, Mingchen Li, Christos Thrampoulidis, Samet Oymak. "FedNest: Federated Bilevel, Minimax, and
 Compositional Optimization". ICML 2022, arXiv:2205.02215. Algorithms 1-4.
 
-A round, which the paper calls an epoch, consists of three procedures of the paper: FedInn, T times, then FedIHGP, and
-then FedOut. Here F is the mean of f_i, G is the mean of g_i, and H = ∇²yy G. FedInn moves y. FedIHGP computes v ≈ H⁻¹∇y
-F. The gradient in x, the hypergradient, is ∇x F − ∇²xy G v (docs/glossary.md). FedOut moves x. In the listing below,
-the right column has the number of exchanges; an exchange is one message from the server to the clients, with their
-replies. The number ℓ is an upper bound of H's largest eigenvalue, and N is the number of terms of a series for H⁻¹. The
-step sizes for y and x are β and α. Client i makes τ_i local steps, which ν counts, and draws samples ξ for f_i and ζ
-for g_i. A cohort is the set of clients that take part in an exchange. FedIHGP multiplies several estimates of I − H/ℓ.
-Each of them comes from a fresh cohort, drawn independently of all other cohorts of the round, so that these factors are
-independent (docs/explanation/exchanges.md).
+A round, which the paper calls an epoch, consists of three procedures of the paper. First FedInn, which moves y, runs T
+times. Then FedIHGP computes v ≈ H⁻¹ ∇y F. Then FedOut moves x, along the hypergradient ∇x F − ∇²xy G v. Here F is the
+mean of f_i, G is the mean of g_i, and H = ∇²yy G.
+
+The right column of this listing has the number of exchanges. An exchange is one message from the server to the clients,
+with their replies. The step sizes for y and x are β and α. Client i makes τ_i local steps, counted by ν, and draws
+samples ξ for f_i and ζ for g_i. The number ℓ is an upper bound of H's largest eigenvalue, and N is the number of terms
+of a series for H⁻¹:
 
     FedInn   q = mean_i ∇y g_i(x, y; ζ_i)                                                              1
              y_{i,ν+1} = y_{i,ν} − (β/τ_i) [∇y g_i(x, y_{i,ν}; ζ_ν) − ∇y g_i(x, y; ζ_ν) + q]
@@ -21,13 +20,18 @@ independent (docs/explanation/exchanges.md).
              x_{i,ν+1} = x_{i,ν} − (α/τ_i) [∇x f_i(x_{i,ν}, y; ξ_ν) − ∇x f_i(x, y; ξ_ν) + h]
              x ← mean_i x_{i,τ_i}                                                                      1
 
+A cohort is the set of clients that take part in an exchange. Each factor I − H/ℓ of FedIHGP is estimated by a fresh
+cohort, which is drawn independently of all other cohorts of the round. The estimates of the factors are therefore
+independent (docs/explanation/exchanges.md).
+
 In FedInn the brackets contain a client's gradient and its correction, q − ∇y g_i(x, y; ζ_ν). FedNest-SGD makes steps on
-y without the correction, as FedAvg does, and so needs no q. LFedNest does the same, and its clients step on x along
-their own hypergradients, which they compute with their own Hessians. This saves all exchanges of FedIHGP, but the
-result is biased if clients differ. Appendix A of the paper has four variants. The paper's experiments compare them with
-two joint variants. In a joint variant, a client makes its local steps on y, continues with its steps on x at its own
-y_{i,τ_i}, and one exchange averages both x and y. In this table, the numbers of exchanges are for the default, a series
-for v that takes N exchanges (departure 3):
+y without the correction, as FedAvg does, and so needs no q. LFedNest's steps on y have no correction either, and its
+clients step on x along their own hypergradients, which they compute with their own Hessians. This saves all exchanges
+of FedIHGP, but the result is biased if clients differ.
+
+Appendix A of the paper has four variants. The paper's experiments compare them with two joint variants. In a joint
+variant, a client makes its local steps on y, and then its steps on x at its own y_{i,τ_i}. One exchange averages both x
+and y. In this table, the numbers of exchanges are for the default, a series for v that takes N exchanges (departure 3):
 
     variant                 call                                  steps on x            on y    exchanges
     FedNest                 FedNest()                             FedOut                SVRG    2T + N + 2
@@ -37,40 +41,39 @@ for v that takes N exchanges (departure 3):
     LFedNest, joint         LFedNest(joint=True)                  from their own y      SGD     1
     LFedNest_SVRG, joint    LFedNest(joint=True, inner=SVRG())    from their own y      SVRG    2
 
-FedNest(hypergradient=LocalImplicit()) is none of these variants: it runs FedOut with the mean of clients' own
-hypergradients as h.
+FedNest(hypergradient=LocalImplicit()) is none of these variants: it runs FedOut, where h is the mean of the clients'
+own hypergradients.
 
 On a `Minimax` problem ∇y F is 0 at y*(x), and FedIHGP is left out. On a `Compositional` problem g_i is ½‖y − r_i(x)‖².
 Then H = I, and so v = ∇y F. FedInn with T = 1, β = 1 and τ = 1 gives the exact inner solution, y = mean_i r_i(x).
 
 RABO is a method for clients that hold parts of a model. If every client holds the whole model, then with full batches
 and one step on x LFedNest computes the same numbers as RABO, up to rounding. In the same case FedNest-SGD computes the
-same numbers as FedMBO, but makes one more exchange, the second exchange of FedOut. In this exchange each client replies
-with its drift on x, which departure 1 defines. With one step on x all drifts are 0, so that this exchange changes
-nothing.
+same numbers as FedMBO, but makes one more exchange, the second exchange of FedOut. There each client replies with its
+drift on x (departure 1), which is 0 after one step, so that this exchange changes nothing.
 
 In the code, the class `SVRG` is FedInn, `Implicit.estimate` in parts/hypergradients.py is FedIHGP together with h, and
 `LocalImplicit.own` in parts/hypergradients.py is the hypergradient that a client of LFedNest computes on its own.
 
 Departures from the paper:
 1. Clients send changes of y and x, and not the new values. Let p_i be client i's weight, let P of M clients take part
-   in the round, and let p̃_i = (M/P) p_i. After steps without a correction (SGD on y, own hypergradients on x), the
-   server adds Σ p̃_i (y_{i,τ} − y) to y, and likewise Σ p̃_i (x_{i,τ} − x) to x. For equal weights or full
-   participation this gives the paper's mean of the y_{i,τ}, and for unequal weights the sum is unbiased too. After
-   corrected steps (SVRG on y, FedOut on x), the change of client i has two parts. One part is the same for all clients:
-   −βq on y, and −αh on x. The server adds this part once. The rest is the client's drift d_i. The server adds the mean
-   of the drifts, Σ p_i d_i / Σ p_i. A mean with the weights p̃_i would multiply the common part by Σ p̃_i. This sum
-   depends on the cohort that was drawn, and so does the unbiased mean q = Σ p̃_i ∇y g_i, so their product would be
-   biased.
+   in the round, and let p̃_i = (M/P) p_i.
+   - After steps without a correction (SGD on y, own hypergradients on x), the server adds Σ p̃_i (y_{i,τ} − y) to y, or
+     Σ p̃_i (x_{i,τ} − x) to x. For equal weights or full participation this gives the paper's mean of the y_{i,τ} or
+     x_{i,τ}. For unequal weights the sum is unbiased too.
+   - After corrected steps (SVRG on y, FedOut on x), the change of client i has two parts. One part is the same for all
+     clients: −βq on y, and −αh on x. The server adds this part once. The rest is the client's drift d_i, and the server
+     adds the mean of the drifts, Σ p_i d_i / Σ p_i. Weights p̃_i would multiply the common part −βq by Σ p̃_i. Both
+     this sum and q = Σ p̃_i ∇y g_i depend on the cohort that was drawn, so that their product would be biased.
 2. A client makes its first corrected step along q (or h) and computes no gradient for it. The paper's bracket has two
    gradients on the same samples, which are equal in the first step, and so cancel. The numbers do not change.
 3. The default is the expectation of FedIHGP's v, the series v = (1/ℓ) Σ_{n<N} (I − H/ℓ)^n ∇y F. It takes N exchanges.
    The paper's method is Neumann(sampling="random"). The random length of its product causes a variance that grows with
    N, and the series does not have this variance. There are two more ways to compute v: with CG() by conjugate gradient,
    and with LocalImplicit() by each client on its own.
-4. Joint steps follow the authors' code, with T = 1. The server adds Σ p̃_i (y_{i,τ} − y), so the common part −βq is
-   multiplied by Σ p̃_i. In joint steps q is another mean, Σ p_i ∇y g_i / Σ p_i. Its product with −β Σ p̃_i is −β Σ p̃_i
-   ∇y g_i, which is unbiased, and is also what the server adds without joint steps.
+4. Joint steps follow the authors' code, with T = 1. The server adds Σ p̃_i (y_{i,τ} − y), in which the common part −βq
+   is multiplied by Σ p̃_i. In joint steps, q is therefore the mean Σ p_i ∇y g_i / Σ p_i. Then −βq times Σ p̃_i is
+   −β Σ p̃_i ∇y g_i, which is unbiased, and is the same as without joint steps.
 
 Checked in tests/algorithms/test_fednest.py (closed forms, exchanges) and tests/engines/test_agreement.py.
 """

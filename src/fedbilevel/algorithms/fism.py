@@ -13,8 +13,8 @@ samples j = 1..n_i, from z = x_k to a last point z_i, with a projected step for 
     z ← P_X[z − γ_k (g_ij(z) + λ_k 𝓗_k)],   g_ij(z) ∈ ∂f_ij(z)                            (line 9)
     x_{k+1} = mean of the z_i,     x̂_k = Σ γ_k x_k / Σ γ_k,     γ_k = γ₁/k^a,     λ_k = λ₁/k^b
 
-Only the server has H. With `refresh` the clients have H too, and compute 𝓗 at z. IR-IG is FISM with `refresh` and a
-single client that has all samples.
+P_X is the projection onto X. Only the server has H. With `refresh` the clients have H too, and compute 𝓗 at z. IR-IG is
+FISM with `refresh` and a single client that has all samples.
 
 Messages: the server sends x, 𝓗, of x's shape, and two numbers. Clients reply with a vector of x's shape and a number,
 and with a second number if `tolerance` is set.
@@ -22,15 +22,15 @@ and with a second number if `tolerance` is set.
 Departures from the paper:
 1. The weight λ is relative to the mean of the f_ij. The paper's λ is m times as large, where m is the number of samples
    of all clients together. Nothing else changes, and no client has to know m.
-2. The paper takes the plain mean of the z_i. Here client i has the weight p_i/n_i, so that F is the weighted mean of
-   the clients' means, as everywhere in this library. Let p̃_i = (M/P) p_i for cohorts of P of the M clients. The server
-   divides Σ p̃_i (z_i − x_k)/n_i by the mean of Σ p̃_i/n_i over the rounds so far, and adds the quotient to x_k. This
-   step is unbiased. If all clients take part in every round, it divides by Σ p_i/n_i. With p_i proportional to n_i,
-   Clients(weights="size"), this is the plain mean, and every sample has the same weight, as in the paper. With other
-   weights, FISM warns at the start.
-3. Beyond the paper, a client may use fewer samples, drawn anew in every round (`local_steps`). Clients reply with
-   (z_i − x)/(γ_k n_i), and the server multiplies by γ_k. If a reply comes in a later round, the server multiplies by
-   the γ_k of that round. The server may therefore continue with the first replies: see `Asynchronous`.
+2. The paper takes the plain mean of the z_i. Here the mean has the weights p_i/n_i, where p_i is client i's weight, so
+   that F is the weighted mean of the clients' means, as everywhere in this library. If all clients take part in every
+   round, the server adds Σ p_i (z_i − x_k)/n_i, divided by Σ p_i/n_i, to x_k. For p_i proportional to n_i, as with
+   Clients(weights="size"), this is the paper's plain mean, and every sample has the same weight. With other weights,
+   FISM warns at the start. If P of the M clients take part in a round, the server uses p̃_i = (M/P) p_i in the sum, and
+   divides by the mean of Σ p̃_i/n_i over the rounds so far, so that the step is unbiased.
+3. Two things are possible here and not in the paper. A client may use fewer samples, drawn anew in every round
+   (`local_steps`). And the server may continue with the first replies (`Asynchronous`): clients reply with
+   (z_i − x)/(γ_k n_i), and the server multiplies a reply by the γ of the round in which it uses the reply.
 4. The paper's estimate (2) has the wrong sign of λ, which does not matter for the algorithm.
 
 Checked in tests/algorithms/test_fism.py (against the formulas in NumPy, solutions known in closed form or by SciPy, the
@@ -66,8 +66,8 @@ class Incremental(DecreasingSteps):
 
     Args:
         lr: γ₁, the first step size, for the loss of one sample; a number or a schedule over rounds. If 𝓗, a subgradient
-            of H, is computed once per round, it moves x by n γ_k λ_k 𝓗 in the n steps of round k. This should be less
-            than the size of X, also in the first rounds.
+            of H, is computed once per round, it moves x by n γ_k λ_k 𝓗 in the n steps of round k. The length of this
+            move should be less than the size of X, also in the first rounds.
         order: the order in which a client visits its samples: "given", or "random", drawn anew in every round.
         local_steps: the number of samples that a client visits in a round. They are drawn at random. A client that has
             fewer samples visits all of them. `Clients.local_steps` takes precedence. None: all samples.

@@ -13,43 +13,45 @@ computes
     x ← x − α mean_i h_i                                                          (8)     one exchange
 
 where mean_i of an entry is the mean over the clients that hold it. An entry that no client holds does not change. The
-server sends x_i and y_i. Clients reply with vectors of y_i's shape in (5), and of x_i's shape in (7). RAFBO computes
-h_i without second derivatives, in one of three ways. For two of them, client i draws a random set P of coordinates of
-x_i in every round. |P| is their number, d is the number of all coordinates of x_i, and e_p is the unit vector of
-coordinate p. The client takes differences between the points x_i + μe_p and x_i. y_N(x_i) is the result of N steps of
-size s on y from y_i. The steps at x_i and the steps at x_i + μe_p use the same batches:
+server sends x_i and y_i. Clients reply with vectors of y_i's shape in (5), and of x_i's shape in (7).
+
+RAFBO computes h_i without second derivatives, in one of three ways:
 
     Differences    (7), where the product of ∇²g and a vector is a central difference of gradients along this vector
     Coordinates    h_i = ∇x f_i + (d/|P|) Σ_{p∈P} ⟨δ_p, ∇y f_i⟩ e_p,  δ_p = [y_N(x_i + μe_p) − y_N(x_i)]/μ
     PrintedSlopes  h_i = ∇x f_i + Σ_{p∈P} ⟨δ_p, ∇y f_i⟩ e_p,  δ_p = [∇y g_i(x_i + μe_p, y_i) − ∇y g_i(x_i, y_i)]/μ
 
-The last one is (10) of Algorithm 2 as printed.
+In the last two, client i draws a random set P of coordinates of x_i in every round. |P| is the number of coordinates in
+P, d is the number of all coordinates of x_i, e_p is the unit vector of coordinate p, and μ is a small distance. y_N(·)
+is the result of N steps of size s on y from y_i, on the same batches at x_i and at x_i + μe_p. `PrintedSlopes` is (10)
+of Algorithm 2 as printed.
 
 If every client holds the whole model, then with full batches RABO computes the same numbers as LFedNest with one step
 on x, up to rounding. RABO(hypergradient=Implicit()) then computes the same numbers as FedMBO from the same draws.
 
 Departures from the paper:
 1. By lines 10 and 18 of Algorithm 1 the inner loss would rise: a client's G is (y_T − y_0)/β, which points to smaller
-   g_i, and the server subtracts β·mean G from y. Here the server adds the changes of y. A client's step size is β/τ_i.
-   Let u_i be the update of client i, with the weight p_i, and let P of M clients form the cohort C. The mean of an
+   g_i, and the server subtracts β·mean G from y. Here the server adds the changes of y.
+2. A client's step size is β/τ_i.
+3. Let u_i be the update of client i, let p_i be its weight, and let m of M clients form the cohort C. The mean of an
    entry is
 
-       (Σ_{i∈C} p_i / Σ_{i∈C holds the entry} p_i) · Σ_{i∈C holds the entry} p̃_i u_i,   p̃_i = (M/P) p_i
+       (Σ_{i∈C} p_i / Σ_{i∈C holds the entry} p_i) · Σ_{i∈C holds the entry} p̃_i u_i,   p̃_i = (M/m) p_i
 
    If all clients of the cohort hold the entry, this is FedNest's Σ p̃_i u_i.
-2. The printed δ_p is a column of ∇²yx g. The hypergradient needs a column of ∂y*/∂x = −H⁻¹∇²yx g, with H = ∇²yy g. So
+4. The printed δ_p is a column of ∇²yx g. The hypergradient needs a column of ∂y*/∂x = −H⁻¹∇²yx g, with H = ∇²yy g. So
    H⁻¹ and the minus sign are missing. In 200 draws of the quadratic task we compared h_i − ∇x f_i, the part of h_i that
    comes through y, with the same part of the exact hypergradient. With the printed δ_p the two vectors were nearly
    opposite: the median of the cosine between them was −0.95. The text before (9) asks for the Jacobian of the inner
    solution, which `Coordinates` estimates. For quadratic g, ∂y_N/∂x = −s Σ_{n<N} (I − sH)ⁿ ∇²yx g. This is the Neumann
    series of N terms with step s, applied to −∇²yx g instead of ∇y f. For N = 1 it is −s times the printed δ_p.
-3. The default of both methods is `LocalImplicit`, whose cost does not depend on the dimension of x. RAFBO uses it with
+5. The default of both methods is `LocalImplicit`, whose cost does not depend on the dimension of x. RAFBO uses it with
    `Differences`.
-4. (7) averages clients' own hypergradients, which is biased if clients differ. With `Implicit` (RABO) every product is
+6. (7) averages clients' own hypergradients, which is biased if clients differ. With `Implicit` (RABO) every product is
    a mean over clients. If different clients hold different entries, such a mean of products is not a symmetric
    operator. Conjugate gradient needs a symmetric operator, and is therefore only for `LocalImplicit`.
-5. The paper reports that RAFBO takes two thirds of RABO's operations, and does not say which operations it counts. Here
-   both take nearly the same number if x is the first layers of a network and y the last ones. In both methods one
+7. The paper reports that RAFBO takes two thirds of RABO's operations, and does not say which operations it counts. Here
+   both methods take nearly the same number if x is the first layers of a network and y the last ones. In both, one
    forward pass over the samples computes the input of the last layers (the features). A difference then needs two cheap
    gradients, and an exact product costs about the same. Both methods also pay for ∇f and for the backward pass to x.
    The printed (10) does not save a third for any P either, because it needs ∇f and 1 + |P| passes for g.

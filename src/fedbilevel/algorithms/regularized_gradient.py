@@ -1,9 +1,13 @@
 """IRG and BiFISTA: solve simple bilevel problems with one plain or accelerated step per round on all samples.
 
+    min H(x) over the minimisers of F over X,     where F is the mean of the clients' losses F_i
+
 IRG: Mikhail V. Solodov. "An Explicit Descent Method for Bilevel Convex Optimization". Journal of Convex Analysis 14,
 2007. It has the decreasing steps of Amini and Yousefian (see fism.py) in place of Solodov's line search.
 
     x_{k+1} = P_X[x_k − γ_k (g + λ_k 𝓗_k)],     where g ∈ ∂F(x_k) is the mean of clients' g_i, and 𝓗_k ∈ ∂H(x_k)
+
+P_X is the projection onto X.
 
 BiFISTA: Radu I. Boţ, Enis Chenchene, Robert Csetnek, David Hulett. "Accelerating Diagonal Methods for Bilevel
 Optimization: Unified Convergence via Continuous-Time Dynamics". 2025, arXiv:2505.14389. It is similar to FBi-PG of

@@ -8,13 +8,13 @@ M clients. Client i has the weight p_i and the losses f_i and g_i, and F = Σ p_
 the round's cohort C (docs/glossary.md).
 
 Numbers in brackets, such as (3), are those of the paper's equations. The server sends (x, y, v). Client i makes τ_i
-steps, one after the other. Each step moves x, y and v at the same time, along the directions                  (3)
+local steps, one after the other. Each step moves x, y and v at the same time, along the directions             (3)
 
     d_x = ∇x f_i − ∇²xy g_i v        d_y = ∇y g_i        d_v = ∇²yy g_i v − ∇y f_i
 
-The field `local_optimizer` says how: by plain steps (x, y, v) ← (x, y, v) − (η_x d_x, η_y d_y, η_v d_v), by heavy ball,
-by FedProx, by an optimizer for each client (`Mixed`), or with local variance reduction (`Anchored`). The client replies
-with q_i = Σ_k a_k (d_x, d_y, d_v) = (start − end)/η. Here a_i is the vector of the weights of the client's τ_i
+The field `local_optimizer` sets the kind of step: plain, (x, y, v) ← (x, y, v) − (η_x d_x, η_y d_y, η_v d_v); heavy
+ball; FedProx; another kind for each client (`Mixed`); or plain with local variance reduction (`Anchored`). The client
+replies with q_i = Σ_k a_k (d_x, d_y, d_v) = (start − end)/η. Here a_i is the vector of the weights of the client's τ_i
 directions. Its k-th entry a_k is 1 for plain steps, and ‖a_i‖₁ = Σ_k a_k is the sum of its entries. Let proj_r be the
 projection onto the ball of radius r about 0. The server computes
 
@@ -25,32 +25,33 @@ With unequal τ_i SimFBO therefore solves the problem with weights p_i‖a_i‖�
 solves the original problem (Theorem 2).
 
 Messages: the server sends x, y and v. Clients reply with vectors of these three shapes. In ShroFBO they also send the
-    two numbers ‖a_i‖₁ and 1. The server gets only weighted sums over the cohort; the sum of the ones is Σ p_i, by which
-    it divides (departure 2).
+numbers ‖a_i‖₁ and 1. The server gets only weighted sums over the cohort. The weighted sum of the ones is Σ p_i, which
+the server needs for the quotients in departure 2.
 
 Departures from the paper:
 1. A single draw of inner and of outer samples serves all three directions of a local step. Each direction is unbiased.
    The paper's analysis draws separately for each direction, as `independent_batches` does.
-2. ρ is a sum over all clients. If only a cohort takes part in a round, ShroFBO estimates ρ from the earlier rounds, by
-   the mean of their quotients Σ_{i∈C} p_i‖a_i‖₁ / Σ_{i∈C} p_i. In round 0, which has no earlier round, ρ is the
-   quotient of round 0 itself. If ρ always came from the present round, ρ and h would depend on the same cohort. So the
-   product ρh would be biased, although h itself is unbiased.
+2. ρ is a sum over all clients. If only a cohort takes part in a round, ShroFBO estimates ρ by the mean of the quotients
+   Σ_{i∈C} p_i‖a_i‖₁ / Σ_{i∈C} p_i over the earlier rounds. In round 0, ρ is the quotient of round 0 itself. If ρ always
+   came from the present round, ρ and h would depend on the same cohort, and the product ρh would be biased, although h
+   itself is unbiased.
 3. The server's step is an optax transformation of q, scaled by γ. The default is plain descent, as in the paper.
-4. In the paper's (3), a client multiplies its k-th step by a_k. But a_k is the weight that the k-th direction has in
-   the end, when heavy ball or FedProx has made all its steps. With the a_k of heavy ball, the first steps of (3) would
-   be the largest, and with the a_k of FedProx the last steps. The steps of (3) agree with those of heavy ball or
-   FedProx only in the limit η → 0. Here clients make the actual steps of heavy ball and FedProx. As in the paper, q_i
-   is Σ_k a_k d_k, with d_k at the points of these steps.
+4. In the paper's (3), a client multiplies its k-th step by a_k. But a_k is the weight of the k-th direction after all
+   steps of heavy ball or FedProx. The steps of (3) agree with those of heavy ball or FedProx only in the limit η → 0:
+   with the a_k of heavy ball the first steps of (3) would be the largest, and with the a_k of FedProx the last steps.
+   Here clients make the actual steps of heavy ball and FedProx. As in the paper, q_i is Σ_k a_k d_k, with the
+   directions d_k at the points of these steps.
 5. The default radius is infinity, which omits the projection in (5), since r = L_f/μ_g is not known beforehand.
    `diagnose` estimates it.
 6. Clients of limited capacity, which hold only a part of the model (a submodel), make their steps on this part. Every
    entry of q is then the mean over the clients that hold the same entry of the model.
 7. The first v, v⁽⁰⁾, is 0, which is one of the starting points that the paper allows. The `init` of a subclass can
    choose another.
-8. Let z_0, z_1, … be the points of a client's local steps. In (3) the k-th direction is computed at z_k only, with new
-   samples. So only averaging reduces the noise of the sum of all directions. For each draw of samples, `Anchored` takes
-   the direction at z_k and also at z_0. If z_k is near z_0, the difference of these two contains less noise than each
-   of them. To this difference `Anchored` adds the direction at z_0 on all samples of the client.
+8. The paper has no counterpart of `Anchored`, which reduces the variance of local steps. Let z_0, z_1, … be the points
+   of a client's local steps. In (3) the k-th direction is computed at z_k only, with new samples. So only averaging
+   reduces the noise of the sum of all directions. `Anchored` computes the direction at z_k and at z_0 on the same
+   samples. If z_k is near z_0, the difference of these two contains less noise than each of them. To this difference
+   `Anchored` adds the direction at z_0 on all samples of the client.
 
 Checked in tests/algorithms/test_simfbo.py (closed forms, both theorems), test_asynchronous.py, test_local_x.py,
 test_own_leaves.py and tests/engines/test_agreement.py.

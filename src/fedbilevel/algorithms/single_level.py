@@ -9,10 +9,10 @@ FedLin is FedNest's FedOut without an inner problem. The minimiser x* is its fix
 The fixed point of FedAvg is another point if clients differ and τ > 1.
 
 Departures from the papers:
-1. Server and clients exchange changes: the server adds Σ p̃_i (x_{i,τ} − x) to x, with p̃_i = (M/P) p_i. For equal
-   weights or full participation this gives the mean of the x_{i,τ}. For unequal weights, the sum is unbiased too.
-   FedLin's server adds the common part −αq once, and averages the rest of the clients' changes, their drifts: see
-   FedNest.
+1. Server and clients exchange changes. FedAvg's server adds Σ p̃_i (x_{i,τ} − x) to x, with p̃_i = (M/P) p_i if P of M
+   clients take part in the round. For equal weights or full participation this gives the mean of the x_{i,τ}. For
+   unequal weights, the sum is unbiased too. In FedLin, the change of every client contains the part −αq. FedLin's
+   server adds this part once, and then the mean of the rest of the clients' changes, their drifts (see FedNest).
 2. A client's step size in FedLin is α/τ_i, so that different numbers of local steps do not re-weight the clients. In
    FedAvg the step size is η for any τ_i, as in its paper, so that different numbers of local steps re-weight the
    clients.

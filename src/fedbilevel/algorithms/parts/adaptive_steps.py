@@ -20,11 +20,12 @@ therefore scales replies for y and v down to the step that is allowed by the L m
 Hessian come from fresh cohorts, which measure nothing. These products are scaled down so that the step is at most
 c⟨v, Hv⟩/‖Hv‖². This bound is at least c/λ, where λ is the largest eigenvalue of H.
 
-SimFBO, ShroFBO and FedBiO move along the mean q of sums q_i of a_i local directions. Two kinds of step are safe. The
-first is the step for a single step along the mean gradient, the smaller of c/(L Σ p a) and c/(Σ p a L_i). For this step
-clients need not move, and their local steps only average over more samples. The second is the client's own step,
-η ≤ 1/L_i: each (I − ηH_i)^a is a contraction, and so is the mean of these maps, which is a times as fast if clients are
-similar. If clients differ, this mean has another fixed point. The replies for y show how similar clients are:
+In SimFBO, ShroFBO and FedBiO, client i replies with q_i, the sum of a_i local directions, and the server steps along
+the mean q of the q_i. In this paragraph Σ p a stands for Σ p_i a_i, and so on. Two kinds of step are safe. The first is
+a step of the server that is stable even if clients do not move: the smaller of c/(L Σ p a) and c/(Σ p a L). The second
+is a step of the clients, η ≤ 1/L_i. Then each (I − ηH_i)^{a_i} is a contraction, and so is the mean of these maps. If
+clients are similar, such steps make y a times as fast. If clients differ, the mean of the maps has another fixed point.
+The replies for y show how similar clients are:
 
     r = ‖q‖² / Σ p_i ‖q_i‖²        1: all move in the same direction;  0: they move apart, and only drift remains
 
@@ -36,10 +37,10 @@ Leaves of y that are each client's own, and their part of v, move by c/(a_i L_i)
 If the clients' own steps adapt (`LocalSGD`, FedBiO), a client's changes of these leaves are scaled down to 1/L_i.
 
 Steps on x are AdaGrad's, along the hypergradient h of the round. They are shorter after the inner curvature has risen
-(adagrad.py, curvature.py). Here h is the change of x in the method's round, divided by the method's step. The server's
-step is LONG, so that h is not lost to rounding. If clients step on x themselves, their steps are SHORT, so that they
-compute h at the x of the server, and their replies are scaled by LONG/SHORT. With longer steps, a client whose own
-hypergradient is many times the mean would diverge.
+(adagrad.py, curvature.py). To obtain h, the method runs its round with the step size LONG on x, and h is the change of
+x divided by −LONG. With a short step, the change of x would be lost to rounding. If clients step on x themselves, their
+step size is SHORT, and their replies are multiplied by LONG/SHORT. So they compute h at the x of the server. With
+longer steps, a client whose own hypergradient is many times the mean would diverge.
 
 With this layer, a message has two more numbers and a seed, and a reply to a phase that measures has six more numbers.
 """

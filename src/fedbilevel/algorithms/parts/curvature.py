@@ -1,4 +1,4 @@
-"""Measure the largest curvature of each client's inner loss; the mean of these bounds the curvature of the mean loss.
+"""Measure the largest curvature of each client's inner loss. Their mean is an upper bound for the mean of the losses.
 
 A client keeps a unit vector u_i. When the server asks for a measurement, the client adds a random unit vector w and
 makes AGAIN steps of the power method at the x and y of the message, each on a new batch of its samples:

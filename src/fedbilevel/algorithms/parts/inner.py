@@ -36,7 +36,7 @@ class InnerRounds(LocalWork):
         """Return y after a round of steps that start from `y` at a fixed x."""
 
     def descend(self, fed: Fed, x: PyTree, y: PyTree, key: Array, rounds: int | Array | None = None) -> PyTree:
-        """Return y after `rounds` rounds of steps that start from `y` at a fixed x; None: as many as the field says."""
+        """Return y after `rounds` rounds of steps that start from `y` at a fixed x; None: the field `rounds`."""
         number = self.rounds if rounds is None else rounds
         return fed.repeat(number, lambda fed, y, key: self.once(fed, x, y, key), y, key)
 

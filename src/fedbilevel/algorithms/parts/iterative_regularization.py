@@ -3,7 +3,7 @@
     min H(x) over the minimisers of F over X:   follow the minimisers of F + λ_k H over X, with λ_k → 0
 
 In round k = 1, 2, … the step is γ_k, and the weight of H is λ_k = λ₁/k^b. Here F is the mean over samples, as
-everywhere in this library. In papers F is the sum over m samples. Their λ corresponds to λ/m here.
+everywhere in this library. In papers F is the sum over m samples, so that the λ of a paper is m times the λ here.
 """
 
 from abc import abstractmethod

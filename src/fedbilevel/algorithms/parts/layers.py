@@ -11,8 +11,9 @@ On each side a layer may keep a state (`server_slot`, `client_slot`) between exc
 on each other, with two exceptions: `excludes`, and the memory of last replies, which late and short replies share.
 
 `layered` puts all layers of a run in one `Layered`. This object has a field for each place, and the order of the fields
-is the order of the layers around a phase: parts that never leave a client are removed before the rest gets noise, and
-replies are coded after that. A rule acts only on the server, and the last two places act at the end of a round.
+is the order of the layers around a phase. Parts that never leave a client are removed first; then the rest gets noise,
+and then replies are coded. A robust rule acts only on the server. The layers at the last two places act at the end of a
+round.
 """
 
 from __future__ import annotations

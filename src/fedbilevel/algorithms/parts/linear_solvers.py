@@ -87,8 +87,8 @@ class Neumann(Part):
             eigenvalue μ. There it is (1 − sμ)^N times v.
         step: s, often 1/ℓ and always below 2/ℓ, where ℓ is the largest eigenvalue of H. It is checked at the start of a
             run. None: s adapts during the run (`AdaptiveSteps`).
-        sampling: None: the whole series; "random": a product with a random number of factors; "random_per_client": a
-            product of a random length of its own for each client, if all clients solve one system together.
+        sampling: None: the whole series; "random": a product with a random number of factors; "random_per_client": for
+            each client a product with its own random number of factors, if all clients solve one system together.
     """
 
     kind: ClassVar[str] = "neumann"
@@ -112,12 +112,11 @@ class Neumann(Part):
         return self.terms if isinstance(self.terms, int) else jnp.array(self.terms)[client.id]
 
     def solve(self, loop: Any, product: Product, b: PyTree, key: Array, terms: int | Array) -> Solved:
-        """Compute v ≈ H⁻¹ b. `loop.repeat` and `product` make exchanges, or run in a client's own loop.
+        """Compute v ≈ H⁻¹ b. On the server, `loop.repeat` and `product` make exchanges; at a client they do not.
 
-        The n-th step, n = 1, 2, …, is v ← (I − sH) v + e_n. For the series e_n = s b, and for one random length
-        e_n = 0. If each client draws its own length, `b` has leaves of shape (N, …), with the sum over the clients that
-        drew a length at the place of this length. The summand e_n is then the sum for the length that equals the number
-        of products that follow step n.
+        The n-th step, n = 1, 2, …, is v ← (I − sH) v + e_n. For the series, e_n is s b. For one random length, e_n is
+        0. If each client draws its own length, the leaves of `b` have the shape (N, …), and row l is the sum over the
+        clients that drew the length l. If l more products follow step n, then e_n is row l.
         """
         draw_key, loop_key = jax.random.split(key)
         count: Any = terms - 1
@@ -142,7 +141,7 @@ class Neumann(Part):
         return Solved(v, jnp.asarray(count), SolveInfo(negative, jnp.zeros(())))
 
     def findings(self, info: SolveInfo, where: str) -> Findings:
-        """Return a warning if there was negative curvature. It is no error: a truncated series has a sum anyway."""
+        """Return a warning if there was negative curvature. It is not an error: a truncated series is always finite."""
         return Findings(warning=negative_curvature(info, "product", where))
 
 

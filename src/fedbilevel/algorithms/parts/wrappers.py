@@ -78,7 +78,7 @@ class Wrapper(Algorithm):
 
 
 class Submodels(UnitPolicy, Wrapper):
-    """Choose another policy by which clients of limited capacity hold units than the method's ("importance").
+    """Choose the units of clients of limited capacity by another policy than the method's own, "importance".
 
     If clients have no capacities, this wrapper changes nothing.
 
