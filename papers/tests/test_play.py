@@ -20,7 +20,7 @@ from small_figure import CONTENT, UNTUNED, made_up
 from fedbilevel import experiments
 from fedbilevel.authoring import History
 from fedbilevel.errors import CheckpointError, ConfigurationError, InUse
-from refusals import ANY, refuses
+from refusals import ANY, raises_with, refuses
 
 
 def silent(line: str) -> None:
@@ -173,8 +173,10 @@ def test_what_was_played_is_not_played_again(figure: Figure, place: Path, monkey
 
 def test_runs_of_another_setting_are_not_taken_for_the_figures(place: Path) -> None:
     changed = made_up(**UNTUNED, spec={"task": {"name": "quadratic", "clients": 3, "noise": 0.2}})
-    with pytest.raises(CheckpointError, match=r"seed-0 holds another run \(.*noise"):
+    with raises_with(CheckpointError) as error:
         run(changed, "quick", place, seeds=(0,))
+    assert error.value.path.name == "seed-0"
+    assert error.value.differences["task.noise"] == (0.1, 0.2)
 
 
 @pytest.mark.parametrize(

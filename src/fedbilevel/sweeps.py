@@ -162,9 +162,9 @@ class Solving:
             with Tracking(self.solve.keywords.get("callbacks"), run) as tracking:
                 return tracking.ended(self.solve(self.make(point), key=seed, progress=display, **saving)).history
         except CheckpointError as error:  # its remedy, resume="force", would mix the points of two sweeps
-            if FORCE not in str(error):
-                raise
-            raise CheckpointError(str(error).replace(FORCE, "choose another folder")) from error
+            if error.remedy == FORCE:
+                error.remedy = "choose another folder"
+            raise
 
 
 def _maker(

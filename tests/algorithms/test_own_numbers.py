@@ -13,7 +13,7 @@ import fedbilevel as fb
 from fedbilevel.parts import CG, SVRG, Implicit, LocalImplicit, LocalSGD, Mixed, Neumann
 from fedbilevel.tasks.quadratic import quadratic, solution
 from fixed_steps import fixed
-from refusals import refuses
+from refusals import raises_with, refuses
 from representatives import slow_but
 
 STEPS = [1, 2, 3, 5]
@@ -179,7 +179,7 @@ def test_a_resumed_run_draws_the_same_numbers(task, tmp_path):
         resumed = fb.solve(*arguments, rounds=rounds, engine=engine, checkpoint=tmp_path / "c.npz", resume="auto")
     np.testing.assert_array_equal(resumed.x, whole.x)
     other = with_own(task, local_steps=(1, 4), own={"client_lr.x": lambda r, c, key: 0.2 * jax.random.uniform(key)})
-    with pytest.raises(fb.errors.CheckpointError, match=r"rule for client_lr\.x"):
+    with raises_with(fb.errors.CheckpointError, differences={"clients' rule for client_lr.x": None}):
         fb.solve(*arguments[:2], other, *arguments[3:], rounds=7, checkpoint=tmp_path / "c.npz", resume=True)
 
 
@@ -226,7 +226,7 @@ def test_inner_rounds_are_whole_numbers_and_a_schedule_is_part_of_a_run(task, tm
         **more,
     )
     run(lambda k: 1 + k, rounds=1, checkpoint=tmp_path / "c.npz")
-    with pytest.raises(fb.errors.CheckpointError, match=r"schedule inner\.rounds"):
+    with raises_with(fb.errors.CheckpointError, differences={"schedule inner.rounds": None}):
         run(lambda k: 2 + k, rounds=2, checkpoint=tmp_path / "c.npz", resume=True)
 
 

@@ -11,7 +11,7 @@ from fedbilevel.core.own import as_client, check_own, numbers_of, own_fields, re
 from fedbilevel.errors import ConfigurationError
 from fedbilevel.parts import MeanGradient, Mixed
 from fedbilevel.tasks.quadratic import quadratic
-from refusals import ANY, refuses
+from refusals import ANY, raises_with, refuses
 
 CLIENTS = 3
 IDS = jnp.array([2, 0])
@@ -219,9 +219,9 @@ def test_a_longer_table_is_no_other_run(tmp_path):
 
     run(2, table[:2])
     assert run(4, table, resume=True).round == 4
-    with pytest.raises(fb.errors.CheckpointError, match=": clients' local steps"):
+    with raises_with(fb.errors.CheckpointError, differences={"clients' local steps": None}):
         run(4, 2 * table, resume=True)
-    with pytest.raises(fb.errors.CheckpointError, match=": clients' local steps"):
+    with raises_with(fb.errors.CheckpointError, differences={"clients' local steps": None}):
         run(4, table[0], resume=True)
 
 

@@ -16,6 +16,7 @@ import pytest
 from fedbilevel.core import on_disk
 from fedbilevel.core.errors import CheckpointError
 from fedbilevel.engines import checkpoint
+from refusals import raises_with
 
 
 class State(NamedTuple):
@@ -60,7 +61,7 @@ def saved(tmp_path):
 def test_python_objects_are_refused_and_the_earlier_file_stays(saved):
     """Arrays of Python objects are refused, since their bytes are addresses in memory; the earlier file stays."""
     before = saved.read_bytes()
-    with pytest.raises(CheckpointError, match=r"run\.npz: \['a'\] .*Python objects"):
+    with raises_with(CheckpointError, "['a']", path=saved, errno=None):
         checkpoint.save(saved, {"a": np.array([{}, None], object)}, {})
     assert saved.read_bytes() == before
 
@@ -86,7 +87,7 @@ def test_an_error_in_reading_a_table_names_the_checkpoint(tmp_path, monkeypatch)
         return read(file, n)
 
     monkeypatch.setattr(zipfile.ZipExtFile, "read", fails)
-    with pytest.raises(CheckpointError, match=r"run\.npz .*Input/output error"):
+    with raises_with(CheckpointError, path=path, errno=errno.EIO):
         checkpoint.load(path, like)
 
 
@@ -117,28 +118,38 @@ def changed(**entries):
 
 
 OTHERS = {
-    "another shape": (changed(small=jnp.zeros(3, jnp.int8)), r"\['small'\] is int8\[2\] there, int8\[3\] here"),
-    "another dtype": (changed(small=jnp.zeros(2, jnp.int16)), r"\['small'\] is int8\[2\] there, int16\[2\] here"),
-    "bytes of another kind": (changed(flag=jnp.asarray(0, jnp.int8)), r"\['flag'\] is bool\[\] there, int8\[\] here"),
-    "another eighth": (changed(eighth=jnp.zeros(2, jnp.float8_e5m2)), "float8_e4m3fn.* there, float8_e5m2"),
-    "another kind of key": (changed(key=jax.random.key(0, impl="rbg")), r"\['key'\] is uint32\[2\] there"),
-    "more keys": (changed(keys=jax.random.split(jax.random.key(0), 4)), r"\['keys'\] is uint32\[3, 2\] there"),
-    "a leaf more": (changed(more=jnp.ones(1)), r"differs in \['more'\]"),
-    "a leaf fewer": ({k: v for k, v in tree().items() if k != "flag"}, r"differs in \['flag'\]"),
-    "another optimiser": (changed(optimizer=optax.sgd(0.1).init({})), r"differs in \['optimizer'\]\[0\]"),
+    "another shape": (changed(small=jnp.zeros(3, jnp.int8)), {"['small']": ("int8[2]", "int8[3]")}),
+    "another dtype": (changed(small=jnp.zeros(2, jnp.int16)), {"['small']": ("int8[2]", "int16[2]")}),
+    "bytes of another kind": (changed(flag=jnp.asarray(0, jnp.int8)), {"['flag']": ("bool[]", "int8[]")}),
+    "another eighth": (
+        changed(eighth=jnp.zeros(2, jnp.float8_e5m2)),
+        {"['eighth']": ("float8_e4m3fn[2]", "float8_e5m2[2]")},
+    ),
+    "another kind of key": (changed(key=jax.random.key(0, impl="rbg")), {"['key']": ("uint32[2]", "uint32[4]")}),
+    "more keys": (changed(keys=jax.random.split(jax.random.key(0), 4)), {"['keys']": ("uint32[3, 2]", "uint32[4, 2]")}),
+    "a leaf more": (changed(more=jnp.ones(1)), {"['more']": None}),
+    "a leaf fewer": ({k: v for k, v in tree().items() if k != "flag"}, {"['flag']": None}),
+    "another optimiser": (
+        changed(optimizer=optax.sgd(0.1).init({})),
+        dict.fromkeys(
+            ["['optimizer'][0].count", "['optimizer'][1].count"]
+            + [f"['optimizer'][0].{moment}['{name}']" for moment in ("mu", "nu") for name in ("a/b", "half")]
+        ),
+    ),
 }
+"""For each case, another model, and the leaves that differ: their shapes and dtypes in the file and in the model."""
 
 
 @pytest.mark.parametrize("case", OTHERS)
 def test_another_model_is_refused_and_the_leaf_named(saved, case):
-    like, words = OTHERS[case]
-    with pytest.raises(CheckpointError, match=rf"run\.npz belongs to another model.*{words}"):
+    like, differences = OTHERS[case]
+    with raises_with(CheckpointError, path=saved, errno=None, differences=differences):
         checkpoint.load(saved, like)
 
 
 def test_a_missing_file_is_said_to_be_missing(saved):
     saved.unlink()
-    with pytest.raises(CheckpointError, match=r"run\.npz.* does not exist"):
+    with raises_with(CheckpointError, path=saved, errno=errno.ENOENT):
         checkpoint.load(saved, tree())
 
 
@@ -157,7 +168,7 @@ SPOILT = {
 @pytest.mark.parametrize("case", SPOILT)
 def test_other_files_are_refused(saved, case):
     SPOILT[case](saved)
-    with pytest.raises(CheckpointError, match=r"run\.npz is not a"):
+    with raises_with(CheckpointError, path=saved, errno=errno.EISDIR if saved.is_dir() else None, differences={}):
         checkpoint.load(saved, tree())
 
 
@@ -165,7 +176,7 @@ def test_a_truncated_file_is_refused_wherever_it_ends(saved):
     whole = saved.read_bytes()
     for length in np.linspace(1, len(whole) - 1, 15).astype(int):
         saved.write_bytes(whole[:length])
-        with pytest.raises(CheckpointError, match="not a readable checkpoint"):
+        with raises_with(CheckpointError, path=saved, errno=None, differences={}):
             checkpoint.load(saved, tree())
 
 
@@ -177,7 +188,7 @@ def test_bytes_after_an_array_are_refused(saved):
     with zipfile.ZipFile(saved, "w") as archive:
         for name, content in entries.items():
             archive.writestr(name, content)
-    with pytest.raises(CheckpointError, match=r"run\.npz .*\['small'\] .*more bytes"):
+    with raises_with(CheckpointError, "['small'] has more bytes", path=saved, errno=None, differences={}):
         checkpoint.load(saved, tree())
 
 
@@ -205,7 +216,7 @@ def test_nothing_is_unpickled(saved, tmp_path, monkeypatch):
     monkeypatch.setenv("BOMB", str(tmp_path / "exploded"))
     meta = np.frombuffer(json.dumps({}).encode(), np.uint8)
     np.savez(saved, __meta__=meta, **{"['x']": np.array([Bomb()], object)})
-    with pytest.raises(CheckpointError, match="not a readable checkpoint"):
+    with raises_with(CheckpointError, path=saved, errno=None, differences={}):
         checkpoint.load(saved, {"x": jnp.ones(1)})
     assert not (tmp_path / "exploded").exists()
 
@@ -230,14 +241,14 @@ def test_a_full_disk_or_an_interruption_leaves_the_old_file_and_no_other(saved, 
     with pytest.raises((CheckpointError, KeyboardInterrupt)) as caught:
         checkpoint.save(saved, tree(seed=1), {})
     if error is FULL:
-        assert "run.npz: No space left on device; nothing was changed" in str(caught.value)
+        assert (caught.value.path, caught.value.errno) == (saved, errno.ENOSPC)
     assert saved.read_bytes() == before
     assert [file.name for file in saved.parent.iterdir()] == ["run.npz"]
 
 
 def test_a_file_in_the_place_of_the_folder(tmp_path):
     (tmp_path / "runs").write_text("a file")
-    with pytest.raises(CheckpointError, match="could not write"):
+    with raises_with(CheckpointError, path=tmp_path / "runs" / "run.npz", errno=errno.EEXIST):
         checkpoint.save(tmp_path / "runs" / "run.npz", {"x": jnp.ones(1)}, {})
     assert (tmp_path / "runs").read_text() == "a file"
 
@@ -247,7 +258,7 @@ def test_a_folder_without_permission(saved):
     before = saved.read_bytes()
     saved.parent.chmod(0o500)
     try:
-        with pytest.raises(CheckpointError, match="Permission denied"):
+        with raises_with(CheckpointError, path=saved, errno=errno.EACCES):
             checkpoint.save(saved, tree(seed=1), {})
     finally:
         saved.parent.chmod(0o700)
@@ -307,5 +318,5 @@ def test_the_newest_that_can_be_read_is_found(saved):
     assert checkpoint.exist(saved)
     assert checkpoint.newest(saved) == checkpoint.previous(saved)
     checkpoint.previous(saved).write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"run\.npz.* does not exist; .*run\.previous\.npz is not a readable"):
+    with raises_with(CheckpointError, str(checkpoint.previous(saved)), path=saved, errno=errno.ENOENT):
         checkpoint.newest(saved)

@@ -8,7 +8,7 @@ import pytest
 from fedbilevel.core.errors import NonFiniteError
 from fedbilevel.core.tree import split
 from fedbilevel.engines.evaluation import Evaluation
-from refusals import refuses
+from refusals import raises_with, refuses
 
 X, Y = jnp.array([1.0, 2.0]), {"w": jnp.array([3.0])}
 NONE = {"w": None}  # y has no fixed leaves
@@ -62,7 +62,7 @@ def test_a_metric_that_is_not_one_number_is_refused(metric, shape):
 
 @pytest.mark.parametrize(("x", "value"), [(-1.0, "nan"), (0.0, "-inf")])
 def test_a_value_that_is_not_finite_stops_and_says_where(x, value):
-    with pytest.raises(NonFiniteError, match=f"round 7, evaluation: m is {value}"):
+    with raises_with(NonFiniteError, f"m is {value}", round=7, during="evaluation", client=None, names=("m",)):
         evaluate(lambda x, y: jnp.log(x[0]), x=jnp.array([x]))
 
 

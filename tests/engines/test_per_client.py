@@ -8,7 +8,7 @@ import fedbilevel as fb
 from fedbilevel.engines import evaluation
 from fedbilevel.engines.evaluation import DECILES, PerClient, PerClientEvaluation, as_per_client, spread
 from fedbilevel.engines.process_group import ProcessGroup
-from refusals import ANY, refuses
+from refusals import ANY, raises_with, refuses
 from representatives import slow_but
 
 BLOCK = 8
@@ -110,7 +110,7 @@ def test_deciles_count_clients_and_the_mean_their_weights():
 def test_a_value_that_is_not_finite_names_its_client():
     metrics = {"m": lambda x, y, batch: jnp.mean(jnp.where(batch["a"] == 5.0, jnp.nan, 1.0))}
     clients = fb.Clients([{"a": np.full((n, 3), 5.0 if n == 11 else 1.0)} for n in SIZES])
-    with pytest.raises(fb.errors.NonFiniteError, match="round 0, evaluation: m of client 2 is nan"):
+    with raises_with(fb.errors.NonFiniteError, "nan", round=0, during="evaluation", client=2, names=("m",)):
         solved(clients=clients, own=metrics)
 
 

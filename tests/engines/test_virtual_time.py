@@ -12,7 +12,7 @@ from fedbilevel.authoring import Asks
 from fedbilevel.engines.virtual_time import QUANTILES, TICK, ClockState
 from fedbilevel.tasks.quadratic import quadratic
 from fixed_steps import fixed
-from refusals import refuses
+from refusals import raises_with, refuses
 
 
 class Silent(Early):
@@ -118,18 +118,18 @@ def test_arrivals_that_read_something_changed_are_noticed():
 
 
 @pytest.mark.parametrize(
-    ("arrivals", "other", "words"),
+    ("arrivals", "other", "name"),
     [
         ([[True, False, True], [False, True, False]], [[True, True, True]], "clock's arrivals"),
         pytest.param(
             lambda e, i, key: jax.random.bernoulli(key),
             lambda e, i, key: e % 3 == i,
-            r"Clock\.arrivals",
+            "Clock.arrivals",
             marks=pytest.mark.slow,
         ),
     ],
 )
-def test_a_run_by_a_schedule_goes_on_by_it_and_by_no_other(arrivals, other, words, tmp_path):
+def test_a_run_by_a_schedule_goes_on_by_it_and_by_no_other(arrivals, other, name, tmp_path):
     algorithm = fb.Asynchronous(fixed(fb.SimFBO(batch_size=None, local_steps=1)), wait_for=1)
     task = quadratic(clients=3, samples=(5, 5))
 
@@ -139,8 +139,9 @@ def test_a_run_by_a_schedule_goes_on_by_it_and_by_no_other(arrivals, other, word
 
     file = tmp_path / "run"
     run(arrivals, 3, checkpoint=file)
-    with pytest.raises(fb.errors.CheckpointError, match=words):
+    with raises_with(fb.errors.CheckpointError, path=file) as error:
         run(other, 6, checkpoint=file, resume=True)
+    assert [*error.value.differences] == [name]
     np.testing.assert_array_equal(run(arrivals, 6, checkpoint=file, resume=True).x, run(arrivals, 6).x)
 
 
@@ -224,8 +225,9 @@ def test_an_asynchronous_run_resumes_to_the_bit(busy, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, whole.state, parts.state)
     for a, b in zip(whole.history.rows, parts.history.rows, strict=True):
         assert a | {"seconds": 0} == b | {"seconds": 0}
-    with pytest.raises(fb.errors.CheckpointError, match="clock"):
+    with raises_with(fb.errors.CheckpointError, path=tmp_path / "parts.npz") as error:
         solve(Early(), rounds=8, eval_every=2, checkpoint=tmp_path / "parts.npz", resume=True)
+    assert [*error.value.differences] == ["clock"]
 
 
 @pytest.mark.slow
@@ -243,7 +245,7 @@ def test_the_same_events_in_float32_and_float64(busy):
 @pytest.mark.slow
 def test_a_nan_of_a_client_stops_an_asynchronous_run_and_is_named(busy):
     bad = fb.Bilevel(TASK.problem.outer, lambda x, y, batch: TASK.problem.inner(x, y, batch) + jnp.sqrt(0.5 - y[0]))
-    with pytest.raises(fb.errors.NonFiniteError, match=r"round \d+, .*phase inner: the reply of client \d"):
+    with raises_with(fb.errors.NonFiniteError, "phase inner: the reply of client "):
         fb.solve(Early(), bad, TASK.clients, TASK.x0, TASK.y0 + 1.0, rounds=5, engine=fb.Local(clock=busy))
 
 

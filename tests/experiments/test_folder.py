@@ -14,6 +14,7 @@ from fedbilevel.core.errors import CheckpointError, CheckpointWarning, Configura
 from fedbilevel.engines import lock
 from fedbilevel.experiments import experiment, runner
 from fedbilevel.experiments.folder import Folder
+from refusals import raises_with, warns_with
 
 SPEC = experiments.configure(task="quadratic", settings=["rounds=3"])
 
@@ -91,7 +92,7 @@ def test_an_empty_folder_is_taken_without_a_word_and_so_is_the_spec_that_is_aske
     place.claim(SPEC)
     assert not recwarn.list
     dead.environment.unlink()  # as if the run had been killed between writing the spec and the environment
-    with pytest.warns(CheckpointWarning, match=r"exchanges\.jsonl, spec\.toml"):
+    with warns_with(CheckpointWarning, "exchanges.jsonl, spec.toml", path=dead.path):
         dead.claim(SPEC)
 
 
@@ -107,7 +108,7 @@ def test_a_run_that_cannot_start_leaves_nothing(dead, monkeypatch) -> None:
         raise CheckpointError("2 clients are online, but 3 are needed")
 
     monkeypatch.setattr(experiment, "solve", too_few)
-    with pytest.warns(CheckpointWarning, match="cleared"), pytest.raises(CheckpointError, match="2 clients"):
+    with warns_with(CheckpointWarning, path=dead.path), raises_with(CheckpointError, "2 clients are online"):
         experiments.run(SPEC, dead.path, plot=False)
     assert list(dead.path.iterdir()) == []
 

@@ -21,7 +21,7 @@ from fedbilevel.experiments.outer_search import TPE, Halving, Random, SearchRun,
 from fedbilevel.experiments.runner import build
 from fedbilevel.experiments.series import comparison_specs
 from fedbilevel.tasks.quadratic import outer, quadratic
-from refusals import ANY, refuses
+from refusals import ANY, refuses, warns_with
 
 optuna = pytest.importorskip("optuna")
 BOUNDS = {"low": -1.0, "high": 1.0}
@@ -393,7 +393,7 @@ def test_a_finished_search_is_read_and_an_unfinished_one_begins_anew(compared):
     untouched = (folder / "search-TPE" / "seed-0" / "summary.json").stat().st_mtime_ns
     for file in (place.summary, place.result, place.ledger, place.history):  # as if it had been killed
         file.unlink()
-    with pytest.warns(fb.errors.CheckpointWarning, match="cleared the files of a run"):
+    with warns_with(fb.errors.CheckpointWarning, path=place.path):
         experiments.compare_algorithms("quadratic", ["simfbo"], out=folder, **given)
     again = json.loads(place.summary.read_text())
     assert {**again, **dict.fromkeys(SECONDS)} | {"last_row": 0} == {**summary, **dict.fromkeys(SECONDS)} | {

@@ -22,9 +22,9 @@ from fedbilevel.flower.client.approval_rule import Proposal
 from fedbilevel.flower.client.audit import Audit
 from fedbilevel.flower.client.limits import Limits
 from fedbilevel.flower.client.site import ClientRuntime
-from fedbilevel.flower.refusal import Refusal
+from fedbilevel.flower.refusal import Code, Refusal
 from fedbilevel.flower.wire import digest
-from refusals import refuses
+from refusals import codes, raises_with, refuses
 from site_tables import study
 
 STEPS = federations.Steps()
@@ -171,9 +171,11 @@ def test_a_spec_is_approved_with_the_settings_of_the_run(tmp_path, capsys, monke
     more, nodes = {"settings": "run.rounds=3"}, nodes_of(app_of_spec(spec), folders)
     for context in nodes.contexts.values():
         context.run_config.update(more)  # Flower gives the settings of a run to clients in this way
-    with pytest.raises(ExchangeError, match=r"[0-9a-f]{32} is not approved"):
+    with raises_with(ExchangeError, replies=0) as error:
         serve(spec, nodes, {"out": "more", **more, **terms})
+    assert {*codes(error).values()} == {Code.APPROVAL}
     (asked,) = folders[0].glob("asked-*.txt")
+    assert f"{asked.stem.removeprefix('asked-')} is not approved" in str(error.value)
     assert "rounds = 3" in asked.read_text()
 
 
@@ -189,8 +191,9 @@ def test_a_study_is_approved_once_for_both_of_its_contracts(files, tmp_path):
     """One approval of a study holds for its two contracts, before and after the sites' agreement."""
     given = study("ridge")
     every = {"state-folder": str(tmp_path / "state"), "approve": "ask"}
-    with pytest.raises(ExchangeError, match=f"{digest(given.text)} is not approved"):
+    with raises_with(ExchangeError, f"{digest(given.text)} is not approved") as error:
         alone(given, Nodes(app_of_study(given), files, every), attempts=1, join=0.2, deadline=1.0)
+    assert {*codes(error).values()} == {Code.APPROVAL}
     text = (tmp_path / "state" / f"asked-{digest(given.text)}.txt").read_text()
     assert Study.read(text) == given
     assert events(tmp_path / "state") == ["refused"] * 3

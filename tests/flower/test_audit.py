@@ -34,6 +34,7 @@ from fedbilevel.flower.client.audit import Audit
 from fedbilevel.flower.client.site import ClientRuntime, client_app
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.wire import METRICS, digest
+from refusals import raises_with
 from site_tables import SITES, study, tables
 
 STEPS = federations.Steps()
@@ -375,5 +376,5 @@ def test_lines_that_are_missing_at_the_end_are_noticed_by_the_count_of_requests(
 
 def test_an_audit_with_a_line_that_is_none_of_ours_is_not_continued(audit):
     audit.path.write_bytes(audit.path.read_bytes() + b"x" * 2**20)
-    with pytest.raises(CheckpointError, match="longer than any line of an audit"):
+    with raises_with(CheckpointError, "longer than any line of an audit", path=audit.path):
         audit.append("sent")

@@ -24,7 +24,7 @@ from fedbilevel.flower.client.store import FolderStore
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.wire import RequestMessage, ResponseMessage
 from fixed_steps import fixed
-from refusals import refuses
+from refusals import raises_with, refuses
 
 STEPS = federations.Steps()
 
@@ -258,7 +258,7 @@ def test_nobody_else_counts_between_reading_a_count_and_writing_it(tmp_path, mon
 def test_a_damaged_count_is_no_new_beginning(tmp_path, damaged):
     store = FolderStore(tmp_path, 0)
     store.count.write_text(damaged)
-    with pytest.raises(CheckpointError, match=r"client-0-requests\.json "):
+    with raises_with(CheckpointError, path=store.count, errno=None):
         store.request_counts()
     runtime = ClientRuntime(federations.site(STEPS, 0, folder=tmp_path))
     assert asked(runtime).refused == "CheckpointError; the client's log says more"

@@ -27,7 +27,7 @@ from fedbilevel.flower.server.session import SubmodelPrograms
 from fedbilevel.flower.server.terms import Terms
 from fedbilevel.flower.wire import RequestMessage, decode, layout
 from fixed_steps import fixed
-from refusals import refuses
+from refusals import raises_with, refuses
 
 INPUTS = 3
 CAPACITY = (1.0, 0.5, 0.25, 0.5, 0.25)
@@ -133,13 +133,10 @@ def test_a_client_of_another_capacity_is_not_admitted():
 
     Client 1 has a quarter of the units, or all, and the server expects half of them.
     """
-    for capacity, said in {
-        0.25: "units.hidden is 4 at the server and 2",
-        None: "units is .* and missing at the site",
-    }.items():
+    for capacity, said in {0.25: "units.hidden is 4 at the server and 2", None: "and missing at the site"}.items():
         wrong = app(IMPORTANCE, (1.0, capacity, 0.25, 0.5, 0.25))
         engine = over(wrong, quorum=1.0, join=1.0, deadline=1.0)
-        with pytest.raises(fb.errors.ExchangeError, match=f"^4 clients .*{said}"):
+        with raises_with(fb.errors.ExchangeError, said, replies=4):
             solved(IMPORTANCE, fb.RemoteClients.of(population()), engine=engine)
 
 

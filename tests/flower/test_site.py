@@ -28,10 +28,10 @@ from fedbilevel.flower.client import site as sites
 from fedbilevel.flower.client.limits import Limits, TimeLimit
 from fedbilevel.flower.client.site import ClientRuntime
 from fedbilevel.flower.launch.in_process import InProcess
-from fedbilevel.flower.refusal import Refusal
+from fedbilevel.flower.refusal import Code, Refusal
 from fedbilevel.flower.server.terms import Terms
 from fedbilevel.flower.wire import RequestMessage, from_bytes
-from refusals import refuses
+from refusals import codes, raises_with, refuses
 
 STEPS = federations.Steps()
 PRIVATE = Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
@@ -352,8 +352,9 @@ def test_a_spent_budget_stops_the_run(tmp_path):
     app = federations.client_app(lambda run, node: federations.site(
         STEPS, node["partition-id"], privacy=privacy, folder=tmp_path / str(node["partition-id"])))  # fmt: skip
     log = tmp_path / "log.jsonl"
-    with pytest.raises(ExchangeError, match=r"round 0, phase x_gradient: 0 .* after 1 replies"):
+    with raises_with(ExchangeError, "after 1 replies", round=0, phase="x_gradient", replies=0) as error:
         federations.solve(STEPS, InProcess(app, 6), log=log, terms=Terms(join=1.0))
+    assert Code.BUDGET in codes(error).values()
     first = json.loads(log.read_text().splitlines()[0])
     assert len(first["answered"]) == 4
     assert first["epsilon"] == pytest.approx(one)
@@ -496,8 +497,9 @@ def test_a_client_that_cannot_start_says_so(caplog):
         raise FileNotFoundError("/home/ward-7/patients.csv")
 
     grid = InProcess(federations.client_app(make), 1)
-    with pytest.raises(ExchangeError, match=r"0 clients .*client 0: FileNotFoundError"):
+    with raises_with(ExchangeError, "client 0: FileNotFoundError", replies=0) as error:
         federations.solve(STEPS, grid, terms=Terms(join=1.0, deadline=2.0))
+    assert codes(error) == {0: Code.FAILED, **dict.fromkeys(range(1, 6), Code.ABSENT)}
     assert "patients.csv" in caplog.text  # which is the client's own log
 
 

@@ -18,7 +18,7 @@ from fedbilevel.engines.history import History
 from fedbilevel.errors import CheckpointError, ConfigurationError, InUse, NumericalError
 from fedbilevel.sweeps import Sweep, made, measured_on_test, played, product
 from fedbilevel.tasks import quadratic
-from refusals import ANY, refuses
+from refusals import ANY, raises_with, refuses
 
 TASK = quadratic(clients=2, dim_x=2, dim_y=2, samples=(2, 2))
 STEPS = {"server_lr.x": [0.05, 0.1]}
@@ -151,8 +151,9 @@ def test_an_interrupted_sweep_goes_on_to_the_same_table(two_by_two, tmp_path) ->
     assert later == [*range(1, 7), *range(7)]  # the rest of the third run, and the fourth run
     assert (again.rows, again.trials) == (two_by_two.rows, two_by_two.trials)
     assert swept(grid={"server_lr.x": [0.05, 0.1, 0.2]}, **given).trials[:4] == two_by_two.trials
-    with pytest.raises(CheckpointError, match=r"another run: .*samples.* folder$"):
+    with raises_with(CheckpointError, path=tmp_path / "point-000-seed-0.npz", remedy="choose another folder") as error:
         swept(task=quadratic(clients=2, dim_x=2, dim_y=2, samples=(2, 2), seed=1), **given)
+    assert {"inner samples of clients 0 to 1", "outer samples of clients 0 to 1"} < error.value.differences.keys()
 
 
 def test_a_run_that_another_process_plays_is_looked_at_again() -> None:

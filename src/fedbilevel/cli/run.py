@@ -278,12 +278,12 @@ def played(
         raise SystemExit(shared.fail(interrupts.exit_code(), _how_to_resume(place, series, group.is_first))) from None
     except NumericalError as error:
         stays = f"the last good checkpoint is kept in {folder}" if place.begun else "no checkpoint had been written"
-        raise type(error)(f"{error}; {stays if group.is_first else ELSEWHERE}") from error
+        error.append(stays if group.is_first else ELSEWHERE)
+        raise
     except CheckpointError as error:
-        full = isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT)
-        if not full or not place.begun:
-            raise
-        raise CheckpointError(f"{error}; free some space, then {go_on}") from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and place.begun:
+            error.append(f"free some space, then {go_on}")
+        raise
     if not group.is_first:
         return None
     ended = experiments.load_run(folder)

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral, Real
 from pathlib import Path
@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 
+ChangedValues = Mapping[str, tuple[Any, Any] | None]
 T = TypeVar("T", bound=type)
 F = TypeVar("F", bound=Callable)
 LARGEST = 10**9  # the largest allowed count: compiled programs count in 32 bits, sometimes up to twice this number
@@ -44,6 +45,16 @@ HERE = f"{Path(__file__).parents[1]}{os.sep}"
 
 class FedbilevelError(Exception):
     """Base class of all errors that this library raises on purpose."""
+
+    appended: str = ""  # the texts that were added at the end of the message, each after "; "
+
+    def __str__(self) -> str:
+        """Return the message, with the texts that were added at its end."""
+        return f"{super().__str__()}{self.appended}"
+
+    def append(self, text: str) -> None:
+        """Add a text at the end of the message; the class and the fields of the error do not change."""
+        self.appended += f"; {text}"
 
 
 class ConfigurationError(FedbilevelError, ValueError):
@@ -83,32 +94,33 @@ class ConfigurationError(FedbilevelError, ValueError):
 
     def __str__(self) -> str:
         """Return the message, with a line for each mistake."""
-        if self.several:
-            return "\n".join(map(str, self.several))
-        return f"{self.where}: {self._mistake()}" if self.where else self._mistake()
+        mistakes = map(str, self.several) if self.several else [self._mistake()]
+        return "\n".join(mistakes) + self.appended
 
     def _mistake(self) -> str:
-        """Return the message of a single mistake, without its place."""
-        text, near = super().__str__(), f"; did you mean {self.near!r}?" if self.near else ""
+        """Return the message of a single mistake."""
+        where = f"{self.where}: " if self.where else ""
+        text, near = self.args[0], f"; did you mean {self.near!r}?" if self.near else ""
         if self.message:
-            return f"{self.message}{near}"
+            return f"{where}{self.message}{near}"
         if not self.path:
-            return text
+            return f"{where}{text}"
         if isinstance(self.allowed, str):
             first, *more = repr(self.got).splitlines() or [""]
             message = f"{self.path} = {first}{' …' if more else ''} is not allowed: it must be {self.allowed}{near}"
-            return f"{message}; {text}" if text else message
+            return f"{where}{message}; {text}" if text else f"{where}{message}"
         kind, *place = re.split(r" (?=(?:in|of|on|to|with|for) )", self.path, maxsplit=1)
         named = " ".join([f"unknown {kind} {str(self.got)[:200]!r}", *place])
         message = f"{named}{near}{f'; {text}' if text else ''}"
         names = ", ".join(self.allowed) or "none"
-        return f"{message} (allowed: {printable(names, len(names))})"
+        return f"{where}{message} (allowed: {printable(names, len(names))})"
 
 
 class NumericalError(FedbilevelError, ArithmeticError):
     """Report numbers from which a run cannot continue; the message names the round and the problem.
 
     Attributes:
+        round: the round; None if the error has none.
         costs: the costs of the rounds that are not in the run's ledger, the failed round included; None if the engine
             does not know these costs.
         ledger: the `Ledger` of everything that the run has cost; None if it is not known. It includes the failed round,
@@ -118,9 +130,31 @@ class NumericalError(FedbilevelError, ArithmeticError):
     costs: Any = None
     ledger: Any = None
 
+    def __init__(self, text: str = "", *, round: int | None = None) -> None:
+        super().__init__(text)
+        self.round = round
+
 
 class NonFiniteError(NumericalError):
-    """Report a NaN or an infinity; the message names the round, the phase and the quantity."""
+    """Report a NaN or an infinity; the message names the round, the part of the round and the quantities.
+
+    Attributes:
+        during: the part of the round, such as "phase inner", "server update" or "evaluation"; "" if it is not known.
+        client: the client that computed the quantities; None if it is not known, or if the server computed them.
+        names: the quantities: leaves of an update or of the state, losses or metrics.
+    """
+
+    def __init__(
+        self,
+        text: str = "",
+        *,
+        round: int | None = None,
+        during: str = "",
+        client: int | None = None,
+        names: Iterable[str] = (),
+    ) -> None:
+        super().__init__(text, round=round)
+        self.during, self.client, self.names = during, client, tuple(names)
 
     carry: object = None  # the carry before the round, if the engine still has it; `solve` saves it
     result: Any = None
@@ -149,7 +183,18 @@ class DataWarning(UserWarning):
 
 
 class CheckpointWarning(UserWarning):
-    """Warn that a run resumes from another state or setup than its newest checkpoint, or cannot lock or save files."""
+    """Warn that a run resumes from another state or setup than its newest checkpoint, or cannot lock or save files.
+
+    Attributes:
+        path: the file or folder; None if the warning is about none.
+        differences: in what the run differs from the run that wrote the file, as in `CheckpointError.differences`.
+    """
+
+    def __init__(
+        self, text: str = "", *, path: Path | str | None = None, differences: ChangedValues | None = None
+    ) -> None:
+        super().__init__(text)
+        self.path, self.differences = None if path is None else Path(path), dict(differences or {})
 
 
 class TrackerWarning(UserWarning):
@@ -157,9 +202,31 @@ class TrackerWarning(UserWarning):
 
 
 class ExchangeError(FedbilevelError):
-    """Report that too few clients replied; the message names the round, the phase and the reasons of refusals."""
+    """Report that too few clients replied; the message names the round, the phase and the reasons of refusals.
+
+    Attributes:
+        round, phase: the round and the phase; None and "" if the error is not about an exchange of a round.
+        replies, needed: the number of replies that count, or of clients that are online, and the number that is needed;
+            None if the error is about something else.
+        refusals: for each client without a reply, if the reason is known, an object with the attributes `client`,
+            `why`, and `code`, the kind of the problem.
+    """
 
     carry: object = None  # the carry to continue from; None: the carry at the start of the stretch of rounds
+
+    def __init__(
+        self,
+        text: str = "",
+        *,
+        round: int | None = None,
+        phase: str = "",
+        replies: int | None = None,
+        needed: int | None = None,
+        refusals: Iterable[Any] = (),
+    ) -> None:
+        super().__init__(text)
+        self.round, self.phase, self.replies, self.needed = round, phase, replies, needed
+        self.refusals = tuple(refusals)
 
 
 class FloorError(FedbilevelError):
@@ -171,11 +238,43 @@ class CheckError(FedbilevelError, AssertionError):
 
 
 class CheckpointError(FedbilevelError, OSError):
-    """Report a checkpoint that cannot be written or does not belong to this run."""
+    """Report a checkpoint, or another file of a run, that cannot be written or read, or belongs to another run.
+
+    Attributes:
+        path: the file or folder; None if it is not known.
+        errno: the operating system's number of the error, as in Python's module errno; None if the file can be read and
+            written, but has a wrong content.
+        differences: in what the file and this run differ, if the file belongs to another run: the name of an argument,
+            field or array -> (the value in the file, the value of this run), or None if only hashes are compared.
+        remedy: how to go on, at the end of the message; "" if the message does not say this.
+    """
+
+    def __init__(
+        self,
+        text: str = "",
+        *,
+        path: Path | str | None = None,
+        errno: int | None = None,
+        differences: ChangedValues | None = None,
+        remedy: str = "",
+    ) -> None:
+        super().__init__(text)
+        self.path, self.errno, self.remedy = None if path is None else Path(path), errno, remedy
+        self.differences: ChangedValues = differences or {}
+
+    def __str__(self) -> str:
+        """Return the message, with the remedy and added texts at its end."""
+        return "; ".join(filter(None, (self.args[0], self.remedy))) + self.appended
 
 
 class InUse(CheckpointError):
-    """Report that another process is writing to the same place; the message names the process."""
+    """Report that another process is writing to the same place; the message names the process.
+
+    Attributes:
+        holder: the process, its machine and the time at which it began, in words; "" if they are not known.
+    """
+
+    holder: str = ""
 
 
 def unknown(kind: str, name: object, allowed: Iterable[str]) -> ConfigurationError:
@@ -249,12 +348,11 @@ def errors_in(place: str) -> Iterator[None]:
         raise
 
 
-def diverged(where: str, what: str) -> NonFiniteError:
-    """Return the error for a quantity that has become NaN or infinite during a run.
-
-    `where` begins the message, such as "round 3: ", and `what` names the quantity.
-    """
-    error = NonFiniteError(f"{where}{what} is not finite")
+def diverged(names: Sequence[str], round: int, during: str = "", client: int | None = None) -> NonFiniteError:
+    """Return the error for quantities of an iterate that have become NaN or infinite during a run."""
+    place = [f"round {round}", *filter(None, [during]), *([] if client is None else [f"client {client}"])]
+    text = f"{', '.join(place)}: {', '.join(names)} is not finite"
+    error = NonFiniteError(text, round=round, during=during, client=client, names=names)
     error.of_iterate = True
     return error
 

@@ -121,7 +121,8 @@ def _with_remedy(folder: Path, size: int) -> Iterator[None]:
                 f"the array takes {size:,} bytes; TMPDIR names the folder, which may be on any disk that has the space"
             )
         why = error.strerror or error
-        raise CheckpointError(f"could not write the clients' states to {folder}: {why}; {needs}") from error
+        text = f"could not write the clients' states to {folder}: {why}"
+        raise CheckpointError(text, path=folder, errno=error.errno, remedy=needs) from error
 
 
 def _parts(leaf: np.memmap, rows: np.ndarray) -> Iterator[slice]:

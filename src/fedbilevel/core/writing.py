@@ -57,7 +57,13 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"could not write {path}: {error.strerror or error}; nothing was changed") from error
+        raise not_written(path, error) from error
+
+
+def not_written(path: Path, error: OSError) -> CheckpointError:
+    """Return the error for a file or folder that the operating system refused to write."""
+    text = f"could not write {path}: {error.strerror or error}; nothing was changed"
+    return CheckpointError(text, path=path, errno=error.errno)
 
 
 def _keep(path: Path, other: Path) -> None:

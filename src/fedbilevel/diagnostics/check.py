@@ -181,7 +181,7 @@ class ReportRows:
         self.truth = ravel_pytree(found.yardstick.hypergradient)[0]
         if bad := nonfinite_leaves((found.inner.y, found.yardstick.hypergradient)):
             raise NonFiniteError(
-                f"the implicit gradient, with which estimates are compared, is not finite ({', '.join(bad)})"
+                f"the implicit gradient, with which estimates are compared, is not finite ({', '.join(bad)})", names=bad
             )
 
     def add(self, name: str, h: PyTree, cost: str, note: str) -> None:
@@ -201,7 +201,7 @@ class ReportRows:
         """Add an estimate of the user, which must be finite and have the shapes of x."""
         same_shapes(f"estimators[{name!r}]", h, self.at.x)
         if bad := nonfinite_leaves(h):
-            raise NonFiniteError(f"the estimate {name!r} has NaN or infinity: {', '.join(bad)}")
+            raise NonFiniteError(f"the estimate {name!r} has NaN or infinity: {', '.join(bad)}", names=[name])
         self.compare(name, ravel_pytree(h)[0], self.truth, cost, note, standard_error)
 
     def compare(self, name: str, h: Any, truth: Any, cost: str, note: str, standard_error: float | None = None) -> None:

@@ -46,7 +46,8 @@ def save(path: Path, tree: PyTree, meta: dict[str, Any], *, keep: bool = False, 
     arrays = {_name(place): _on_host(leaf) for place, leaf in jax.tree_util.tree_leaves_with_path(tree)}
     for name, array in arrays.items():
         if array.dtype.hasobject:
-            raise CheckpointError(f"could not write {path}: {name} has Python objects, but only numbers can be saved")
+            text = f"could not write {path}: {name} has Python objects, but only numbers can be saved"
+            raise CheckpointError(text, path=path)
     dtypes = {name: str(array.dtype) for name, array in arrays.items()}  # NumPy's format does not support bfloat16
     header = {"fedbilevel": __version__, "format": FORMAT, "meta": meta, "dtypes": dtypes}
     header["outline"] = _outline(tree) if outlined else None
@@ -82,25 +83,26 @@ def newest(path: Path) -> Path:
     Raises:
         CheckpointError: neither can be read.
     """
-    if not (why := trouble(path)):
+    if not (wrong := trouble(path)):
         return path
     if not previous(path).exists():
-        raise CheckpointError(why)
+        raise wrong
     if also := trouble(previous(path)):
-        raise CheckpointError(f"{why}; {also}")
+        wrong.append(str(also))
+        raise wrong
     return previous(path)
 
 
-def trouble(path: Path) -> str:
-    """Read a whole checkpoint, and return a sentence that says what is wrong with it; "" if it is intact."""
+def trouble(path: Path) -> CheckpointError | None:
+    """Read a whole checkpoint, and return an error that says what is wrong with it; None if it is intact."""
     try:
         with as_checkpoint_error(path), _opened(path) as archive:
             _header(archive)
             if damaged := archive.testzip():
                 raise ValueError(f"the content of {damaged} has changed since it was written")
     except CheckpointError as error:
-        return str(error)
-    return ""
+        return error
+    return None
 
 
 def load(path: Path, like: PyTree, part: bool = False) -> tuple[PyTree, dict[str, Any]]:
@@ -119,7 +121,8 @@ def load(path: Path, like: PyTree, part: bool = False) -> tuple[PyTree, dict[str
         stored = {name.removesuffix(".npy") for name in archive.namelist()} - {META}
         if odd := sorted(set(expected) - stored if part else set(expected) ^ stored):
             what = earlier or "belongs to another model or algorithm"
-            raise CheckpointError(f"{path} {what}: it differs in {', '.join(odd[:5])}")
+            text = f"{path} {what}: it differs in {', '.join(odd[:5])}"
+            raise CheckpointError(text, path=path, differences=dict.fromkeys(odd))
         arrays = {name: _leaf(archive, path, name, dtypes[name], leaf) for name, leaf in expected.items()}
 
     def restore(place: Any, leaf: Any) -> Any:
@@ -149,14 +152,14 @@ def own_shapes(path: Path) -> PyTree:
             raise ValueError(f"{name} is not an array of floating numbers, or is shorter than its shape")
         if jax.dtypes.canonicalize_dtype(dtype) != dtype:
             text = f'{path} has {dtype}, which JAX only supports after jax.config.update("jax_enable_x64", True)'
-            raise CheckpointError(text)
+            raise CheckpointError(text, path=path)
         return jax.ShapeDtypeStruct(shape, dtype)
 
     with as_checkpoint_error(path), _opened(path) as archive:
         _, dtypes, outline, _ = _header(archive)
         if outline is None:
             text = f"{path} does not describe the tree of its arrays: it has a model of another library, or an earlier "
-            raise CheckpointError(f"{text}version of fedbilevel wrote it. Also pass x0 and y0 of the run")
+            raise CheckpointError(f"{text}version of fedbilevel wrote it. Also pass x0 and y0 of the run", path=path)
         return jax.tree_util.tree_map_with_path(shape_of, _outlined(outline))
 
 
@@ -180,10 +183,13 @@ def as_checkpoint_error(path: Path) -> Iterator[None]:
         yield
     except FedbilevelError:
         raise
-    except FileNotFoundError:
-        raise CheckpointError(f"the file {path}, from which a run is to be loaded or resumed, does not exist") from None
+    except FileNotFoundError as error:
+        text = f"the file {path}, from which a run is to be loaded or resumed, does not exist"
+        raise CheckpointError(text, path=path, errno=error.errno) from None
     except Exception as error:
-        raise CheckpointError(f"{path} is not a readable checkpoint: {in_a_line(error)}") from error
+        number = error.errno if isinstance(error, OSError) else None
+        text = f"{path} is not a readable checkpoint: {in_a_line(error)}"
+        raise CheckpointError(text, path=path, errno=number) from error
 
 
 @contextmanager
@@ -213,7 +219,7 @@ def _header(archive: zipfile.ZipFile) -> tuple[dict[str, Any], dict[str, str], A
         header = parse_json(file.read())
     version, format = header.get("fedbilevel"), int(header.get("format", 1))
     if why := newer_format(version, format, FORMAT, __version__):
-        raise CheckpointError(f"{archive.filename} {why}")
+        raise CheckpointError(f"{archive.filename} {why}", path=archive.filename)
     by = f"was written by fedbilevel {printable(str(version), 20)} in format {format}, but runs need format {FORMAT}"
     return dict(header["meta"]), dict(header["dtypes"]), header.get("outline"), by if format < FORMAT else ""
 
@@ -246,10 +252,9 @@ def _leaf(archive: zipfile.ZipFile, path: Path, name: str, dtype: str, expected:
     with archive.open(f"{name}.npy") as file:
         shape, stored = _head(file)
         if shape != expected.shape or dtype != str(expected.dtype):
-            raise CheckpointError(
-                f"{path} belongs to another model: {name} is {dtype}{list(shape)} there, "
-                f"{expected.dtype}{list(expected.shape)} here"
-            )
+            there, here = f"{dtype}{list(shape)}", f"{expected.dtype}{list(expected.shape)}"
+            text = f"{path} belongs to another model: {name} is {there} there, {here} here"
+            raise CheckpointError(text, path=path, differences={name: (there, here)})
         opaque = stored.kind == "V" and stored.itemsize == expected.dtype.itemsize  # as NumPy writes bfloat16
         if stored != expected.dtype and not opaque:
             raise ValueError(f"{name} is stored as {stored}, not as {dtype}")

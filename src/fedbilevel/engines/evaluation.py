@@ -53,6 +53,13 @@ def check_metrics(metrics: Mapping[str, MetricFunction] | None) -> None:
         require_function(f"metrics[{name!r}]", function, "x, y", " -> one number")
 
 
+def not_finite(round: int, name: str, value: float, client: int | None = None) -> NonFiniteError:
+    """Return the error for a metric that is NaN or infinite."""
+    whose = "" if client is None else f" of client {client}"
+    text = f"round {round}, evaluation: {name}{whose} is {value}"
+    return NonFiniteError(text, round=round, during="evaluation", client=client, names=[name])
+
+
 class Evaluation:
     """Evaluate metrics of (x, y). Arrays in a metric's closure become arguments of its program, and not constants."""
 
@@ -73,7 +80,7 @@ class Evaluation:
                 self.compiled[name] = _kept(self.trace(name, x, y), x, y)
             row[name] = float(self.compiled[name](x, y))
             if not math.isfinite(row[name]):
-                raise NonFiniteError(f"round {round}, evaluation: {name} is {row[name]}")
+                raise not_finite(round, name, row[name])
         return row
 
     def trace(self, name: str, x: PyTree, y: PyTree) -> ClosedJaxpr:
@@ -214,7 +221,7 @@ class PerClientEvaluation:
         row: Row = {}
         for name, values in self.each(x, y).items():
             if bad := np.flatnonzero(~np.isfinite(values)).tolist():
-                raise NonFiniteError(f"round {round}, evaluation: {name} of client {bad[0]} is {values[bad[0]]}")
+                raise not_finite(round, name, values[bad[0]], bad[0])
             row |= spread(name, values, self.clients.weights, self.metrics[name].larger_is_better)
         return row
 

@@ -140,7 +140,7 @@ class Execution:
         """
         found = self.method.findings(state)
         if found.error:
-            raise NumericalError(f"round {round} or soon after: {found.error}")
+            raise NumericalError(f"round {round} or soon after: {found.error}", round=round)
         if not self.warned and found.warning:
             warn(NumericalWarning(f"round {round} or soon after: {found.warning}"))
             self.warned = True

@@ -22,6 +22,7 @@ from fedbilevel import __version__
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients, RemoteClients
 from fedbilevel.core.config import Schedule
+from fedbilevel.core.errors import ChangedValues
 from fedbilevel.core.hyperparameters import entries, field_values, hyperparameters, is_part, schedules
 from fedbilevel.core.metrics import directions
 from fedbilevel.core.own import Computed, Values
@@ -59,13 +60,13 @@ class Fingerprint:
     versions: str = VERSIONS
     """Versions of the libraries. Another version may trace or compile the same function to another program."""
 
-    def differences(self, before: Fingerprint) -> str:
-        """Return a text that names what differs from the fingerprint `before`; "" if nothing differs.
+    def differences(self, before: Fingerprint) -> ChangedValues:
+        """Return what differs from the fingerprint `before`: name -> (value there, value here), or None for hashes.
 
         Functions and metrics are not compared if other versions of the libraries traced them.
         """
         old, new = before.stated, self.stated
-        said = [f"its {name} is {old.get(name)}, not {new.get(name)}" for name in _changed(old, new)]
+        stated = {name: (old.get(name), new.get(name)) for name in _changed(old, new)}
         hashes = _changed(before.hashed, self.hashed)
         for name in sorted(before.by_round.keys() | self.by_round.keys()):
             was, now = before.by_round.get(name), self.by_round.get(name)
@@ -80,7 +81,14 @@ class Fingerprint:
             pairs = zip(before.samples[loss], self.samples[loss], strict=True)
             blocks = [number for number, (was, now) in enumerate(pairs) if was and now and was != now]
             hashes += [f"{loss} samples of {clients_of(blocks, population)}"] if blocks else []
-        return "; ".join(said + ([f"different now: {', '.join(hashes)}"] if hashes else []))
+        return {**stated, **dict.fromkeys(hashes)}
+
+
+def in_words(differences: ChangedValues) -> str:
+    """Describe what `Fingerprint.differences` has found."""
+    said = [f"its {name} is {values[0]}, not {values[1]}" for name, values in differences.items() if values]
+    hashes = [name for name, values in differences.items() if values is None]
+    return "; ".join(said + ([f"different now: {', '.join(hashes)}"] if hashes else []))
 
 
 def take(

@@ -352,7 +352,7 @@ class Result(Shown):
         noted = checkpoint.load_meta(path)
         if "rounds" not in noted:
             how = f"a checkpoint of a run is continued by fb.solve(…, checkpoint={str(path)!r}, resume=True)"
-            raise CheckpointError(f"{path} was not written by Result.save; {how}")
+            raise CheckpointError(f"{path} was not written by Result.save", path=path, remedy=how)
         given = _variables(x0, y0)
         like = given | ({"best": given} if noted.get("best") else {})
         tree, meta = checkpoint.load(path, checkpoint.own_shapes(path) if x0 is None else like)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from fedbilevel.core.errors import CheckpointError, CheckpointWarning, InUse, warn
+from fedbilevel.core.writing import not_written
 from fedbilevel.engines.process_group import ProcessGroup, current_group
 from fedbilevel.wording import missing
 
@@ -27,7 +28,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-IN_USE = "{} is in use by {}; wait for it, or choose another place"
+ELSEWHERE = "wait for it, or choose another place"
 TAKEN: set[TextIO] = set()
 """The open files that this process has locked."""
 
@@ -79,7 +80,7 @@ def wait_for_lock(path: Path) -> Iterator[None]:
                 fcntl.flock(mine[0], fcntl.LOCK_EX)
         except OSError as error:
             text = f"{path} cannot be locked ({error.strerror or error}): nothing was changed"
-            raise CheckpointError(text) from error
+            raise CheckpointError(text, path=path, errno=error.errno) from error
         yield
     finally:
         for file in mine:
@@ -98,15 +99,22 @@ def require_unheld(path: Path, what: Path) -> None:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise _in_use(file, what) from None
+            raise _in_use(what, _holder(file)) from None
         except OSError:  # the file cannot be locked, so no process has locked it
             return
 
 
-def _in_use(file: TextIO, what: Path) -> InUse:
+def _in_use(what: Path, holder: str = "") -> InUse:
+    """Return the error for a file or folder that a process uses; `holder` describes the process, if it is known."""
+    error = InUse(f"{what} is in use by {holder or 'another process'}", path=what, remedy=ELSEWHERE)
+    error.holder = holder
+    return error
+
+
+def _holder(file: TextIO) -> str:
+    """Return what the process that has locked an open file has written into it."""
     file.seek(0)
-    holder = file.read().strip() or "another process"
-    return InUse(IN_USE.format(what, holder))
+    return file.read().strip()
 
 
 def _by_filelock(path: Path, seconds: float) -> Any:
@@ -156,12 +164,12 @@ def _taken(path: Path, what: Path) -> list[Any]:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
         except OSError as error:
-            raise CheckpointError(f"could not write {what}: {error.strerror or error}; nothing was changed") from error
+            raise not_written(what, error) from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             with file:
-                raise _in_use(file, what) from None
+                raise _in_use(what, _holder(file)) from None
         except OSError as error:
             file.close()
             warn(_unlocked(what, error))
@@ -180,7 +188,7 @@ def _taken_by_filelock(path: Path, what: Path) -> list[Any]:
         path.parent.mkdir(parents=True, exist_ok=True)
         return [_by_filelock(path, 0)]
     except TimeoutError:
-        raise InUse(IN_USE.format(what, "another process")) from None
+        raise _in_use(what) from None
     except OSError as error:
         warn(_unlocked(what, error))
         return []
@@ -188,7 +196,8 @@ def _taken_by_filelock(path: Path, what: Path) -> list[Any]:
 
 def _unlocked(what: Path, error: OSError) -> CheckpointWarning:
     why = error.strerror or error
-    return CheckpointWarning(f"{what} cannot be locked ({why}): nothing prevents a second run from writing there")
+    text = f"{what} cannot be locked ({why}): nothing prevents a second run from writing there"
+    return CheckpointWarning(text, path=what)
 
 
 def _is_at(path: Path, file: TextIO) -> bool:

@@ -133,7 +133,7 @@ class ReferenceFed(PythonFed):
         """Raise an error if the reply of client i is not finite; with `keep`, store the client's new state."""
         losses = [metric for metric, value in (reply.metrics or {}).items() if not np.all(np.isfinite(value))]
         if bad := nonfinite_leaves(reply.update) + losses:
-            raise diverged(f"round {self.round}, phase {name}, client {i}: ", ", ".join(bad))
+            raise diverged(bad, self.round, f"phase {name}", i)
         if self.run.on_reply is not None:
             self.run.on_reply(name, i, reply)
         if reply.state is not None and keep:
@@ -232,7 +232,7 @@ class ReferenceRun:
             try:
                 state = checked_round(algorithm, fed, carry.state, keys.algorithm)
                 if bad := nonfinite_leaves(state):
-                    raise diverged(f"round {int(carry.round)}, server update: ", ", ".join(bad))
+                    raise diverged(bad, int(carry.round), "server update")
             except NonFiniteError as error:
                 error.costs = fed.book.costs
                 raise

@@ -108,7 +108,8 @@ class Rescue:
         met = self.met(error.result.x, error.result.y)
         smaller = "smaller steps may help (fb.diagnose suggests some)"
         advice = (smaller, what_to_lower(method, self.halvings)) if met.by_steps else ()
-        error.args = ("; ".join(filter(None, (str(error), *advice, met.text))),)
+        for text in filter(None, (*advice, met.text)):
+            error.append(text)
 
     def to_json(self, diverged: bool) -> dict[str, Any]:
         """Return the state that a checkpoint stores; `diverged`: whether the run ends because it diverges."""

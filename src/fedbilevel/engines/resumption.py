@@ -46,9 +46,9 @@ def begin_anew(loop: Loop, carry: Carry) -> Carry:
     assert best is not None
     if loop.execution.privacy is not None:
         text = f"the run in {loop.saver.path} diverged, and the privacy spent at its best row was not recorded"
-        raise CheckpointError(f"{text}: {START_ANEW}")
+        raise CheckpointError(text, path=loop.saver.path, remedy=START_ANEW)
     text = f"the run diverged: it continues from x and y of its best row, of round {best.round}"
-    warn_on_first(CheckpointWarning(text))
+    warn_on_first(CheckpointWarning(text, path=loop.saver.path))
     loop.rescue.gave_up = ""
     if best.round < int(carry.round):
         loop.measurements.forget_after(best.round)

@@ -12,7 +12,7 @@ from fedbilevel.core.errors import CheckpointError, CheckpointWarning
 from fedbilevel.core.own_y import gathered
 from fedbilevel.engines import checkpoint as files
 from fedbilevel.engines.engine import Carry
-from fedbilevel.engines.fingerprint import Fingerprint
+from fedbilevel.engines.fingerprint import Fingerprint, in_words
 from fedbilevel.engines.process_group import current_group, warn_on_first
 from fedbilevel.wording import require_object
 
@@ -59,7 +59,7 @@ class Saver:
             self.save(carry, meta)
         except CheckpointError as failed:
             text = f"the run ends by {type(error).__name__}, and saving it failed: {failed}"
-            warn_on_first(CheckpointWarning(text))
+            warn_on_first(CheckpointWarning(text, path=self.path))
 
     def left_off(self, round: int, rounds: int) -> str:
         """Return a message with the round at which a run was interrupted, and with how to continue it."""
@@ -101,49 +101,57 @@ class Saver:
         held, x = files.load_meta(copy), like.x
         best = (x, gathered(like.state.y, like.clients)) if held.get("best") else None
         if "rounds" in held:
-            raise CheckpointError(f"{self.path} has a result, but a run can only be continued from its checkpoint")
+            text = f"{self.path} has a result, but a run can only be continued from its checkpoint"
+            raise CheckpointError(text, path=self.path)
         try:
             if anew and held.get("diverged") and best:
                 bare = like._replace(state=None, clients=None, queues=None, local_x=None, own_y=None)
                 return files.load(copy, bare._replace(best=best), part=True)
             return files.load(copy, like._replace(best=best))
         except CheckpointError as error:
-            if why := self.misfit(held.get("fingerprint", {}).get("stated", {})):
-                raise CheckpointError(f"{self.path} {why}") from error
+            if misfit := self.misfit(held.get("fingerprint", {}).get("stated", {})):
+                raise misfit from error
             raise
 
-    def misfit(self, stated: dict[str, Any]) -> str:
-        """Return why this run cannot continue from the state of a run with this `Fingerprint.stated`; "" if it can."""
+    def misfit(self, stated: dict[str, Any]) -> CheckpointError | None:
+        """Return the error if this run cannot continue from the state of a run with this `Fingerprint.stated`."""
         mine = self.fingerprint.stated
         before, now = stated.get("algorithm"), mine["algorithm"]
         terms = {name for name in stated.keys() ^ mine.keys() if name.endswith("privacy.clip")}
         if terms and before == now:
             there, here = ("with", "has none") if terms <= stated.keys() else ("without", "has privacy")
-            return f"belongs to a run {there} privacy, and this run {here}"
+            text = f"{self.path} belongs to a run {there} privacy, and this run {here}"
+            changed = {name: (stated.get(name), mine.get(name)) for name in terms}
+            return CheckpointError(text, path=self.path, differences=changed)
         if before in (None, now):
-            return ""
-        said = f"has the state of a run of {before}, from which {now} cannot continue"
-        return f'{said}, not even with resume="force" (--force): {START_ANEW}'
+            return None
+        text = f"{self.path} has the state of a run of {before}, from which {now} cannot continue"
+        text = f'{text}, not even with resume="force" (--force)'
+        return CheckpointError(text, path=self.path, differences={"algorithm": (before, now)}, remedy=START_ANEW)
 
     def compare(self, meta: dict[str, Any], force: bool) -> None:
         """Raise a CheckpointError that names what differs if the checkpoint is another run's; with `force`, warn."""
         path = self.path
         if "fingerprint" not in meta:
             text = f"{path} does not record the arguments of its run: an earlier version of fedbilevel wrote it"
-            raise CheckpointError(f"{text}; {START_ANEW}")
+            raise CheckpointError(text, path=path, remedy=START_ANEW)
         require_object(meta["fingerprint"], "the arguments of the run")
         before = Fingerprint(**meta["fingerprint"])
         differences = self.fingerprint.differences(before)
-        accounted = "privacy.noise_multiplier is" in differences  # the count of replies assumes a single multiplier
+        accounted = any(
+            name.endswith("privacy.noise_multiplier") for name in differences
+        )  # it must not change in a run
         if differences and (accounted or not force):
-            raise CheckpointError(f"{path} belongs to another run: {differences}{'' if accounted else f'; {FORCE}'}")
+            text = f"{path} belongs to another run: {in_words(differences)}"
+            raise CheckpointError(text, path=path, differences=differences, remedy="" if accounted else FORCE)
         self.other_arguments = bool(differences) or bool(meta.get("other_arguments"))
         if differences:
-            warn_on_first(CheckpointWarning(f"{path} is continued with other arguments: {differences}"))
+            text = f"{path} is continued with other arguments: {in_words(differences)}"
+            warn_on_first(CheckpointWarning(text, path=path, differences=differences))
         if before.versions != self.fingerprint.versions:
             versions = f"{path} was written by {before.versions}, and is continued by {self.fingerprint.versions}"
             text = f"{versions}: numbers may differ, and losses and schedules are not compared"
-            warn_on_first(CheckpointWarning(text))
+            warn_on_first(CheckpointWarning(text, path=self.path))
 
     def continue_from(self, file: Path, round: int) -> None:
         """Note that the run continues from the checkpoint in `file`, at this round; warn if it is not at `path`."""
@@ -152,5 +160,5 @@ class Saver:
         else:
             assert self.path is not None
             text = f"{files.trouble(self.path)}: the run continues from {file}, round {round}"
-            warn_on_first(CheckpointWarning(text))
+            warn_on_first(CheckpointWarning(text, path=self.path))
         current_group().saved.path = str(self.path)

@@ -41,17 +41,27 @@ def ending(place: Folder) -> Iterator[None]:
     except (FedbilevelError, OSError) as error:
         if isinstance(error, InUse) or (not place.begun and place.remains() is None):
             raise
-        kind = next((kind for kind in ENDS.values() if isinstance(error, kind)), CheckpointError)
-        said = str(error) if isinstance(error, FedbilevelError) else f"{error.filename or place.path}: {error.strerror}"
-        again = (
-            "" if kind is NumericalError else f"; to continue, submit the run again with out='{place.path.resolve()}'"
-        )
+        ended = _as_end(error, place.path)
+        again = f"; to continue, submit the run again with out='{place.path.resolve()}'"
+        if isinstance(ended, NumericalError):
+            again = ""
         if not place.begun:
             again = " and can be submitted again"
         kept = "the last checkpoint is kept" if place.begun else "the run ended before its first exchange"
-        ended = kind(said if place.finished else f"{said}; {kept}{again}")
+        if not place.finished:
+            ended.append(f"{kept}{again}")
         note_end(place, ended)
+        if ended is error:
+            raise
         raise ended from error
+
+
+def _as_end(error: FedbilevelError | OSError, folder: Path) -> FedbilevelError:
+    """Return an error as one of the kinds of `ENDS`: the error itself, or a CheckpointError with its message."""
+    if isinstance(error, FedbilevelError):
+        return error if isinstance(error, tuple(ENDS.values())) else CheckpointError(str(error), path=folder)
+    file = error.filename or folder
+    return CheckpointError(f"{file}: {error.strerror}", path=file, errno=error.errno)
 
 
 def note_end(place: Folder, ended: FedbilevelError) -> None:
@@ -59,7 +69,8 @@ def note_end(place: Folder, ended: FedbilevelError) -> None:
     with suppress(OSError):
         place.path.mkdir(parents=True, exist_ok=True)
         with open(place.exchanges, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"ended": str(ended), "kind": type(ended).__name__}) + "\n")
+            kind = next(name for name, kind in ENDS.items() if isinstance(ended, kind))
+            file.write(json.dumps({"ended": str(ended), "kind": kind}) + "\n")
 
 
 def is_count(value: Any) -> bool:

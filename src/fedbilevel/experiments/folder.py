@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fedbilevel.core.errors import CheckpointWarning, ConfigurationError, refuse_together, require
+from fedbilevel.core.errors import CheckpointWarning, ConfigurationError, ChangedValues, refuse_together, require
 from fedbilevel.core.privacy import SPENT
 from fedbilevel.engines import checkpoint, lock
 from fedbilevel.engines.costs import Ledger
@@ -119,32 +119,38 @@ class Folder:
         return self.summary.is_file()
 
     def difference(self, spec: Spec) -> str:
-        """Describe the first difference between a spec and the run in this folder.
+        """Describe the first difference between a spec and the run in this folder; "" if there is none."""
+        for name, values in self.differences(spec).items():
+            return f"{name}: {values[0]!r} there, {values[1]!r} now" if values else f"{name} has changed since then"
+        return ""
 
-        The user's files that the spec names are compared too.
+    def differences(self, spec: Spec) -> ChangedValues:
+        """Return the fields in which a spec differs from the run in this folder, with the values there and here.
 
-        The result is "" if there is no difference, or if the folder has no run. Two differences do not matter: specs of
-        earlier versions may lack fields whose default is none, and without `wait_for` the other fields of
-        [asynchronous] have no effect.
+        The user's files that the spec names are compared too, by their hashes.
+
+        The result is empty if the folder has no run. Two differences do not matter: specs of earlier versions may lack
+        fields whose default is none, and without `wait_for` the other fields of [asynchronous] have no effect.
         """
         if not self.spec.is_file():
-            return ""
+            return {}
         wrong: list[ConfigurationError] = []
         there, now = (sections(tables, wrong) for tables in (toml.read(self.spec), tomllib.loads(spec.to_toml())))
         refuse_together(wrong)
         if (code := self._code()) is not None:
             there["code"], now["code"] = code, own_code(spec)
         waits = all(tables.get("asynchronous", {}).get("wait_for") == "none" for tables in (there, now))
+        found: dict[str, tuple[Any, Any] | None] = {}
         for section in there:
             for name in {} if waits and section == "asynchronous" else {**there[section], **now[section]}:
                 if name not in there[section] and now[section][name] == "none":
                     continue
                 one, other = (tables[section].get(name) for tables in (there, now))
                 if one != other and section == "code":
-                    return f"{name} has changed since then"
-                if one != other:
-                    return f"{section}.{name}: {one!r} there, {other!r} now"
-        return ""
+                    found[name] = None
+                elif one != other:
+                    found[f"{section}.{name}"] = one, other
+        return found
 
     def _code(self) -> dict[str, str] | None:
         """Return the recorded hashes of the user's files with which the run was started; None if there is no record."""
@@ -214,7 +220,7 @@ class Folder:
             require_free(self.path)
         if names := sorted(file.name for file in self.clear() if not file.name.startswith(".")):
             text = f"{self.path}: cleared the files of a run that ended before its first checkpoint"
-            warnings.warn(CheckpointWarning(f"{text} ({', '.join(names)})"), stacklevel=2)
+            warnings.warn(CheckpointWarning(f"{text} ({', '.join(names)})", path=self.path), stacklevel=2)
 
     def clear(self) -> list[Path]:
         """If the folder contains only the remains of a run, remove them. Return the removed paths."""

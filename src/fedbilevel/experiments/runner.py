@@ -260,7 +260,7 @@ def resume(
         begun = current_group().decide(lambda: place.begun)
         if not begun and current_group().is_first:
             text = f"{place.path} has no checkpoint yet: its run is started again"
-            warnings.warn(CheckpointWarning(text), stacklevel=2)
+            warnings.warn(CheckpointWarning(text, path=place.path), stacklevel=2)
         how: Resume = "auto" if not begun else "force" if force else True
         return _play(spec, place, experiment, callbacks, plot, progress, resume=how)
 
@@ -322,7 +322,8 @@ def run_of(
     """
     place = Folder(Path(folder))
     if changed := place.difference(spec):
-        raise CheckpointError(f"{place.path} holds another run ({changed}): choose another folder")
+        text = f"{place.path} holds another run ({changed}): choose another folder"
+        raise CheckpointError(text, path=place.path, differences=place.differences(spec))
     if place.failed.is_file():
         raise failure_in(place)
     if not place.finished:
@@ -359,12 +360,13 @@ def _resumable(place: Folder, rounds: int | None) -> Spec:
         why = "its spec.toml is not a regular file" if place.spec.exists() else "it has no spec.toml"
         raise ConfigurationError(f"{place.path} is not the folder of a run: {why}")
     if not place.begun and place.remains() is None:
-        raise CheckpointError(f"{place.path} has no checkpoint.npz to resume from")
+        raise CheckpointError(f"{place.path} has no checkpoint.npz to resume from", path=place.path)
     try:
         if place.begun:
             checkpoint.newest(place.checkpoint)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}; start the run again: fedbilevel run --spec {place.spec}") from error
+        error.append(f"start the run again: fedbilevel run --spec {place.spec}")
+        raise
     spec = read_spec(place.spec)
     place.environments()  # raises an error now, not at the end, if the file cannot be read and extended
     if rounds is not None and spec.run.rounds is None:

@@ -32,7 +32,14 @@ from fedbilevel.algorithms.parts.composed import composed
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.card import counted
 from fedbilevel.core.config import static
-from fedbilevel.core.errors import ConfigurationError, ExchangeError, FedbilevelError, require, unknown
+from fedbilevel.core.errors import (
+    CheckpointError,
+    ConfigurationError,
+    ExchangeError,
+    FedbilevelError,
+    require,
+    unknown,
+)
 from fedbilevel.core.fed import Fed
 from fedbilevel.core.problem import Problem, SingleLevel
 from fedbilevel.core.tree import XY, PyTree
@@ -152,11 +159,14 @@ def serve(study: Study, grid: Any, config: Mapping[str, Any]) -> None:
             file.unlink()
         place.sweep()
     except FedbilevelError as error:
-        kind = next((kind for kind in ENDS.values() if isinstance(error, kind)), ExchangeError)
-        said = str(error).replace(FORCE, "choose another folder")  # a study has no option resume="force"
+        ended = error if isinstance(error, tuple(ENDS.values())) else ExchangeError(str(error))
+        if isinstance(ended, CheckpointError) and ended.remedy == FORCE:
+            ended.remedy = "choose another folder"  # a study has no option resume="force"
         again = f". If the study is submitted again with out='{place.path.resolve()}', {search.then()}"
-        ended = kind(f"{said}; sites: {names}{again if isinstance(error, ExchangeError) else ''}")
+        ended.append(f"sites: {names}{again if isinstance(error, ExchangeError) else ''}")
         note_end(place, ended)
+        if ended is error:
+            raise
         raise ended from error
     print(f"model {place.model.resolve()}; beside it: {', '.join(_written(place, model))}", flush=True)
 

@@ -64,7 +64,7 @@ def protect(
     """
     after = privacy.charge(spent)
     if bad := nonfinite_leaves(private_part(update)):
-        raise NonFiniteError(f"NaN or infinity in the update to protect: {', '.join(bad)}")
+        raise NonFiniteError(f"NaN or infinity in the update to protect: {', '.join(bad)}", names=bad)
 
     def normal(vector: np.ndarray) -> np.ndarray:
         key = noise_key(secret, after.total, context, vector, privacy.clip * privacy.noise_multiplier)

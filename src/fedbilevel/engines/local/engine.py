@@ -328,15 +328,15 @@ class LocalRun:
         leaves = jax.tree_util.tree_leaves_with_path(carry.state)
         names = [f"server update: {jax.tree_util.keystr(path)}" for path, leaf in leaves if is_floating(leaf)]
         names += [f"phase {phase}: {metric}" for phase, metric in metrics]
-        bad = ", ".join(name for name, good in zip(names, finite, strict=True) if not good)
+        bad = [name for name, good in zip(names, finite, strict=True) if not good]
         algorithm, key, carry = local((self.algorithm, self.key, carry))  # every process runs the whole round
         if carry.queues is not None:  # the clients' earlier states are lost; their replies are still in the queues
-            bad += "".join(f"; {name}" for name in nonfinite_replies(carry.queues))
+            bad += nonfinite_replies(carry.queues)
         else:
             clock, submodel_plan = self.clock, self.layout.submodel_plan
             replay = ReferenceRun(algorithm, self.problem, self.clients, self.layout.cohort, key, clock, submodel_plan)
             replay.one_round(carry)  # raises an error, unless only the compiled program, which rounds otherwise, failed
-        raise diverged(f"round {round}, ", bad)
+        raise diverged(bad, round)
 
     def per_client(self, metrics: Mapping[str, PerClient], fixed: tuple[PyTree, PyTree]) -> PerClientRow:
         return PerClientEvaluation(metrics, self.clients, fixed, self.group, self.problem.own)

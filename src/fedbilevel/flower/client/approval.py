@@ -47,7 +47,7 @@ class Approvals:
         except ValueError:
             found = None
         if not isinstance(found, dict) or not all(isinstance(said, str) for said in found.values()):
-            raise CheckpointError(f"{self.path} is damaged: delete it, and approve again")
+            raise CheckpointError(f"{self.path} is damaged: delete it, and approve again", path=self.path)
         return found
 
     def change(self, name: str, by: str, approve: bool) -> None:

@@ -160,7 +160,8 @@ class FolderStore:
             kept = json.loads(self.agreed.read_text(encoding="utf-8")) if self.agreed.exists() else {}
             return Agreed(str(kept["text"]), str(kept["source"])) if kept.get("run") == run else Agreed()
         except (ValueError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{self.agreed} is damaged: delete it, and submit the run again") from error
+            text = f"{self.agreed} is damaged: delete it, and submit the run again"
+            raise CheckpointError(text, path=self.agreed) from error
 
     def keep_agreement(self, run: str, agreed: Agreed) -> None:
         """Store the agreement of a run, in place of the agreement of an earlier run."""
@@ -181,7 +182,8 @@ class FolderStore:
         try:
             return RequestCounts(**json.loads(self.count.read_text()))
         except (ValueError, TypeError) as error:
-            raise CheckpointError(f"{self.count} is damaged: restore it, or delete it to count from 0") from error
+            text = f"{self.count} is damaged: restore it, or delete it to count from 0"
+            raise CheckpointError(text, path=self.count) from error
 
     def save_request_counts(self, request_counts: RequestCounts) -> None:
         """Store the counts of requests in place of the earlier ones."""

@@ -128,9 +128,10 @@ class FlowerRun:
         if (here := len(roster.nodes)) < needed:
             absent = (roster.why_absent(client) for client in range(count) if client not in roster.nodes)
             refused = list(roster.refusals.values())
-            reasons = in_words([*refused, *(why for why in absent if why not in refused)], 3)
+            refusals = [*refused, *(why for why in absent if why not in refused)]
             present = f"{counted(here, 'client')} {'is' if here == 1 else 'are'} online"
-            raise ExchangeError(f"{present}, but {needed} of {count} are needed ({reasons})")
+            text = f"{present}, but {needed} of {count} are needed ({in_words(refusals, 3)})"
+            raise ExchangeError(text, replies=here, needed=needed, refusals=refusals)
 
     def advance(self, carry: Carry, rounds: int) -> Stretch:
         """Run one round. If its result is not finite, repeat the round without one of the clients.
@@ -178,9 +179,9 @@ class FlowerRun:
         if out is None:
             tried = f"this also happens without {named(sorted(take.without))}, and " if take.without else ""
             end = f"{tried}the last good state is the one before round {round}"
-            last = type(error)(f"{error}; {end}")
-            last.carry = take.carry
-            raise last from error
+            error.append(end)
+            error.carry = take.carry
+            raise error
         session.backoff.failed(out, round + isinstance(error, SpoiledError))
         text = "round %d is undone (%s) and repeated without client %d, whose update was %.3g times as long as usual"
         log.warning(text, round, error, out, take.ratios[out])
@@ -190,7 +191,7 @@ class FlowerRun:
         """Run the round that begins with this carry, and return the next carry."""
         state = checked_round(fed.algorithm, fed, carry.state, fed.cohorts.keys.algorithm)
         if bad := nonfinite_leaves(state):
-            raise diverged(f"round {fed.round}, server update: ", ", ".join(bad))
+            raise diverged(bad, fed.round, "server update")
         counted, queues = jnp.asarray(self.session.counted), self.saved_queues(fed, carry.queues)
         return Carry(carry.round + 1, state, counted, carry.now, queues, carry.local_x, carry.own_y)
 

@@ -105,11 +105,19 @@ class Exchange:
                 session.norms.note(self.spec.phase, list(norms.values()))
                 session.take.hear(norms)
                 return sorted(self.replies, key=lambda reply: places[reply.client])
+        reasons = dict(sorted(reasons.items()))
         spoiled = 2 * sum(why.code.of_state for why in reasons.values()) >= len(self.own)
         times = "" if session.terms.attempts == 1 else f" after {session.terms.attempts} attempts"
         said = f"round {self.spec.round}, phase {self.spec.phase}: {len(self.replies)} of {self.needed} needed replies "
-        said += f"count{times} ({in_words(why for _, why in sorted(reasons.items()))})"
-        raise (SpoiledError if spoiled else ExchangeError)(said)
+        said += f"count{times} ({in_words(reasons.values())})"
+        raise (SpoiledError if spoiled else ExchangeError)(
+            said,
+            round=self.spec.round,
+            phase=self.spec.phase,
+            replies=len(self.replies),
+            needed=self.needed,
+            refusals=reasons.values(),
+        )
 
     def attempt(self, left: list[int]) -> list[RequestMessage]:
         """Ask each of these clients once, and wait until enough replies count or no more can come.

@@ -67,9 +67,9 @@ class Questions:
             found |= new
             if len(found) == len(self.clients):
                 return [found[client] for client in self.clients]
-        raise ExchangeError(
-            f"{kind}: {len(found)} of {len(self.clients)} clients answered ({in_words(failed.values())})"
-        )
+        said = f"{kind}: {len(found)} of {len(self.clients)} clients answered ({in_words(failed.values())})"
+        counts = {"replies": len(found), "needed": len(self.clients)}
+        raise ExchangeError(said, phase=kind, **counts, refusals=failed.values())
 
     def next_number(self) -> int:
         """Return the number of a new exchange."""

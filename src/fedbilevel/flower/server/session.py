@@ -122,7 +122,8 @@ class ExchangeLog:
             with open(self.path, "a") as file:
                 file.write(text)
         except OSError as error:
-            raise CheckpointError(f"could not write {self.path}: {error.strerror or error}") from error
+            text = f"could not write {self.path}: {error.strerror or error}"
+            raise CheckpointError(text, path=self.path, errno=error.errno) from error
 
 
 class CountedReply(NamedTuple):
