@@ -21,9 +21,11 @@ import sklearn.datasets  # noqa: F401  (before memory is counted)
 
 from fedbilevel import data
 from fedbilevel.data import characters, loaders
+from refusals import raises_with
 
 BIG, LIMIT = 50_000_000, 300_000  # bytes
 ZEROS = bytes(BIG)
+AT_MOST = f"at most {LIMIT:,} bytes"
 
 
 @pytest.fixture(autouse=True)
@@ -34,11 +36,11 @@ def small_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(owner, name, LIMIT)
 
 
-def refused(read: Callable[[], Any], words: str) -> None:
-    """Check that reading is refused in these words, and that a tenth of the 50 MB was never in memory."""
+def refused(read: Callable[[], Any], path: str, allowed: str) -> None:
+    """Check that reading is refused with these fields, and that a tenth of the 50 MB was never in memory."""
     tracemalloc.start()
     try:
-        with pytest.raises(data.DataError, match=words):
+        with raises_with(data.DataError, path=path, allowed=allowed):
             read()
         assert tracemalloc.get_traced_memory()[1] < BIG / 10
     finally:
@@ -57,11 +59,11 @@ def test_tables() -> None:
 
     The limit of a table of libsvm follows from its expected numbers of rows and features.
     """
-    put("covtype", "covtype.data.gz", content=gzip.compress(ZEROS, 1))
-    refused(lambda: data.load_table("covtype"), r"covtype\.data\.gz expands to more than 300,000 bytes")
+    path = put("covtype", "covtype.data.gz", content=gzip.compress(ZEROS, 1))
+    refused(lambda: data.load_table("covtype"), str(path), AT_MOST)
     path = put("libsvm", "a9a.bz2", content=bz2.compress(ZEROS, 1))
     # 4 lines of 3 pairs and a label, of 32 characters each
-    refused(lambda: loaders.parse_libsvm(path, 3, 4, 2), r"a9a\.bz2 expands to more than 512 bytes")
+    refused(lambda: loaders.parse_libsvm(path, 3, 4, 2), str(path), "at most 512 bytes")
 
 
 def test_lines_of_a_byte_are_counted_before_they_are_parted() -> None:
@@ -71,7 +73,7 @@ def test_lines_of_a_byte_are_counted_before_they_are_parted() -> None:
     path = put("libsvm", "a9a.bz2", content=bz2.compress(b"\n" * limit, 1))
     tracemalloc.start()
     try:
-        with pytest.raises(data.DataError, match=r"a9a\.bz2 has [\d,]+ lines; expected 20,000"):
+        with raises_with(data.DataError, path=str(path), got=f"{limit:,} lines", allowed="20,000"):
             loaders.parse_libsvm(path, 3, rows, 2)
         assert tracemalloc.get_traced_memory()[1] < 3 * limit  # the parts as they were read, and the joined text
     finally:
@@ -81,7 +83,7 @@ def test_lines_of_a_byte_are_counted_before_they_are_parted() -> None:
 def test_idx() -> None:
     """A file of the form IDX is refused as soon as it expands beyond a limit, whatever size its header claims."""
     content = gzip.compress(bytes((0, 0, 8, 1)) + struct.pack(">i", BIG) + ZEROS, 1)
-    refused(lambda: loaders.parse_idx(content, 1, "file"), "file expands to more than 300,000 bytes")
+    refused(lambda: loaders.parse_idx(content, 1, "file"), "file", AT_MOST)
 
 
 @pytest.mark.parametrize("packed", [gzip.compress, partial(lzma.compress, preset=0)])
@@ -90,18 +92,18 @@ def test_a_cifar_archive(packed: Callable[[bytes], bytes]) -> None:
     member = tarfile.TarInfo("cifar-10-batches-bin/batches.meta.txt")
     member.size, member.type = BIG, tarfile.XHDTYPE
     content = packed(member.tobuf() + ZEROS)
-    refused(lambda: loaders.parse_cifar(content, "file"), "file expands to more than 300,000 bytes")
+    refused(lambda: loaders.parse_cifar(content, "file"), "file", AT_MOST)
 
 
 @pytest.mark.parametrize(
-    ("packing", "said", "words"),
+    ("packing", "said", "allowed"),
     [
-        (zipfile.ZIP_DEFLATED, BIG, "has 50,000,000 bytes; expected at most 100,000"),
-        (zipfile.ZIP_DEFLATED, 90_000, "0709_01.png in .* cannot be unpacked: Bad CRC-32"),
-        (zipfile.ZIP_LZMA, 90_000, "in a rare compression"),
+        (zipfile.ZIP_DEFLATED, BIG, "at most 100,000"),
+        (zipfile.ZIP_DEFLATED, 90_000, ""),  # the checksum is wrong
+        (zipfile.ZIP_LZMA, 90_000, "a stored or deflated file"),
     ],
 )
-def test_an_omniglot_archive(monkeypatch: pytest.MonkeyPatch, packing: int, said: int, words: str) -> None:
+def test_an_omniglot_archive(monkeypatch: pytest.MonkeyPatch, packing: int, said: int, allowed: str) -> None:
     """An image that is too large is refused, whether or not the table of the archive states its true length."""
     monkeypatch.setattr(characters, "PUBLISHED", dict.fromkeys(characters.PUBLISHED, (1, 1)))
     monkeypatch.setattr(characters, "DRAWINGS", 1)
@@ -109,8 +111,9 @@ def test_an_omniglot_archive(monkeypatch: pytest.MonkeyPatch, packing: int, said
     with zipfile.ZipFile(out, "w", packing) as archive:
         archive.writestr("images_background/Aleph/character01/0709_01.png", ZEROS, compresslevel=1)
     content = out.getvalue().replace(struct.pack("<I", BIG), struct.pack("<I", said))
-    put("omniglot", "images_background.zip", content=content)
-    refused(lambda: data.load_characters("omniglot"), words)
+    path = put("omniglot", "images_background.zip", content=content)
+    image = f"images_background/Aleph/character01/0709_01.png in {path}"
+    refused(lambda: data.load_characters("omniglot"), image, allowed)
 
 
 def test_a_header_that_claims_more_than_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -122,4 +125,4 @@ def test_a_header_that_claims_more_than_there_is(monkeypatch: pytest.MonkeyPatch
     whole = (folder / "x.npy").read_bytes()
     (folder / "x.npy").write_bytes(whole.replace(b"(1, 2), }       ", b"(1, 9999999), } "))
     assert len((folder / "x.npy").read_bytes()) == len(whole)
-    refused(lambda: data.open_clients(folder), r"x\.npy cannot be mapped: mmap length is greater than file size")
+    refused(lambda: data.open_clients(folder), str(folder / "x.npy"), "")

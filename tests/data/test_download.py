@@ -9,6 +9,7 @@ import pytest
 
 from fedbilevel import data
 from fedbilevel.data import files
+from refusals import raises_with
 
 CONTENT = np.random.default_rng(0).bytes(700_000)  # more than two chunks
 FILE = files.File("thing.gz", len(CONTENT), hashlib.sha256(CONTENT).hexdigest())
@@ -94,9 +95,9 @@ def test_a_failed_download_leaves_nothing_and_says_what_to_do(server, tmp_path, 
 
 def test_a_dead_server_and_a_cache_that_cannot_be_written_are_told(server, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(data.DataError, match="file"):
+    with raises_with(data.DataError, str(tmp_path / "file"), path=f"{server.url}good/thing.gz"):
         fetch(server, "good", tmp_path / "file" / "thing.gz")
-    with pytest.raises(data.DataError, match="refused"):
+    with raises_with(data.DataError, "Connection refused", path="http://127.0.0.1:9/thing.gz"):
         files.download("http://127.0.0.1:9/thing.gz", tmp_path / "thing.gz", FILE, lambda *_: None)
 
 

@@ -9,6 +9,7 @@ import pytest
 import hospital_files
 from fedbilevel import data
 from fedbilevel.data import loaders
+from refusals import raises_with
 
 
 @pytest.fixture
@@ -40,27 +41,28 @@ def test_columns_are_kept_or_made_into_indicators(folder, hospital):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "line", "got", "allowed"),
     [
-        (lambda text: text[: text.index("\n") + 1], "1 lines; expected 18"),
-        (lambda text: text.replace(",?,", ",", 1), "line 1: expected 14 numbers"),
-        (lambda text: text.replace(",?,", ",inf,", 1), "line 1: expected 14 numbers"),
-        (
-            lambda text: "?" + text[text.index(",") :],
-            "15 patients without a missing value, 1[45] of them with heart disease",
-        ),
-        (lambda text: text.replace(",0\n", ",1\n"), "16 patients without a missing value, 16 of them"),
+        (lambda text: text[: text.index("\n") + 1], "", "1 lines", "18"),
+        (lambda text: text.replace(",?,", ",", 1), ", line 1", "other content", "14 numbers"),
+        (lambda text: text.replace(",?,", ",inf,", 1), ", line 1", "other content", "14 numbers"),
+        (lambda text: "?" + text[text.index(",") :], "", "15 patients without a missing value", "16 and 15"),
+        (lambda text: text.replace(",0\n", ",1\n"), "", "16 patients without a missing value, 16 of", "16 and 15"),
     ],
 )
-def test_other_content_is_refused(folder, change, words):
+def test_other_content_is_refused(folder, change, line, got, allowed):
+    """A file of other content is refused; `got` and `allowed` are the beginnings of the fields."""
     file = file_of(folder, "switzerland")
     file.write_text(change(file.read_text()))
-    with pytest.raises(data.DataError, match=words):
+    with raises_with(data.DataError, path=f"{file}{line}") as error:
         data.load_heart("switzerland")
+    assert error.value.got.startswith(got)
+    assert error.value.allowed.startswith(allowed)
 
 
 def test_unknown_names_are_refused_and_no_other_file_is_touched(folder):
-    with pytest.raises(data.DataError, match=r"'zurich' .*cleveland, hungarian, switzerland, va"):
+    hospitals = ["cleveland", "hungarian", "switzerland", "va"]
+    with raises_with(data.DataError, path="hospital", got="zurich", allowed=hospitals, near=""):
         data.load_heart("zurich")
     for hospital in ("cleveland", "hungarian", "switzerland"):
         file_of(folder, hospital).write_text("not this one's")

@@ -12,6 +12,7 @@ from fedbilevel.cli import main
 from fedbilevel.data import DataError
 from fedbilevel.data.table_files import read_table
 from fedbilevel.estimators import StudyModel
+from refusals import raises_with
 from site_tables import TARGETS, fitted, tables
 
 
@@ -80,11 +81,11 @@ WRONG = {
         "age\n1\n",
         r"patients.txt is not a table: it must be a .csv, .tsv or .parquet file",
     ),
-    "nothing": ("empty.csv", "", r"empty.csv is empty; its first line must name the columns"),
+    "nothing": ("empty.csv", "", r"empty.csv has no lines; expected a first line that names the columns"),
     "a longer row": (
         "longer.csv",
         "age,dose,kind,code\n50,1,a,1,\n",
-        r"longer.csv, line 2: 5 entries; the header has 4",
+        r"longer.csv, line 2 has 5 entries; expected 4",
     ),
     "a name twice": ("twice.csv", "age,age,kind,code\n50,1,a,1\n", r"twice.csv has the column 'age' twice"),
     "no rows": ("rows.csv", "age,dose,kind,code\n", r"rows.csv has no rows"),
@@ -159,7 +160,7 @@ def test_parquet_is_read_by_pandas(saved, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(pd, "read_parquet", missing)
     assert main(given) == 2
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(DataError, match=r"south\.csv .*pandas.*\[tables\]"):
+    with raises_with(DataError, "[tables]", path=str(saved / "south.csv")):
         read_table(saved / "south.csv")
     assert "south.parquet needs pyarrow, which is not installed: pip install pyarrow" in capsys.readouterr().err
 

@@ -12,7 +12,7 @@ from fedbilevel.errors import DataWarning
 from fedbilevel.estimators import CoxRegression, LogisticRegression, Preparer, Ridge, Study, StudyModel
 from fedbilevel.estimators.agreement import Agreement, DifferentColumnsError
 from fedbilevel.estimators.site_table import SiteTable
-from refusals import refuses
+from refusals import raises_with, refuses
 from site_tables import SITES, TARGETS, fitted, study, table, tables
 
 KINDS = {"logistic": LogisticRegression, "ridge": Ridge, "cox": CoxRegression}
@@ -281,7 +281,7 @@ def test_standard_errors_in_a_file_are_numbers(tmp_path):
     content = json.loads(file.read_text())
     for wrong in ({"intercept_error": float("nan")}, {"standard_errors": content["standard_errors"] | {"age": -1.0}}):
         file.write_text(json.dumps(content | wrong))
-        with pytest.raises(DataError, match="standard errors"):
+        with raises_with(DataError, "standard errors", path=str(file)):
             StudyModel.load(file)
 
 

@@ -78,7 +78,7 @@ def test_a_site_looks_at_what_it_will_tell(files, tmp_path, monkeypatch, capsys)
     assert ", and rarer categories" in said
     Path("latin.csv").write_bytes(b"age,ill\n60,yes\xfc\n")
     Path("empty.csv").touch()
-    wrongs = {"latin.csv": "the file is not a text in UTF-8", "empty.csv": "is empty"}
+    wrongs = {"latin.csv": "the file is not a text in UTF-8", "empty.csv": "has no lines"}
     for source in ("nowhere.csv", "latin.csv", "empty.csv", "nowhere.module:table", "json:nothing"):
         assert main(["flower", "check", "app", "--node-config", f"partition-id=0 table='{source}'"]) == 2
         printed = " ".join(capsys.readouterr().err.split())

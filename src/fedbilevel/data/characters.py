@@ -17,7 +17,15 @@ from numpy.typing import NDArray
 
 from fedbilevel.data import files
 from fedbilevel.data.clients import Indices, Seed, generator, iid
-from fedbilevel.data.files import SOURCES, DataError, as_data_error, mapped, unknown_name
+from fedbilevel.data.files import (
+    SOURCES,
+    DataError,
+    as_data_error,
+    mapped,
+    require,
+    require_content,
+    unknown_name,
+)
 from fedbilevel.wording import in_a_line, missing, printable
 
 SIDE = 28  # the number of pixels along an image's edge
@@ -94,8 +102,7 @@ def by_alphabet(alphabet: NDArray[np.integer], clients: int, *, seed: Seed) -> l
         DataError: there are more clients than alphabets.
     """
     alphabets = np.unique(alphabet)
-    if not 1 <= clients <= len(alphabets):
-        raise DataError(f"clients is {clients}; allowed: 1 to {len(alphabets)}, the number of alphabets.")
+    require(1 <= clients <= len(alphabets), "clients", clients, f"1 to {len(alphabets)}, the number of alphabets")
     rng = generator(seed, 7)
     dealt = iid(alphabets, clients, seed=rng)
     return [rng.permutation(np.flatnonzero(np.isin(alphabet, alphabets[part]))) for part in dealt]
@@ -222,11 +229,10 @@ def _names(archive: zipfile.ZipFile, where: str, alphabets: int, characters: int
     names = sorted(name for name in archive.namelist() if name.endswith(".png") and name.count("/") == 3)
     counts = [len(list(drawings)) for _, drawings in groupby(names, key=lambda name: PurePosixPath(name).parent)]
     folders = {PurePosixPath(name).parts[1] for name in names}
-    if (len(folders), len(counts), {*counts}) != (alphabets, characters, {DRAWINGS}):
-        raise DataError(
-            f"{where} has {len(counts)} characters of {len(folders)} alphabets, with {sorted({*counts})} drawings "
-            f"each; expected {characters} characters of {alphabets} alphabets, with {DRAWINGS} drawings each."
-        )
+    fits = (len(folders), len(counts), {*counts}) == (alphabets, characters, {DRAWINGS})
+    found = f"{len(counts)} characters of {len(folders)} alphabets, with {sorted({*counts})} drawings each"
+    expected = f"{characters} characters of {alphabets} alphabets, with {DRAWINGS} drawings each"
+    require_content(fits, where, found, expected)
     return names
 
 
@@ -239,11 +245,9 @@ def _small_images(archive: zipfile.ZipFile, names: list[str], checksum: str, whe
     shape = (len(names) // DRAWINGS, DRAWINGS, SIDE, SIDE)
     if cache.is_file():
         images: NDArray[np.uint8] = mapped(cache, "cannot be read (delete the file, and it is made again)")
-        if images.shape != shape or images.dtype != np.uint8:
-            raise DataError(
-                f"{cache} holds {images.dtype} of shape {images.shape}; expected uint8 of shape {shape}: "
-                "delete the file, and it is made again."
-            )
+        fits = images.shape == shape and images.dtype == np.uint8
+        found, expected = f"{images.dtype} of shape {images.shape}", f"uint8 of shape {shape}"
+        require_content(fits, cache, found, expected, "delete the file, and it is made again")
         return np.array(images)
     images = shrunk(np.stack([_ink(*_png(archive, name, where)) for name in names])).reshape(shape)
     try:
@@ -251,9 +255,8 @@ def _small_images(archive: zipfile.ZipFile, names: list[str], checksum: str, whe
         with files.appearing(cache) as part, open(part, "xb") as out:
             np.save(out, images, allow_pickle=False)
     except OSError as error:
-        raise DataError(
-            f"{cache} cannot be written ({in_a_line(error)}): set XDG_CACHE_HOME to a folder that is writable."
-        ) from error
+        text = f"{cache} cannot be written ({in_a_line(error)}): set XDG_CACHE_HOME to a folder that is writable."
+        raise DataError(text, path=cache) from error
     return images
 
 
@@ -263,10 +266,9 @@ def _png(archive: zipfile.ZipFile, name: str, where: str) -> tuple[bytes, str]:
     Files must be stored or compressed by deflate, since the expanded size cannot be bounded for other compressions.
     """
     place, entry = f"{printable(name)} in {where}", archive.getinfo(name)
-    if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or entry.flag_bits & ENCRYPTED:
-        raise DataError(f"{place} is encrypted or in a rare compression; expected a stored or deflated file.")
-    if entry.file_size > LARGEST:
-        raise DataError(f"{place} has {entry.file_size:,} bytes; expected at most {LARGEST:,}.")
+    plain = entry.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) and not entry.flag_bits & ENCRYPTED
+    require_content(plain, place, "an encryption or a rare compression", "a stored or deflated file")
+    require_content(entry.file_size <= LARGEST, place, f"{entry.file_size:,} bytes", f"at most {LARGEST:,}")
     with as_data_error(place, "cannot be unpacked"), archive.open(entry) as file:
         return file.read(LARGEST), place  # read() without a number may expand more than the entry's file_size
 
@@ -278,8 +280,8 @@ def _ink(png: bytes, where: str) -> NDArray[np.bool_]:
     from PIL import Image
 
     with as_data_error(where, "is not a PNG image"), Image.open(io.BytesIO(png), formats=["PNG"]) as image:
-        if image.size != (EDGE, EDGE):  # the size comes from the header, before any pixel is decoded
-            raise DataError(f"{where} has {image.size[::-1]} pixels; expected {(EDGE, EDGE)}.")
+        fits = image.size == (EDGE, EDGE)  # the size comes from the header, before any pixel is decoded
+        require_content(fits, where, f"{image.size[::-1]} pixels", f"{(EDGE, EDGE)}")
         pixels: NDArray[np.bool_] = np.asarray(image.convert("1"))
     return ~pixels
 

@@ -20,7 +20,16 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fedbilevel.data.files import DataError, as_data_error, mapped, read_bytes, temporary, unknown_name
+from fedbilevel.data.files import (
+    DataError,
+    as_data_error,
+    mapped,
+    read_bytes,
+    require,
+    require_content,
+    temporary,
+    unknown_name,
+)
 from fedbilevel.reading import parse_json
 from fedbilevel.wording import printable
 
@@ -52,11 +61,12 @@ def shards(labels: ArrayLike, clients: int, *, per_client: int = 2, seed: Seed) 
     section 3 ("pathological non-IID").
     """
     y, rng = _checked(labels, clients), generator(seed, 2)
-    if not _is_whole(per_client) or per_client < 1 or clients * per_client > len(y):
-        raise DataError(
-            f"per_client is {per_client!r}; allowed: a whole number from 1 to {len(y) // clients} for {clients} "
-            f"clients and {len(y)} samples, so that no shard is empty."
-        )
+    allowed = (
+        f"a whole number from 1 to {len(y) // clients} for {clients} clients and {len(y)} samples, so that no shard is "
+        "empty"
+    )
+    fits = _is_whole(per_client) and per_client >= 1 and clients * per_client <= len(y)
+    require(fits, "per_client", per_client, allowed)
     cut = np.array_split(np.argsort(y, kind="stable"), clients * per_client)
     owner = rng.permutation(clients * per_client).reshape(clients, per_client)
     return [rng.permutation(np.concatenate([cut[shard] for shard in row])) for row in owner]
@@ -126,18 +136,13 @@ def one_label(labels: ArrayLike, clients: int, *, seed: Seed) -> list[Indices]:
     """
     y, rng = _checked(labels, clients), generator(seed, 5)
     kinds, counts = np.unique(y, return_counts=True)
-    if clients < len(kinds):
-        raise DataError(
-            f"clients is {clients}; allowed: at least {len(kinds)}, one per label, so that no sample is left out."
-        )
+    few = f"at least {len(kinds)}, one per label, so that no sample is left out"
+    require(clients >= len(kinds), "clients", clients, few)
     held: list[Indices] = [np.empty(0, np.int64)] * clients
     for number, (kind, count) in enumerate(zip(kinds, counts, strict=True)):
         owners = range(number, clients, len(kinds))
-        if len(owners) > count:
-            raise DataError(
-                f"clients is {clients}: {len(owners)} clients would share the {count} samples of label {kind}; "
-                f"allowed: at most one client per sample."
-            )
+        many = f"at most one client per sample; {len(owners)} clients would share the {count} samples of label {kind}"
+        require(len(owners) <= count, "clients", clients, many)
         parts = np.array_split(rng.permutation(np.flatnonzero(y == kind)), len(owners))
         for client, part in zip(owners, parts, strict=True):
             held[client] = part
@@ -180,7 +185,9 @@ def partition(name: str, labels: ArrayLike, clients: int, *, seed: Seed, **optio
             allowed_values, example = REQUIRED[key]
             raise DataError(
                 f"partition {name!r} needs the option {key!r}, {allowed_values}: {key}={example}; in a spec "
-                f"partition_options = {{{key} = {example}}}, in a shell --set 'partition_options={{{key}={example}}}'."
+                f"partition_options = {{{key} = {example}}}, in a shell --set 'partition_options={{{key}={example}}}'.",
+                path=key,
+                allowed=allowed_values,
             )
     return PARTITIONS[name](labels, clients, seed=seed, **options)
 
@@ -199,13 +206,11 @@ def split(
     Raises:
         DataError: a client has fewer than two samples, or the fraction is not between 0 and 1.
     """
-    if not 0 < fraction < 1:
-        raise DataError(f"fraction is {fraction}; allowed: strictly between 0 and 1.")
+    require(0 < fraction < 1, "fraction", fraction, "strictly between 0 and 1")
     rng = generator(seed, 6)
     training, validation = [], []
     for client, part in enumerate(parts):
-        if len(part) < 2:
-            raise DataError(f"client {client} holds {len(part)} samples; a split needs at least 2.")
+        require(len(part) >= 2, f"the number of samples of client {client}", len(part), "at least 2, for a split")
         mixed = rng.permutation(np.asarray(part, np.int64))
         cut = min(max(round(fraction * len(part)), 1), len(part) - 1)
         training.append(mixed[:cut])
@@ -266,13 +271,11 @@ def _drawn(
 
     Each row is proportional to a draw from Dirichlet(alpha), up to rounding.
     """
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float | np.number) or not 0 < alpha <= 1e9:
-        raise DataError(f"alpha is {alpha!r}; allowed: a number above 0, up to 1e9.")
-    if not _is_whole(minimum) or not 0 <= minimum <= totals.sum() // clients:
-        raise DataError(
-            f"minimum is {minimum!r}; allowed: a whole number from 0 to {totals.sum() // clients}, since "
-            f"{totals.sum()} samples go to {clients} clients."
-        )
+    fits = isinstance(alpha, int | float | np.number) and not isinstance(alpha, bool) and bool(0 < alpha <= 1e9)
+    require(fits, "alpha", alpha, "a number above 0, up to 1e9")
+    most = totals.sum() // clients
+    allowed = f"a whole number from 0 to {most}, since {totals.sum()} samples go to {clients} clients"
+    require(_is_whole(minimum) and bool(0 <= minimum <= most), "minimum", minimum, allowed)
     for _ in range(ATTEMPTS):
         edges = np.cumsum(rng.dirichlet(np.full(clients, alpha), size=len(totals)), axis=1)
         # Edges are rounded to the nearest whole number, which favours no client. The last edge is the total, in spite
@@ -283,7 +286,10 @@ def _drawn(
             return counts
     raise DataError(
         f"alpha = {alpha} over {clients} clients left a client with fewer than minimum = {minimum} samples "
-        f"in each of {ATTEMPTS} draws; allowed: a larger alpha, fewer clients or a smaller minimum."
+        f"in each of {ATTEMPTS} draws; allowed: a larger alpha, fewer clients or a smaller minimum.",
+        path="alpha",
+        got=alpha,
+        allowed="a larger alpha, fewer clients or a smaller minimum",
     )
 
 
@@ -293,10 +299,9 @@ def _dealt(rng: np.random.Generator, members: Indices, counts: NDArray[np.int64]
 
 def _checked(labels: ArrayLike, clients: int) -> NDArray[np.integer]:
     y = np.asarray(labels)
-    if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
-        raise DataError(f"labels have shape {y.shape} and type {y.dtype}; allowed: integers along a single axis.")
-    if not 1 <= clients <= len(y):
-        raise DataError(f"clients is {clients}; allowed: 1 to {len(y)}, the number of samples.")
+    fits = y.ndim == 1 and np.issubdtype(y.dtype, np.integer)
+    require(fits, "the layout of labels", f"{y.dtype}{list(y.shape)}", "integers along a single axis")
+    require(1 <= clients <= len(y), "clients", clients, f"1 to {len(y)}, the number of samples")
     return y
 
 
@@ -313,8 +318,8 @@ def generator(seed: Seed, stream: int) -> np.random.Generator:
     """
     if isinstance(seed, np.random.Generator):
         return seed
-    if not isinstance(seed, int | np.integer) or seed < 0:
-        raise DataError(f"seed is {seed!r}; allowed: an int from 0 on, or a numpy.random.Generator.")
+    fits = isinstance(seed, int | np.integer) and seed >= 0
+    require(fits, "seed", seed, "an int from 0 on, or a numpy.random.Generator")
     return np.random.default_rng([stream, int(seed)])
 
 
@@ -359,16 +364,15 @@ def pack_arrays(arrays: Mapping[str, NDArray[Any]], parts: Sequence[NDArray[np.i
     """
     shapes = {name: array.shape for name, array in arrays.items()}
     lengths = {shape[:1] for shape in shapes.values()}
-    if len(lengths) != 1 or lengths == {()}:
-        raise DataError(f"arrays have shapes {shapes}; allowed: at least one array, all of the same length.")
+    fits = len(lengths) == 1 and lengths != {()}
+    require(fits, "the shapes of arrays", shapes, "at least one array, all of the same length")
     ((rows,),) = lengths
     size = np.array([len(part) for part in parts], np.int64)
     start = starts(size)
     for client, part in enumerate(parts):
-        if np.min(part) < 0 or np.max(part) >= rows:
-            raise DataError(
-                f"client {client} has row indices from {np.min(part)} to {np.max(part)}; allowed: 0 to {rows - 1}."
-            )
+        least, most = int(np.min(part)), int(np.max(part))
+        indices = f"the range of row indices of client {client}"
+        require(least >= 0 and most < rows, indices, (least, most), f"0 to {rows - 1}")
     order = np.concatenate(parts)
     return Packed({name: array[order] for name, array in arrays.items()}, start, size)
 
@@ -379,11 +383,9 @@ def starts(size: NDArray[np.int64]) -> NDArray[np.int64]:
     Raises:
         DataError: there is no client, or a client has no samples.
     """
-    if not len(size):
-        raise DataError("there are no clients; allowed: at least one.")
-    if size.min() < 1:
-        client = int(np.argmin(size))
-        raise DataError(f"client {client} has {size[client]} samples; allowed: at least one.")
+    require(len(size) > 0, "the number of clients", 0, "at least one")
+    client = int(np.argmin(size))
+    require(bool(size[client] >= 1), f"the number of samples of client {client}", int(size[client]), "at least one")
     total = np.cumsum(size)
     first: NDArray[np.int64] = total - size
     return first
@@ -410,7 +412,8 @@ def write_clients(folder: str | Path, size: ArrayLike, clients: Iterable[Mapping
     """
     target = Path(folder)
     if target.exists():
-        raise DataError(f"{target} exists; allowed: a new folder (to write it again, delete it first).")
+        new = "a new folder (to write it again, delete it first)"
+        raise DataError(f"{target} exists; allowed: {new}.", path=target, allowed=new)
     sizes = np.asarray(size, np.int64)
     starts(sizes)  # refuses wrong sizes
     part = temporary(target)
@@ -419,7 +422,7 @@ def write_clients(folder: str | Path, size: ArrayLike, clients: Iterable[Mapping
         _write(part, sizes, clients)
         os.rename(part, target)
     except OSError as error:
-        raise DataError(f"{target} cannot be written: {error.strerror or error}.") from error
+        raise DataError(f"{target} cannot be written: {error.strerror or error}.", path=target) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return target
@@ -443,15 +446,15 @@ def open_clients(folder: str | Path) -> Packed:
         size = np.array(_open(root, "size", manifest["size"]))
         if size.ndim != 1 or size.dtype.kind not in "iu" or not arrays:
             raise ValueError("it has no arrays, or its sizes are not one integer per client")
-    if size.max(initial=0) > min(map(len, arrays.values())):
-        raise DataError(f"{root} has a client of {size.max()} samples, which is more than the number of its rows.")
+    rows, most = min(map(len, arrays.values())), size.max(initial=0)
+    require_content(most <= rows, root, f"a client of {most} samples", f"at most {rows}, the number of its rows")
     try:
         start, total = starts(size), int(size.sum())
     except DataError as error:
-        raise DataError(f"{root / 'size.npy'}: {error}") from error
+        raise DataError(f"{root / 'size.npy'}: {error}", path=root / "size.npy", got=error.got) from error
     for name, array in arrays.items():
-        if len(array) != total:
-            raise DataError(f"{root} has {len(array)} rows of {name!r}, expected {total}, the sum of the sizes.")
+        sizes = f"{total}, the sum of the sizes"
+        require_content(len(array) == total, root, f"{len(array)} rows of {name!r}", sizes)
     return Packed(arrays, start, size)
 
 
@@ -472,12 +475,11 @@ def _write(part: Path, sizes: NDArray[np.int64], clients: Iterable[Mapping[str, 
             lengths = {array.shape[:1] for array in client.values()}
             if written == len(sizes) or layout != like or lengths != {(sizes[written],)}:
                 allowed = f"{sizes[written]} rows of {like}" if written < len(sizes) else "no such client"
-                raise DataError(f"client {written} has {sorted(lengths)} rows of {layout}; allowed: {allowed}.")
+                require(False, f"the layout of client {written}", f"{sorted(lengths)} rows of {layout}", allowed)
             for name, array in client.items():
                 outs[name].write(np.ascontiguousarray(array).tobytes())
             written += 1
-    if written != len(sizes):
-        raise DataError(f"clients ended after {written}; allowed: {len(sizes)}, the length of size.")
+    require(written == len(sizes), "the number of clients", written, f"{len(sizes)}, the length of size")
     manifest = {
         "format": FORMAT,
         "version": VERSION,
@@ -504,11 +506,9 @@ def _npy(part: Path, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) ->
     process, while a write raises an error.
     """
     path = part / f"{name}.npy"
-    if not NAME.fullmatch(name) or path.exists() or dtype.kind not in "biufc":
-        raise DataError(
-            f"array {name!r} has type {dtype}; allowed: arrays of numbers, with names of letters, digits, _ and - "
-            "other than 'size'."
-        )
+    fits = bool(NAME.fullmatch(name)) and not path.exists() and dtype.kind in "biufc"
+    allowed = "an array of numbers, with a name of letters, digits, _ and - other than 'size'"
+    require(fits, f"the type of array {name!r}", str(dtype), allowed)
     with _synced(path) as out:
         header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
         np.lib.format.write_array_header_1_0(out, header)
@@ -525,10 +525,8 @@ def _open(root: Path, name: str, entry: dict[str, Any]) -> NDArray[Any]:
     path = root / f"{name}.npy"
     shape, dtype, length = list(entry["shape"]), str(entry["dtype"]), int(entry["bytes"])
     actual = path.stat().st_size if path.is_file() else 0
-    if actual != length:
-        raise DataError(f"{path} has {actual:,} bytes, expected {length:,}: it is missing or truncated.")
+    require_content(actual == length, path, f"{actual:,} bytes", f"{length:,}", "it is missing or truncated")
     array = mapped(path, "cannot be mapped")
-    if list(array.shape) != shape or array.dtype.str != dtype or not shape:
-        expected = printable(f"{shape} {dtype}")
-        raise DataError(f"{path} holds {array.shape} {array.dtype.str}, expected {expected}.")
+    fits = list(array.shape) == shape and array.dtype.str == dtype and bool(shape)
+    require_content(fits, path, f"{list(array.shape)} {array.dtype.str}", printable(f"{shape} {dtype}"))
     return array

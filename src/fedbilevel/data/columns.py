@@ -180,4 +180,4 @@ def read_summaries(file: Path) -> Summaries:
     except DataError:
         raise
     except (ValueError, TypeError, AttributeError) as error:
-        raise DataError(f"{file} is not what `Preparer.save` writes: {in_a_line(error)}.") from error
+        raise DataError(f"{file} is not what `Preparer.save` writes: {in_a_line(error)}.", path=file) from error

@@ -15,7 +15,7 @@ import secrets
 import shutil
 import sys
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -34,7 +34,46 @@ LONGEST = 1 << 28  # the largest allowed number of bytes of a file; the largest 
 
 
 class DataError(ValueError):
-    """Data cannot be found, read, downloaded, partitioned or stored; the message says what to do."""
+    """Report data that cannot be found, read, downloaded, partitioned or stored; the message says what to do.
+
+    Attributes:
+        path: the argument, the file or the part of a file that is wrong, or the kind of an unknown name; "" if the
+            error is about none of them, such as a missing library.
+        got: the value, the unknown name, or what the file has; None if it cannot be read.
+        allowed: the allowed values or the expected content in words, or the valid names; "" if the error does not name
+            them.
+        near: the valid name that is most similar to `got`; "" if none is similar.
+    """
+
+    def __init__(
+        self,
+        text: str = "",
+        *,
+        path: str | Path = "",
+        got: object = None,
+        allowed: str | Sequence[str] = "",
+        near: str = "",
+    ) -> None:
+        super().__init__(text)
+        self.path, self.got, self.allowed, self.near = str(path), got, allowed, near
+
+
+def require(holds: bool, path: str, got: object, allowed: str) -> None:
+    """Raise DataError unless `holds`: "PATH is GOT; allowed: ALLOWED."."""
+    if not holds:
+        raise DataError(f"{path} is {got!r}; allowed: {allowed}.", path=path, got=got, allowed=allowed)
+
+
+def require_content(holds: bool, file: str | Path, got: str, expected: str, remedy: str = "") -> None:
+    """Raise DataError unless `holds`: "FILE has GOT; expected EXPECTED: REMEDY."."""
+    if not holds:
+        raise unexpected(file, got, expected, remedy)
+
+
+def unexpected(file: str | Path, got: str, expected: str, remedy: str = "") -> DataError:
+    """Return the error for a file, or a part of a file, that has other content than expected."""
+    end = f": {remedy}" if remedy else ""
+    return DataError(f"{file} has {got}; expected {expected}{end}.", path=file, got=got, allowed=expected)
 
 
 def unknown_name(field: str, got: object, allowed: Iterable[str]) -> DataError:
@@ -42,7 +81,8 @@ def unknown_name(field: str, got: object, allowed: Iterable[str]) -> DataError:
     names = sorted(allowed)
     near = nearest(str(got), names)
     hint = f" Did you mean {near!r}?" if near else ""
-    return DataError(f"{field} {got!r} is unknown.{hint} Allowed: {', '.join(names) or 'none'}.")
+    text = f"{field} {got!r} is unknown.{hint} Allowed: {', '.join(names) or 'none'}."
+    return DataError(text, path=field, got=got, allowed=names, near=near)
 
 
 EXPANDERS: dict[str, Callable[[IO[bytes]], Any]] = {
@@ -64,7 +104,7 @@ def as_data_error(where: str | Path, problem: str) -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:
-        raise DataError(f"{where} {problem}: {in_a_line(error)}.") from error
+        raise DataError(f"{where} {problem}: {in_a_line(error)}.", path=where) from error
 
 
 class Expanded:
@@ -92,7 +132,8 @@ class Expanded:
             wanted -= len(part)
             self.left -= len(part)
         if self.left < 0:
-            raise DataError(f"{self.where} expands to more than {self.limit:,} bytes: it is not the expected file.")
+            text = f"{self.where} expands to more than {self.limit:,} bytes: it is not the expected file."
+            raise DataError(text, path=self.where, allowed=f"at most {self.limit:,} bytes")
         return b"".join(parts)
 
 
@@ -205,11 +246,9 @@ def read(name: str, file: File, progress: Progress | None = None) -> bytes:
         path = folders(name)[-1] / file.name
         download(SOURCES[name].home + file.name, path, file, progress or bar(f"{name}/{file.name}"))
     content = read_bytes(path)
-    if len(content) != file.size:
-        raise DataError(f"{path} has {len(content):,} bytes, expected {file.size:,}: delete it and download it again.")
-    digest = hashlib.sha256(content).hexdigest()
-    if digest != file.sha256:
-        raise DataError(f"{path} has sha256 {digest}, expected {file.sha256}: delete it and download it again.")
+    again, digest = "delete it and download it again", hashlib.sha256(content).hexdigest()
+    require_content(len(content) == file.size, path, f"{len(content):,} bytes", f"{file.size:,}", again)
+    require_content(digest == file.sha256, path, f"sha256 {digest}", file.sha256, again)
     return content
 
 
@@ -222,7 +261,7 @@ def read_bytes(path: Path, longest: int = LONGEST) -> bytes:
     try:
         return read_regular(path, longest)
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.", path=path) from error
 
 
 def download(url: str, path: Path, file: File, progress: Progress, timeout: float = TIMEOUT) -> None:
@@ -258,7 +297,8 @@ def download(url: str, path: Path, file: File, progress: Progress, timeout: floa
 def _failed(url: str, path: Path, why: str) -> DataError:
     return DataError(
         f"Download of {url} failed: {why}. Without internet: put the file at "
-        f"FOLDER{os.sep}{path.parent.name}{os.sep}{path.name} and set FEDBILEVEL_DATA=FOLDER (or at {path})."
+        f"FOLDER{os.sep}{path.parent.name}{os.sep}{path.name} and set FEDBILEVEL_DATA=FOLDER (or at {path}).",
+        path=url,
     )
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedbilevel.data import files
-from fedbilevel.data.files import SOURCES, DataError, Expanded, as_data_error, unknown_name
+from fedbilevel.data.files import SOURCES, DataError, Expanded, as_data_error, require, require_content, unknown_name
 from fedbilevel.wording import missing
 
 Images = NDArray[Any]
@@ -71,13 +71,10 @@ def standardise(images: Images, mean: float | Sequence[float], std: float | Sequ
         DataError: the shapes do not fit, or an std is not positive.
     """
     centre, scale = np.atleast_1d(np.asarray(mean, np.float32)), np.atleast_1d(np.asarray(std, np.float32))
-    if centre.shape != scale.shape or centre.ndim != 1 or centre.size not in (1, images.shape[-1]):
-        raise DataError(
-            f"mean and std have shapes {centre.shape} and {scale.shape}; allowed: a number, or a number for each "
-            f"channel of images of shape {images.shape}."
-        )
-    if not np.all(scale > 0):
-        raise DataError(f"std is {std}; every entry must be above zero.")
+    fits = centre.shape == scale.shape and centre.ndim == 1 and centre.size in (1, images.shape[-1])
+    allowed = f"a number, or a number for each channel of images of shape {images.shape}"
+    require(fits, "the shapes of mean and std", (centre.shape, scale.shape), allowed)
+    require(bool(np.all(scale > 0)), "std", std, "above zero in every entry")
     full = 255 if images.dtype == np.uint8 else 1
     out: NDArray[np.float32] = np.divide(images, full, dtype=np.float32, casting="same_kind", order="C")
     pixels = out.reshape(len(out), math.prod(out.shape[1:]))  # a view with long rows, for which NumPy is fast
@@ -108,7 +105,10 @@ def load(name: str, *, progress: files.Progress | None = None) -> Dataset:
     if name in TABLES:
         raise DataError(
             f'"{name}" is a table and not a set of images. The task regularization uses tables; in Python, load them '
-            f"by load_table. Sets of images: {', '.join(sorted(LOADERS))}."
+            f"by load_table. Sets of images: {', '.join(sorted(LOADERS))}.",
+            path="data set",
+            got=name,
+            allowed=sorted(LOADERS),
         )
     if name not in LOADERS:
         raise unknown_name("data set", name, LOADERS)
@@ -203,14 +203,12 @@ def parse_idx(content: bytes, ndim: int, where: str | Path) -> NDArray[np.uint8]
     with as_data_error(where, "is not a complete gzip file"):
         raw = Expanded(content, "gzip", IDX_LIMIT, where).read()
     magic, start = bytes((0, 0, 8, ndim)), 4 + 4 * ndim
-    if raw[:4] != magic or len(raw) < start:
-        raise DataError(
-            f"{where} starts with the bytes {raw[:4].hex(' ')}; expected {magic.hex(' ')} (IDX, bytes in {ndim} axes)."
-        )
+    first, idx = f"the first bytes {raw[:4].hex(' ')}", f"{magic.hex(' ')} (IDX, bytes in {ndim} axes)"
+    require_content(raw[:4] == magic and len(raw) >= start, where, first, idx)
     shape = struct.unpack(f">{ndim}i", raw[4:start])
     expected = math.prod(shape)
-    if min(shape) < 0 or len(raw) - start != expected:
-        raise DataError(f"{where} holds {len(raw) - start:,} entries, expected {expected:,} for its shape {shape}.")
+    fits = min(shape) >= 0 and len(raw) - start == expected
+    require_content(fits, where, f"{len(raw) - start:,} entries", f"{expected:,} for its shape {shape}")
     return np.frombuffer(raw, np.uint8, offset=start).reshape(shape)
 
 
@@ -247,12 +245,11 @@ def _batches(archive: tarfile.TarFile, where: str | Path) -> dict[str, bytes]:
         if folder != "cifar-10-batches-bin" or name not in CIFAR_TRAIN + CIFAR_TEST:
             continue
         stream = archive.extractfile(member) if member.size == BATCH * RECORD else None
-        if stream is None:
-            raise DataError(f"{where}: {name} has {member.size:,} bytes, expected {BATCH * RECORD:,}.")
+        require_content(stream is not None, f"{where}: {name}", f"{member.size:,} bytes", f"{BATCH * RECORD:,}")
+        assert stream is not None
         batches[name] = stream.read()
-    lacking = set(CIFAR_TRAIN + CIFAR_TEST) - set(batches)
-    if lacking:
-        raise DataError(f"{where} lacks {', '.join(sorted(lacking))} in cifar-10-batches-bin.")
+    lacking = ", ".join(sorted(set(CIFAR_TRAIN + CIFAR_TEST) - set(batches)))
+    require_content(not lacking, where, f"no {lacking}", "all batches in cifar-10-batches-bin")
     return batches
 
 
@@ -262,10 +259,9 @@ def _records(batches: list[bytes], where: str | Path) -> tuple[NDArray[np.uint8]
     # The published classes are equally frequent. This is checked, since an archive that was packed again has no known
     # checksum.
     counts = np.bincount(labels, minlength=10)
-    if np.any(counts != len(labels) // 10):
-        raise DataError(
-            f"{where} has {counts.tolist()} images per class; expected {len(labels) // 10:,} of each of 10 classes."
-        )
+    fits = not np.any(counts != len(labels) // 10)
+    found, expected = f"{counts.tolist()} images per class", f"{len(labels) // 10:,} of each of 10 classes"
+    require_content(fits, where, found, expected)
     planes = records[:, 1:].reshape(-1, CHANNELS, SIDE, SIDE)
     return np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), labels
 
@@ -330,10 +326,9 @@ def covtype(name: str) -> tuple[Rows, Rows, int]:
         text = Expanded(files.read_bytes(path), "gzip", COVERTYPE_LIMIT, path).read()
         table = np.loadtxt(io.BytesIO(text), np.int32, delimiter=",", ndmin=2, comments=None)
     label = table[:, -1] - 1
-    if table.shape[1] != COVERTYPE_COLUMNS or set(np.unique(label)) != set(range(7)):
-        raise DataError(
-            f"{path} has {table.shape[1]} columns; expected {COVERTYPE_COLUMNS}, with the classes 1 to 7 in the last."
-        )
+    fits = table.shape[1] == COVERTYPE_COLUMNS and set(np.unique(label)) == set(range(7))
+    expected = f"{COVERTYPE_COLUMNS}, with the classes 1 to 7 in the last"
+    require_content(fits, path, f"{table.shape[1]} columns", expected)
     rows = table[:, :-1].astype(np.float32)
     test = np.arange(len(label)) % 5 == 4
     return (rows[~test], label[~test]), (rows[test], label[test]), 7
@@ -374,18 +369,16 @@ def parse_libsvm(path: Path, features: int, count: int, positive: int) -> Rows:
     with as_data_error(path, "is not a bz2 file in libsvm's format"):
         text = Expanded(files.read_bytes(path), "bz2", limit, path).read()
         ends = text.count(b"\n")
-        if ends > 2 * count:  # if lines are very short, parsed rows would take a hundred times the size of the file
-            raise DataError(f"{path} has {ends:,} lines; expected {count:,}.")
+        # if lines are very short, parsed rows would take a hundred times the size of the file
+        require_content(ends <= 2 * count, path, f"{ends:,} lines", f"{count:,}")
         table, label = load_svmlight_file(io.BytesIO(text), n_features=features, zero_based=False)
     counts = table.shape[0], int((label == 1).sum()), int((label == -1).sum())
-    if counts != (count, positive, count - positive):
-        raise DataError(
-            f"{path} has {counts[0]:,} rows, {counts[1]:,} with the label 1 and {counts[2]:,} with the label -1; "
-            f"expected {count:,}, {positive:,} and {count - positive:,}."
-        )
+    found = f"{counts[0]:,} rows, {counts[1]:,} with the label 1 and {counts[2]:,} with the label -1"
+    expected = f"{count:,}, {positive:,} and {count - positive:,}"
+    require_content(counts == (count, positive, count - positive), path, found, expected)
     rows = table.toarray()
-    if not (np.abs(rows) <= LARGEST).all():
-        raise DataError(f"{path} has a value that is not finite in float32.")
+    finite = bool((np.abs(rows) <= LARGEST).all())
+    require_content(finite, path, "a value that is not finite in float32", "finite numbers")
     return rows.astype(np.float32), (label > 0).astype(np.int32)
 
 
@@ -396,7 +389,8 @@ def _first_existing(folder: str, *names: str) -> Path:
         places = " or ".join(str(place) for place in files.folders(folder))
         raise DataError(
             f"{' or '.join(names)} is not in {places}, and is not downloaded. Put the file there; or put it at "
-            f"FOLDER/{folder}/{names[0]}, and set FEDBILEVEL_DATA=FOLDER."
+            f"FOLDER/{folder}/{names[0]}, and set FEDBILEVEL_DATA=FOLDER.",
+            path=names[0],
         )
     return paths[0]
 
@@ -483,22 +477,18 @@ def stratified(labels: NDArray[np.int32], share: float, seed: int) -> tuple[NDAr
 
 def _patients(content: bytes, where: str, expected: Counts) -> Patients:
     lines = [line for line in content.splitlines() if line.strip()]
-    if len(lines) != expected.patients:
-        raise DataError(f"{where} has {len(lines):,} lines; expected {expected.patients:,}, one per patient.")
+    one_each = f"{expected.patients:,}, one per patient"
+    require_content(len(lines) == expected.patients, where, f"{len(lines):,} lines", one_each)
     for number, line in enumerate(lines, 1):
         entries = line.split(b",")
-        if len(entries) != COLUMNS or not all(map(NUMBER.fullmatch, entries)):
-            raise DataError(
-                f"{where}, line {number}: expected {COLUMNS} numbers, separated by commas, with ? or NaN for a missing "
-                "number."
-            )
+        fits = len(entries) == COLUMNS and all(map(NUMBER.fullmatch, entries))
+        numbers = f"{COLUMNS} numbers, separated by commas, with ? or NaN for a missing number"
+        require_content(fits, f"{where}, line {number}", "other content", numbers)
     table = np.array([[math.nan if b"?" in entry else float(entry) for entry in line.split(b",")] for line in lines])
     table = table[~np.isnan(table[:, [*KEPT, CHEST_PAIN, ECG, DISEASE]]).any(1)]
     labels = (table[:, DISEASE] > 0).astype(np.int32)
-    if (len(labels), int(labels.sum())) != (expected.complete, expected.diseased):
-        raise DataError(
-            f"{where} has {len(labels)} patients without a missing value, {labels.sum()} of them with heart disease; "
-            f"expected {expected.complete} and {expected.diseased}."
-        )
+    found = f"{len(labels)} patients without a missing value, {labels.sum()} of them with heart disease"
+    fits = (len(labels), int(labels.sum())) == (expected.complete, expected.diseased)
+    require_content(fits, where, found, f"{expected.complete} and {expected.diseased}")
     indicators = [table[:, CHEST_PAIN] == level for level in (2, 3, 4)] + [table[:, ECG] == level for level in (1, 2)]
     return Patients(np.column_stack([table[:, KEPT], *indicators]).astype(np.float32), labels)

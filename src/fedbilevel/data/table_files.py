@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedbilevel.data.files import DataError
+from fedbilevel.data.files import DataError, require_content, unexpected
 from fedbilevel.reading import require_regular
 from fedbilevel.wording import in_a_line, missing
 
@@ -72,16 +72,18 @@ def rows_of(file: Path, separator: str) -> Iterator[list[str]]:
                     header = row
                     check_header(file, header, separator)
                 elif len(row) != len(header):
-                    raise DataError(f"{file}, line {line}: {len(row)} entries; the header has {len(header)}.")
+                    expected = f"{len(header)}, as its header has"
+                    raise unexpected(f"{file}, line {line}", f"{len(row)} entries", expected)
                 yield row
     except OSError as error:
-        raise DataError(f"{file} cannot be read: {in_a_line(error)}.") from error
+        raise DataError(f"{file} cannot be read: {in_a_line(error)}.", path=file) from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{file}, line {_line_that_is_not_utf_8(file)}: the file is not a text in UTF-8.") from error
+        place = f"{file}, line {_line_that_is_not_utf_8(file)}"
+        raise DataError(f"{place}: the file is not a text in UTF-8.", path=place) from error
     except csv.Error as error:
-        raise DataError(f"{file}, line {before + 1}: the row cannot be read ({error}); {QUOTES}.") from error
-    if not header:
-        raise DataError(f"{file} is empty; its first line must name the columns.")
+        place = f"{file}, line {before + 1}"
+        raise DataError(f"{place}: the row cannot be read ({error}); {QUOTES}.", path=place) from error
+    require_content(bool(header), file, "no lines", "a first line that names the columns")
 
 
 def _line_that_is_not_utf_8(file: Path) -> int:
@@ -99,10 +101,11 @@ def check_header(file: Path, header: list[str], separator: str) -> None:
     if len(header) == 1 and other:
         where = f"a {file.suffix} file" if file.suffix else "the file"
         found = f"the names in its first line are separated by {NAMES[other]}"
-        raise DataError(f"{file}: {found}; {where} must have {NAMES[separator]} between entries, and a decimal point.")
+        text = f"{file}: {found}; {where} must have {NAMES[separator]} between entries, and a decimal point."
+        raise DataError(text, path=file, got=NAMES[other], allowed=NAMES[separator])
     twice = next((name for name in header if header.count(name) > 1 or not name), None)
-    if twice is not None:
-        raise DataError(f"{file} has the column {twice!r} twice or without a name; each needs a name of its own.")
+    column = f"the column {twice!r} twice or without a name"
+    require_content(twice is None, file, column, "a name of its own for each column")
 
 
 def read_table(file: Path, gaps: Collection[str] = ()) -> Any:
@@ -117,11 +120,12 @@ def read_table(file: Path, gaps: Collection[str] = ()) -> Any:
     """
     kind = file.suffix.lower()
     if kind not in (*SEPARATORS, ".parquet"):
-        raise DataError(f"{file} is not a table: it must be a .csv, .tsv or .parquet file.")
+        kinds = ".csv, .tsv or .parquet"
+        raise DataError(f"{file} is not a table: it must be a {kinds} file.", path=file, allowed=kinds)
     try:
         import pandas as pd
     except ImportError as error:
-        raise DataError(f"{file} needs {missing('pandas', 'tables')}") from error
+        raise DataError(f"{file} needs {missing('pandas', 'tables')}", path=file) from error
     try:
         if kind == ".parquet":
             frame = pd.read_parquet(file)
@@ -131,13 +135,13 @@ def read_table(file: Path, gaps: Collection[str] = ()) -> Any:
             with open(file, encoding=ENCODING) as text:  # with a path, pandas misreads "\r" at a line's start
                 frame = pd.read_csv(text, na_values=list(gaps), sep=SEPARATORS[kind], low_memory=False)
     except ImportError as error:
-        raise DataError(f"{file} needs pyarrow, which is not installed: pip install pyarrow") from error
+        needs = "needs pyarrow, which is not installed: pip install pyarrow"
+        raise DataError(f"{file} {needs}", path=file) from error
     except DataError:
         raise
     except (OSError, ValueError) as error:  # pandas' ParserError and EmptyDataError are ValueErrors
-        raise DataError(f"{file} cannot be read: {in_a_line(error)}.") from error
-    if not len(frame):
-        raise DataError(f"{file} has no rows.")
+        raise DataError(f"{file} cannot be read: {in_a_line(error)}.", path=file) from error
+    require_content(len(frame) > 0, file, "no rows", "at least one")
     return frame
 
 

@@ -187,11 +187,10 @@ def read_saved(file: Path, read: Callable[[Any], T]) -> T:
     try:
         return read(parse_json(read_bytes(file)))
     except OSError as error:
-        raise DataError(f"the file {str(file)!r} cannot be read: {in_a_line(error)}.") from error
+        raise DataError(f"the file {str(file)!r} cannot be read: {in_a_line(error)}.", path=file) from error
     except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise DataError(
-            f"{file} is not a file that `save` of a model or a preparer wrote: {in_a_line(error)}."
-        ) from error
+        text = f"{file} is not a file that `save` of a model or a preparer wrote: {in_a_line(error)}."
+        raise DataError(text, path=file) from error
 
 
 def _require_columns(place: str, names: Collection[str], known: Collection[str]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fedbilevel.core.errors import CheckpointWarning, ConfigurationError, ChangedValues, refuse_together, require
+from fedbilevel.core.errors import ChangedValues, CheckpointWarning, ConfigurationError, refuse_together, require
 from fedbilevel.core.privacy import SPENT
 from fedbilevel.engines import checkpoint, lock
 from fedbilevel.engines.costs import Ledger

@@ -369,7 +369,7 @@ def table_of(study: Study, node_config: Mapping[str, Any]) -> SiteTable:
     try:
         frame = _frame(study, str(source))
     except DataError as error:  # its message names the file and the error
-        raise ConfigurationError(f"node configuration: table: {error}") from error
+        raise ConfigurationError(str(error), where="node configuration: table") from error
     except (OSError, ValueError, ImportError, AttributeError) as error:
         raise ConfigurationError(f"node configuration: table {source!r} cannot be read: {in_a_line(error)}") from error
     try:
