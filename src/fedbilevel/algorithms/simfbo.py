@@ -3,9 +3,10 @@
 Yifan Yang, Peiyao Xiao, Kaiyi Ji. "SimFBO: Towards Simple, Flexible and Communication-efficient Federated Bilevel
 Learning". NeurIPS 2023, arXiv:2305.19442. Algorithm 1.
 
-x is the outer variable, y is the inner variable, and v, of y's shape, tracks the solution of ∇²yy G v = ∇y F. There are
-M clients. Client i has the weight p_i and the losses f_i and g_i, and F = Σ p_i f_i and G = Σ p_i g_i. P clients form
-the round's cohort C (docs/glossary.md).
+x is the outer variable and y is the inner variable. There are M clients. Client i has the weight p_i and the losses f_i
+and g_i, and F = Σ p_i f_i and G = Σ p_i g_i. P clients form the round's cohort C (docs/glossary.md). The vector v, of
+y's shape, follows the solution of ∇²yy G v = ∇y F, which the gradient in x needs: ∇Φ = ∇x F − ∇²xy G v. A single loop
+moves x, y and v together.
 
 Numbers in brackets, such as (3), are those of the paper's equations. The server sends (x, y, v). Client i makes τ_i
 local steps, one after the other. Each step moves x, y and v at the same time, along the directions             (3)
@@ -42,7 +43,7 @@ Departures from the paper:
    Here clients make the actual steps of heavy ball and FedProx. As in the paper, q_i is Σ_k a_k d_k, with the
    directions d_k at the points of these steps.
 5. The default radius is infinity, which omits the projection in (5), since r = L_f/μ_g is not known beforehand.
-   `diagnose` estimates it.
+   `fedbilevel diagnose` estimates it.
 6. Clients of limited capacity, which hold only a part of the model (a submodel), make their steps on this part. Every
    entry of q is then the mean over the clients that hold the same entry of the model.
 7. The first v, v⁽⁰⁾, is 0, which is one of the starting points that the paper allows. The `init` of a subclass can

@@ -94,37 +94,35 @@ def solve(
         engine: what carries out the rounds: `Local` (the default), `Reference`, or `Flower` for clients on other
             machines.
         eval_every: the number of rounds between two rows of the history; None makes about twenty rows.
-        metrics: a dict of functions (x, y) -> number, by name, which are computed for every row of the history.
+        metrics: a dict from names to functions (x, y) -> number, which are computed for every row of the history.
             `Metric(function, larger_is_better)` in place of a function says whether a larger number is better.
-        metrics_per_client: a dict of functions (x, y, batch) -> number, by name. A function returns a mean over the
+        metrics_per_client: a dict from names to functions (x, y, batch) -> number. A function returns a mean over the
             samples of the batch. For every row of the history it is called for each client, with all outer samples of
             this client as the batch. `PerClient(function, "inner")` passes the inner samples instead. The history gets
             NAME.mean (the mean with the clients' weights), NAME.worst, NAME.best and the deciles NAME.p10 … NAME.p90.
         best_by: the column of the history by which `result.best` is chosen, such as a metric on validation samples;
             None: "outer_loss", the mean of the outer loss over the rounds since the previous row. If the method does
             not measure this loss, `result.best` is None.
-        on_divergence: what to do if the run diverges. "stop" raises NonFiniteError if an iterate is not finite; the
-            `result` of this error has the last finite x and y. "shrink" returns to the row before the best row, halves
-            every step size, and continues with a warning. (The run does not return to the best row itself: each row
-            shows the losses of the rounds before it, so the x and y of the best row may already be too far off.)
-            "shrink" acts in two cases: an iterate is not finite, or a loss grows and was more than 10 times its first
+        on_divergence: what to do if the run diverges. "stop" raises NonFiniteError if x, y or another variable of the
+            run has an entry that is NaN or infinite; the `result` of this error has the last finite x and y. "shrink"
+            returns to the row before the best row, halves every step size, and continues with a warning. (The losses in
+            a row were measured in the rounds before it, so the run may already have begun to diverge at the best row.)
+            "shrink" acts in two cases: a variable is not finite, or a loss grows and was more than 10 times its first
             value in two consecutive rows. It can act 3 times; if a fourth time would be needed, the run ends. Once it
-            has acted, the history has a column "halvings". The costs of abandoned rounds remain in the ledger. None:
+            has acted, the history has a column "halvings". Abandoned rounds still count in `result.ledger`. None:
             "shrink" if steps adapt, clients are simulated in one process, and there is no privacy; else "stop".
         privacy: terms of local differential privacy for every client. Each reply is clipped, and noise is added. The
             noise is drawn from the run's key, in the float type of the run. Clients report no metrics. The history has
-            the ε of the client with the most replies. The replies of a single client are not counted if the method
-            draws new clients within a round (`Fed.mean` with `fresh`), or if clients can hold only a part of the model
-            (`Clients.capacity`). Then every exchange is counted as a reply of every client, so that this ε is an upper
-            bound. A run ends before the first round in which a client would exceed the budget; `result.stopped` says
-            so.
+            ε, the privacy cost of the client with the most replies. If the method draws new clients within a round, as
+            FedNest does with cohorts, or if clients can hold only a part of the model (`Clients.capacity`), every
+            exchange counts as a reply of every client. Then ε is never too small, but may be too large. A run ends
+            before the first round in which a client would exceed the budget; `result.stopped` says so.
         callbacks: functions (result, row) that are called between rounds, about twice a second. They are also called
-            whenever the history has a new row; otherwise row is None. If there are several processes, process 0 calls
-            them (see engines.multihost). A callback stops the run by returning a text, which is the reason. If a
+            whenever the history has a new row; otherwise row is None. If a run has several processes, process 0 calls
+            them (docs/how-to/several-hosts.md). A callback stops the run by returning a text, which is the reason. If a
             callback raises an error, the run is saved before the error is passed on. A resumed run does not call
-            callbacks again for rounds that are already done. So if one callback raises an error while another one
-            returns a reason to stop, the resumed run does not stop for this reason. `fedbilevel.trackers` has callbacks
-            that record runs.
+            callbacks again for rounds that are already done, even if one of them returned a reason to stop there.
+            `fedbilevel.trackers` has callbacks that record runs.
         checkpoint: the file to which process 0 saves the whole run, atomically, and from which the run resumes.
         checkpoint_every: the number of rounds between two checkpoints. None: a checkpoint is saved once a second, or
             less often, so that saving takes at most a tenth of the time; with `RemoteClients`, after every round. Runs
