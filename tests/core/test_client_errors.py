@@ -29,12 +29,16 @@ SAMPLES = {
     "arrays without clients": (GOOD[:0], {}, "has 0 clients"),
     "empty client by size": (GOOD, {"sizes": [4, 0, 4]}, "client 1 has no samples"),
     "size beyond what is stored": (GOOD, {"sizes": [4, 5, 4]}, r"\b5 .* 4 samples"),
-    "a NaN": (with_value(np.nan), {}, r"NaN .* sample 2 of client 1, entry \(1,\)$"),
-    "a NaN in a list": ([np.zeros((2, 2)), np.full((1, 2), np.nan)], {}, r"NaN .* sample 0 of client 1, entry \(0,\)$"),
+    "a NaN": (with_value(np.nan), {}, r"NaN .* sample 2 of client 1, entry \[1\] \(counted from 0\)$"),
+    "a NaN in a list": (
+        [np.zeros((2, 2)), np.full((1, 2), np.nan)],
+        {},
+        r"NaN .* sample 0 of client 1, entry \[0\] \(counted from 0\)$",
+    ),
     "a NaN in the padding": (
         with_value(np.nan),
         {"sizes": [4, 2, 4]},
-        r"NaN .* row 6 .*, entry \(1,\)$",
+        r"NaN .* row 6 .*, entry \[1\] \(counted from 0\)$",
     ),
     "a list of numbers": ([{"u": np.zeros((2, 2)), "t": [1, 2]}], {}, r"\['t'\] of client 0 is a list .*np\.asarray"),
     "strings": (

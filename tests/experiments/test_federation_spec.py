@@ -484,7 +484,7 @@ def test_looking_at_a_site_does_not_use_up_what_its_log_is_to_say(hospitals, tmp
         (
             f"{NORTH} same-data=yes",
             [],
-            "--node-config cannot be read: The provided configuration string is in an invalid",
+            "--node-config cannot be read; texts need quotes, as in site='north': The provided",
         ),
         (NORTH.replace("0", "-1"), [], "partition-id = -1 is not allowed: it must be the client's number, 0 or more"),
         (f"{NORTH} {HIDES}", [], "Site.folder = None is not allowed: it must be a folder (state-folder) with privacy"),
@@ -493,7 +493,7 @@ def test_looking_at_a_site_does_not_use_up_what_its_log_is_to_say(hospitals, tmp
         (
             "partition-id=1 folder='holes'",
             [],
-            "Clients.inner['features'] holds NaN or infinity, first in sample 2, entry (0,)",
+            "Clients.inner['features'] holds NaN or infinity, first in sample 2, entry [0] (counted from 0)",
         ),
         (NORTH, ["--superlink", "127.0.0.1:1"], "with --root-certificates or --insecure"),
         (NORTH, ["--superlink", "127.0.0.1:1", "--insecure"], "127.0.0.1:1 does not answer: "),

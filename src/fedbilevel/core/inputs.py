@@ -155,6 +155,9 @@ def require_start(name: str, given: PyTree, variable: PyTree) -> None:
     require_no_statistics(name, given)
     require_not_traced(name, given)
     some = "a pytree with at least one array of floats (write 0.0 in place of 0, or use .astype(float))"
+    if given is None:
+        message = f"{name} is missing: a {name[0]} at which the run starts, such as np.zeros(3)"
+        raise ConfigurationError(path=name, got=None, allowed=some, message=message)
     require(bool(jax.tree.leaves(variable)), name, given, some)
     if bad := nonfinite_leaves(variable):
         where = "" if bad == ["value"] else f" in {', '.join(bad)}"

@@ -153,6 +153,6 @@ def check_finite(name: str, array: Any, place: Callable[[int], str]) -> None:
         finite = np.isfinite(np.asarray(array).astype(precision, copy=False))
     if not np.all(finite):
         row, *within = (int(i) for i in np.argwhere(~finite)[0])
-        value, entry = array[(row, *within)], f", entry {tuple(within)}" if within else ""
+        value, entry = array[(row, *within)], f", entry [{', '.join(map(str, within))}]" if within else ""
         what = f"{value:g}, which is infinite in {precision}" if np.isfinite(value) else "NaN or infinity"
-        raise ConfigurationError(f"{name} holds {what}, first {place(row)}{entry}")
+        raise ConfigurationError(f"{name} holds {what}, first {place(row)}{entry} (counted from 0)")

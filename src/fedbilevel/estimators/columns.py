@@ -61,8 +61,11 @@ def require_sizes(field: str, column: NDArray[np.float64], gaps: str) -> None:
     """Refuse a column with a gap, an infinity or a number above MOST; `gaps` says what to do about gaps."""
     bad = np.flatnonzero(~(np.abs(column) <= MOST))
     if bad.size:
-        got = "a gap" if math.isnan(column[bad[0]]) else float(column[bad[0]])
-        require(False, f"{field}, row {bad[0]}", got, f"a number from {-MOST:g} to {MOST:g}; {gaps}")
+        row, got, allowed = bad[0], float(column[bad[0]]), f"a number from {-MOST:g} to {MOST:g}; {gaps}"
+        if math.isnan(got):
+            message = f"{field} has a gap (NaN), first in row {row}, counted from 0; {gaps}"
+            raise ConfigurationError(path=f"{field}, row {row}", got="a gap", allowed=allowed, message=message)
+        require(False, f"{field}, row {row}", got, allowed)
 
 
 def require_values(name: str, values: Any, fits: Any, allowed: str) -> None:
@@ -127,10 +130,14 @@ def labels(field: str, given: Any, count: int, allowed: str) -> tuple[NDArray[An
     """
     array = np.asarray(given, object)
     array = array[:, 0] if array.shape == (count, 1) else array
-    shaped = array.shape == (count,)
-    require(shaped, field, array.shape if array.ndim else given, f"{allowed}, {count} in all")
+    if array.shape != (count,):
+        got, allowed = array.shape if array.ndim else given, f"{allowed}, {count} in all"
+        message = f"{field} has the shape {array.shape}; it must be {allowed}" if array.ndim else ""
+        raise ConfigurationError(path=field, got=got, allowed=allowed, message=message)
     gap = next((place for place, one in enumerate(array) if _is_gap(one)), None)
-    require(gap is None, f"{field}, entry {gap}", "a gap", allowed)
+    if gap is not None:
+        message = f"{field} has a gap, first in entry {gap}, counted from 0; it must be {allowed}"
+        raise ConfigurationError(path=f"{field}, entry {gap}", got="a gap", allowed=allowed, message=message)
     try:
         names, members = np.unique(array, return_inverse=True)
     except TypeError:

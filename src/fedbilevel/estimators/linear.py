@@ -415,8 +415,11 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
     def _numbers(self, X: Any, reset: bool = False) -> Numbers:
         """Return the features as an array of shape (n, features), after a check of each column."""
         for name, dtype in zip(getattr(X, "columns", ()), getattr(X, "dtypes", ()), strict=True):
-            allowed = "numbers; Preparer turns categories into numbers, and the site of each row is passed as groups"
-            require(getattr(dtype, "kind", "f") in "biuf", f"column {name!r} of X", str(dtype), allowed)
+            if getattr(dtype, "kind", "f") not in "biuf":
+                field, got = f"column {name!r} of X", str(dtype)
+                allowed = "numbers; Preparer turns categories into numbers, and groups has the site of each row"
+                message = f"{field} has the type {got}; it must have {allowed}"
+                raise ConfigurationError(path=field, got=got, allowed=allowed, message=message)
         found = validate_data(self, X, reset=reset, dtype=np.float64, ensure_all_finite=False)
         for k, name in enumerate(self._names()):
             require_sizes(f"{name} of X", found[:, k], "Preparer fills gaps (NaN); replace codes for gaps by NaN first")

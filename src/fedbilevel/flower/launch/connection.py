@@ -42,7 +42,8 @@ def read_node_config(text: str) -> dict[str, Any]:
     try:
         return parse_config_args([text])
     except (ValueError, OSError, click.ClickException) as error:
-        raise ConfigurationError(f"--node-config cannot be read: {in_a_line(error, 400)}") from error
+        text = f"--node-config cannot be read; texts need quotes, as in site='north': {in_a_line(error, 400)}"
+        raise ConfigurationError(text) from error
 
 
 def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
