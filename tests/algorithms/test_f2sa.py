@@ -127,7 +127,9 @@ def test_the_multiplier_of_the_precision_reaches_the_solution():
     assert distance(result.state.iterate.v, exact.v) < 1e-7
 
 
-@pytest.mark.parametrize("multiplier", [np.inf, np.nan, np.array([1.0, np.inf])], ids=["inf", "nan", "array"])
+@pytest.mark.parametrize(
+    "multiplier", [np.inf, np.nan, np.array([1.0, np.inf]), 10**400], ids=["inf", "nan", "array", "integer"]
+)
 def test_a_multiplier_that_is_not_finite_is_refused(multiplier):
     """The points y ± v/λ are equal at λ = ∞, so that the difference quotient would be 0/0."""
     with refuses("F2SA.multiplier", multiplier, "finite"):

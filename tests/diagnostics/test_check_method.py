@@ -131,6 +131,40 @@ class Uphill(Both):
     allows = Allows(own_y={"gradients": OwnParts(("y",), (("y", lambda method: -method.lr),))})
 
 
+class NotAPhase(Both):
+    """The declaration names a phase that the method does not have."""
+
+    allows = Allows(own_y={"gradiens": OwnParts(("y",), (("y", lambda method: method.lr),))})
+
+
+class OtherPhase(Both):
+    """The declaration names another phase than the one for which a round asks."""
+
+    allows = Allows(own_y={"gradient": OwnParts(("y",), (("y", lambda method: method.lr),))})
+
+
+class OtherVariable(Both):
+    """The declaration names a step on a variable that no message has."""
+
+    allows = Allows(own_y={"gradients": OwnParts(("y",), (("yy", lambda method: method.lr),))})
+
+
+class NoPhase(Both):
+    """The declaration names no phase."""
+
+    allows = Allows(own_y={})
+
+
+class OtherReply(Both):
+    """The metrics of a reply are wrong, but only if leaves of y are the clients' own."""
+
+    @phase(takes=("x", "y"), gives=("x", "y"))
+    def gradients(self, client, at, key):
+        """Reply with the gradients of `Both`."""
+        reply = super().gradients(client, at, key)
+        return reply if client.problem.own is None else reply._replace(metrics=3)
+
+
 class Copied(NamedTuple):
     """Hold x, y, and a copy of x."""
 
@@ -222,13 +256,25 @@ OWN_LEAVES, IN_A_SET = "leaves of y that are each client's own", "an x in a set"
     [
         (Both, "passed", "passed"),
         (Uphill, "failed with a single client and its own leaves of y, y differs", "passed"),
+        (NotAPhase, "failed unknown phase 'gradiens' in own_y of NotAPhase; did you mean 'gradients'?", "passed"),
+        (OtherPhase, "failed OtherPhase.allows.own_y = ['gradient'] is not allowed", "passed"),
+        (
+            OtherVariable,
+            "failed unknown variable 'yy' in own_y of OtherVariable.gradients; did you mean 'y'?",
+            "passed",
+        ),
+        (NoPhase, "failed NoPhase.allows.own_y = [] is not allowed", "passed"),
+        (OtherReply, "failed OtherReply.gradients: Reply.metrics is", "passed"),
         (Copies, "passed", "failed state.copy is a copy of x that stays outside of the box"),
         (Halves, "passed", "refused Halves: with a project_x the state's x must be among its leaves"),
         (Descent, "refused it needs all of y on the server", "passed"),
     ],
 )
 def test_what_a_method_cannot_do_with_own_leaves_and_in_a_set_is_said(kind, own, in_a_set):
-    """The outcomes of both checks for correct methods, a wrong one of each kind, and methods that refuse."""
+    """The outcomes of both checks for correct methods, wrong ones of each kind, and methods that refuse.
+
+    Only an `UnsupportedError` counts as a refusal. Other errors, as of a wrong declaration, are failures.
+    """
     with jax.enable_x64(True):
         runs = Runs(kind(), *MINE, rounds=3, key=0)
         plain = runs.run(Local())

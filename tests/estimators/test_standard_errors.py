@@ -204,9 +204,11 @@ def test_scores_are_asked_for_only_where_patients_may_have_several_rows():
     with refuses("question", "mean gradient", "column of patients"):
         given = study("ridge", patient="", drop=("patient", "ill", "died"))
         SiteTable(given, "west", tables()["west"]).answer(agreement, asked)
+    one = SiteTable(study("ridge"), "west", tables()["west"])
     with refuses("model of the question", (2,), "(11,)"):
-        one = SiteTable(study("ridge"), "west", tables()["west"])
         one.answer(agreement, asked | {"model": [0.0, 1.0]})
+    with refuses("model of the question", "missing"):
+        one.answer(agreement, {name: value for name, value in asked.items() if name != "model"})
 
 
 @pytest.mark.parametrize(

@@ -250,6 +250,22 @@ def test_groups_of_predictions_have_the_rows_that_min_count_demands(logistic):
         assert min(negative + positive for _, _, negative, positive, _ in groups) >= LEAST
 
 
+def test_a_question_of_another_form_is_refused(logistic):
+    """A site refuses a question that lacks an entry, or whose entries have another form than those that it expects."""
+    table, asked = SiteTable(logistic.agreement.study, "south", tables()["south"]), question(logistic)
+    width = len(asked["coef"])
+    for wrong, refusal in (
+        ([], ("question", "list")),
+        ({}, ("coef of the question", "missing")),
+        ({"coef": asked["coef"]}, ("intercept of the question", "missing")),
+        (asked | {"coef": asked["coef"][1:]}, ("coef of the question", (width - 1,), f"({width},)")),
+        (asked | {"intercept": [0.5]}, ("intercept of the question", (1,), "()")),
+        (asked | {"at": [1.0]}, ("at of the question", (1,), "pairs")),
+    ):
+        with refuses(*refusal):
+            table.answer(logistic.agreement, wrong)
+
+
 def test_of_too_few_rows_of_a_class_nothing_is_told(logistic):
     """A site does not answer a question if fewer than `min_count` of its held-out rows are of a class."""
     table = SiteTable(logistic.agreement.study, "south", tables()["south"])

@@ -49,7 +49,7 @@ from fedbilevel.algorithms.parts.local_steps import LocalWork, local_descent
 from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.config import positive, positive_integer, share, static
-from fedbilevel.core.errors import is_number, require
+from fedbilevel.core.errors import UnsupportedError, is_number, require
 from fedbilevel.core.facts import Allows, Facts, No
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.field_types import Number, Step
@@ -132,7 +132,9 @@ class TrainingAtX(LocalWork, Algorithm):
             nearest = corner if problem.project_x is None else problem.project_x(corner)
             inside = all(map(jnp.allclose, jax.tree.leaves(nearest), jax.tree.leaves(corner)))
             allowed = "in the set to which the problem restricts x (project_x; in a spec, run.x_bounds)"
-            require(inside, f"{type(self).__name__}.{('low', 'high')[side]}", (self.low, self.high)[side], allowed)
+            if not inside:
+                path = f"{type(self).__name__}.{('low', 'high')[side]}"
+                raise UnsupportedError(path=path, got=(self.low, self.high)[side], allowed=allowed)
 
 
 class FedEx(TrainingAtX):

@@ -25,8 +25,8 @@ from fedbilevel.core.config import (
     step_sizes,
     wrapped,
 )
-from fedbilevel.core.errors import ConfigurationError, require, unknown
-from fedbilevel.core.facts import Allows, Asks, Facts, Findings, No
+from fedbilevel.core.errors import ConfigurationError, UnsupportedError, require, unknown
+from fedbilevel.core.facts import Allows, Asks, Facts, Findings, No, OwnParts
 from fedbilevel.core.fed import Fed, Phase, Reply
 from fedbilevel.core.hyperparameters import field_values, local_epochs
 from fedbilevel.core.own import as_client, check_own
@@ -325,8 +325,21 @@ class Algorithm(Listed):
         return cls.hypergradient_at is not Algorithm.hypergradient_at
 
 
+def own_parts(algorithm: Algorithm, phase: str) -> OwnParts:
+    """Return the entry of a phase in the method's declaration `own_y`, which is supported.
+
+    Raises:
+        ConfigurationError: there is no entry.
+    """
+    declared = algorithm.allows.own_y
+    assert not isinstance(declared, No)
+    with_entry = f"declared with an entry for the phase {phase!r}, which a round asks for"
+    require(phase in declared, f"{algorithm.label}.allows.own_y", sorted(declared), with_entry)
+    return declared[phase]
+
+
 def refuse_unless_allowed(algorithm: Algorithm, entry: str, cannot: str, allows: Allows | None = None) -> None:
-    """Raise ConfigurationError if a method does not support a feature; the message names methods that support it.
+    """Raise UnsupportedError if a method does not support a feature; the message names methods that support it.
 
     Args:
         algorithm: the method.
@@ -341,7 +354,7 @@ def refuse_unless_allowed(algorithm: Algorithm, entry: str, cannot: str, allows:
 
     if why := reason(algorithm.allows if allows is None else allows):
         able = methods_that(lambda method: not reason(method.allows) and method.label != algorithm.label)
-        raise ConfigurationError(f"{algorithm.label} {cannot}: {why}; these methods can: {able}")
+        raise UnsupportedError(f"{algorithm.label} {cannot}: {why}; these methods can: {able}")
 
 
 def methods_that(fit: Callable[[Algorithm], bool]) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.client import Client
-from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.errors import ConfigurationError, UnsupportedError
 from fedbilevel.core.fed import Fed, Phase, Reply
 from fedbilevel.core.inputs import NOT_YET_A_NUMBER, not_yet_a_number
 from fedbilevel.core.tree import PyTree, dtype_of, shapes
@@ -81,12 +81,12 @@ def with_x(algorithm: Server, state: Any, x: PyTree, cause: str = "with a projec
     """Return the server's state with another x; `cause` says in messages why x is replaced.
 
     Raises:
-        ConfigurationError: the x of the state is a computed property and not among the state's leaves.
+        UnsupportedError: the x of the state is a computed property and not among the state's leaves.
     """
     new = {id(old): leaf for old, leaf in zip(jax.tree.leaves(state.x), jax.tree.leaves(x), strict=True)}
     changed = jax.tree.map(lambda leaf: new.get(id(leaf), leaf), state)
     if any(a is not b for a, b in zip(jax.tree.leaves(changed.x), jax.tree.leaves(x), strict=True)):
-        raise ConfigurationError(f"{algorithm.label}: {cause} the state's x must be among its leaves")
+        raise UnsupportedError(f"{cause} the state's x must be among its leaves", where=algorithm.label)
     return changed
 
 

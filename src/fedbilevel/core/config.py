@@ -272,8 +272,12 @@ def _prepare_number(
         return _scheduled(name, value, np.number, allowed)
     refuse_no_number(name, value, allowed)
     if is_concrete(value):
-        numbers = np.asarray(value, float)
-        require(bool(np.all(numbers > 0) and (below is None or np.all(numbers < below))), name, value, allowed)
+        try:
+            numbers = np.asarray(value, float)
+            fits = bool(np.all(numbers > 0) and (below is None or np.all(numbers < below)))
+        except OverflowError:  # a whole number that no float can hold
+            fits = False
+        require(fits, name, value, allowed)
     return value
 
 

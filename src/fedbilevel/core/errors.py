@@ -33,6 +33,7 @@ __all__ = [
     "NumericalError",
     "NumericalWarning",
     "TrackerWarning",
+    "UnsupportedError",
 ]
 
 
@@ -114,6 +115,10 @@ class ConfigurationError(FedbilevelError, ValueError):
         message = f"{named}{near}{f'; {text}' if text else ''}"
         names = ", ".join(self.allowed) or "none"
         return f"{where}{message} (allowed: {printable(names, len(names))})"
+
+
+class UnsupportedError(ConfigurationError):
+    """Report that a method does not support what the problem or the run asks for; another method may support it."""
 
 
 class NumericalError(FedbilevelError, ArithmeticError):

@@ -17,7 +17,7 @@ import numpy as np
 
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.config import config, is_concrete, refuse_no_number
-from fedbilevel.core.errors import ConfigurationError, FedbilevelError, require, require_count
+from fedbilevel.core.errors import ConfigurationError, FedbilevelError, UnsupportedError, require, require_count
 from fedbilevel.core.facts import No
 from fedbilevel.core.fed import Public, Withheld
 from fedbilevel.core.tree import PyTree, is_floating
@@ -101,7 +101,7 @@ class PrivacyAccount:
             raise ConfigurationError(f"this is not a stored privacy account: {got}") from None
 
 
-class NoiseError(ConfigurationError):
+class NoiseError(UnsupportedError):
     """Report an algorithm that does not support clipped and noisy replies; the message has the reason, and no data."""
 
 

@@ -20,7 +20,7 @@ from fedbilevel.algorithms.parts.memory import Asynchronous
 from fedbilevel.algorithms.parts.own_leaves import serves_mixed
 from fedbilevel.core.algorithm import Algorithm, check_algorithm
 from fedbilevel.core.client import Clients, RemoteClients
-from fedbilevel.core.errors import CheckError, ConfigurationError, NonFiniteError, require, require_count
+from fedbilevel.core.errors import CheckError, NonFiniteError, UnsupportedError, require, require_count
 from fedbilevel.core.facts import No
 from fedbilevel.core.hyperparameters import entries, replaced
 from fedbilevel.core.own_y import path_of
@@ -287,7 +287,7 @@ def with_own_leaves(runs: Runs) -> str | No:
     several = replace(runs, problem=problem.with_own(lambda path: alone or path == first))
     try:
         kept = several.run(Local())
-    except ConfigurationError as error:
+    except UnsupportedError as error:
         return No(in_a_line(error, LONGEST))
     each = several.run(Reference())
     close("y", kept.y, each.y)
@@ -316,7 +316,7 @@ def in_a_box(runs: Runs, plain: Result) -> str | No:
     boxed = replace(runs, problem=problem.with_x_in(box(low, high)))
     try:
         result = boxed.run(Local())
-    except ConfigurationError as error:
+    except UnsupportedError as error:
         return No(in_a_line(error, LONGEST))
     found = compared(result, boxed.run(Reference()))
     held, x = dict(leaves(result)), jax.tree.leaves(split(result.x)[0])

@@ -35,7 +35,7 @@ import numpy as np
 import optax
 from jax import Array
 
-from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.errors import UnsupportedError
 from fedbilevel.core.own_y import parted_y
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, epsilon, is_none, near, on_device
@@ -93,7 +93,7 @@ def check_symmetry(
         times = partial(program, *point)
         if not any(is_lopsided(times, only(one, v), other) for one, other in (parts, parts[::-1])):
             return
-    raise ConfigurationError(REFUSAL)
+    raise UnsupportedError(REFUSAL)
 
 
 @np.errstate(invalid="ignore", over="ignore")  # with infinite products the answer is False

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedbilevel.errors import DataWarning
-from fedbilevel.estimators.columns import Numbers, numbers
+from fedbilevel.estimators.columns import Numbers, numbers, numbers_asked
 from fedbilevel.estimators.measures import sums_by_patient
 from fedbilevel.extending import is_count, require, warn
 
@@ -112,9 +112,7 @@ def answer(
     ordered = estimator._samples({**rows, "patient": patients})
     design = ordered["row"]
     design = np.column_stack([design, np.ones(len(design))]) if estimator.has_intercept else design
-    w, mean = (numbers(f"{name} of the question", question[name]) for name in ("model", SCORES))
-    for name, one in (("model", w), (SCORES, mean)):
-        require(one.shape == design.shape[1:], f"{name} of the question", one.shape, f"{design.shape[1:]}")
+    w, mean = (numbers_asked(question, name, design.shape[1:]) for name in ("model", SCORES))
     scores = estimator._scores(design @ w, design, ordered)
     sums = sums_by_patient(scores - mean, ordered["patient"])
     return {"patients": len(sums), "products": (sums.T @ sums).tolist()}

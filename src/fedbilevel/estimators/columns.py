@@ -39,6 +39,19 @@ def numbers(field: str, values: Any) -> NDArray[np.float64]:
     return found
 
 
+def numbers_asked(question: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> NDArray[np.float64]:
+    """Return the entry `name` of a server's question to a site as numbers of this shape.
+
+    Raises:
+        ConfigurationError: the question has no such entry, or the entry does not contain numbers of this shape.
+    """
+    field = f"{name} of the question"
+    require(name in question, field, "missing", f"numbers of the shape {shape}")
+    found = numbers(field, question[name])
+    require(found.shape == shape, field, found.shape, f"{shape}")
+    return found
+
+
 def require_in_frame(names: Iterable[str], frame: Any) -> None:
     """Refuse a site's data frame if it lacks one of these columns of the study."""
     for name in names:

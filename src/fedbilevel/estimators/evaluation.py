@@ -87,7 +87,9 @@ def answered(question: Mapping[str, Any], rows: Mapping[str, Any], least: int) -
             return measures.calibration_sums(score, label, at, patients)
 
         if "at" in question:
-            return sums(np.array(question["at"], float).reshape(-1, 2)).tolist()
+            at = numbers("at of the question", question["at"])
+            require(at.size % 2 == 0, "at of the question", at.shape, "pairs of numbers")
+            return sums(at.reshape(-1, 2)).tolist()
         return {
             "auroc": measured(*measures.auroc(score, label)),
             "auprc": measured(*measures.auprc(score, label)),

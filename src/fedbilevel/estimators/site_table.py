@@ -14,7 +14,7 @@ from fedbilevel.errors import ConfigurationError, DataWarning
 from fedbilevel.estimators import coefficient_errors
 from fedbilevel.estimators.agreement import SITE, Agreement, DifferentColumnsError
 from fedbilevel.estimators.coefficient_errors import SCORES
-from fedbilevel.estimators.columns import labels, numbers, require_frame, require_in_frame, require_values
+from fedbilevel.estimators.columns import labels, numbers_asked, require_frame, require_in_frame, require_values
 from fedbilevel.estimators.evaluation import answered, held_out
 from fedbilevel.estimators.linear import WIDE
 from fedbilevel.estimators.preparer import NUMBERS, Preparer, Summaries, words_of
@@ -188,6 +188,7 @@ class SiteTable:
 
         See `evaluation`, `survival_curves` and, for the scores of patients, `coefficient_errors`.
         """
+        require(isinstance(question, Mapping), "question", type(question).__name__, "an object")
         if SCORES in question:
             return self._scores(agreement, question)
         curves = bool(self.study.times and question.get("curves"))
@@ -195,11 +196,10 @@ class SiteTable:
         if not len(target):
             return None
         rows, encoded = self._prepared(agreement, features, target)
-        coef = numbers("coefficients of the question", question["coef"])
-        require(coef.shape == rows.shape[1:], "coefficients of the question", coef.shape, f"{rows.shape[1]}")
+        coef, intercept = numbers_asked(question, "coef", rows.shape[1:]), numbers_asked(question, "intercept", ())
         if self.study.estimator == "ridge":
             encoded = {"target": target.to_numpy(float)[:, 0], "mean": agreement.estimator()._mean}
-        score = rows @ coef + float(question["intercept"])
+        score = rows @ coef + float(intercept)
         if curves:
             return steps(encoded["time"], encoded["event"], score, self.study.times, self.study.min_count)
         return answered(question, {"score": score, **encoded, "patients": patients}, self.study.min_count)

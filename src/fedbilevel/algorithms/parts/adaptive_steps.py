@@ -61,7 +61,7 @@ from fedbilevel.algorithms.parts.adagrad import AdaGrad
 from fedbilevel.algorithms.parts.curvature import STREAM, Added, Measured, PowerMethod, ServerCurvature
 from fedbilevel.algorithms.parts.layers import Ask, Asked, Inside, Kept, Layer, layered, layers_at
 from fedbilevel.algorithms.parts.local_steps import JointSteps, LocalWork, Plain
-from fedbilevel.core.algorithm import Algorithm, refuse_unless_allowed, takes_and_gives
+from fedbilevel.core.algorithm import Algorithm, own_parts, refuse_unless_allowed, takes_and_gives
 from fedbilevel.core.authored import with_x
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import is_concrete, positive, static
@@ -262,12 +262,12 @@ class AdaptiveSteps(Layer):
         If the server's step adapts, the client's own step is c/(a_i L_i), where c is `y_lr`, a_i the number of
         directions in the reply, and L_i the client's curvature. If the client's step adapts, it is bounded by 1/L_i.
         """
-        if (own := client.problem.own) is None or isinstance(parts := asked.method.allows.own_y, No):
+        if (own := client.problem.own) is None or isinstance(asked.method.allows.own_y, No):
             return reply
         of_server = over(self.y_lr, largest * directions_of(asked.method, client))
         of_client = jnp.where(largest > 0, allowed(over(1, largest), steps.inner), 1)
         adapts = {step.of for step in open_steps(asked.method).values() if step.kind in ("local", "total")}
-        given = parts[asked.phase].gives
+        given = own_parts(asked.method, asked.phase).gives
         sizes = iter(
             [of_server if size(asked.method) is None else of_client if name in adapts else 1 for name, size in given]
         )

@@ -11,9 +11,9 @@ import optax
 
 from fedbilevel.algorithms.parts.adaptive_steps import Sized, WithMeasured
 from fedbilevel.algorithms.parts.layers import Asked, Inside, Kept, Layer
-from fedbilevel.core.algorithm import Algorithm, methods_that, takes_and_gives
+from fedbilevel.core.algorithm import Algorithm, methods_that, own_parts, takes_and_gives
 from fedbilevel.core.client import Client
-from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.errors import UnsupportedError, refuse_together, require, unknown
 from fedbilevel.core.facts import Allows, No, OwnParts
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.own_y import OwnY, own_paths, parted_y, server_y
@@ -36,12 +36,23 @@ class OwnLeaves(Layer):
     def allows(self, inside: Allows, method: Algorithm) -> Allows:
         return inside._replace(submodels=No("leaves of y that are each client's own (Bilevel.own) are always whole"))
 
+    def fits(self, method: Algorithm) -> None:
+        """Refuse names in the method's `own_y` that are not those of phases, or of variables in messages."""
+        declared, where = _parts_of(method), f"own_y of {method.label}"
+        taken = {name for parts in declared.values() for name in parts.takes}
+        wrong = [unknown(f"phase in {where}", phase, method.phases) for phase in declared if phase not in method.phases]
+        for phase, parts in declared.items():
+            names = [name for name, _ in parts.gives if name not in taken]
+            wrong += [unknown(f"variable in {where}.{phase}", name, taken) for name in names]
+        refuse_together(wrong)
+        require("y" in taken, f"{method.label}.allows.own_y", sorted(declared), "declared for a phase that takes y")
+
     def check(self, method: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> None:
         own_paths(problem.own, y)
         if not serves_mixed(method) and jax.tree.leaves(server_y(problem.own, y)):
             why = "its clients solve their own linear systems, which is exact only if they share no leaf of y"
             able = f"{methods_that(serves_mixed)}, and AFBO with hypergradient=fb.parts.SystemSteps()"
-            raise ConfigurationError(
+            raise UnsupportedError(
                 f"{method.label} needs a Bilevel.own that is True for every leaf of y0: {why}; these methods solve "
                 f"problems with shared and own leaves: {able}"
             )
@@ -58,7 +69,7 @@ class OwnLeaves(Layer):
 
     def reply(self, asked: Asked, kept: Kept, client: Client, run: Inside) -> tuple[Reply, Kept]:
         takes, gives = takes_and_gives(asked.method.phases[asked.phase])
-        parts = _parts_of(asked.method)[asked.phase]
+        parts = own_parts(asked.method, asked.phase)
         leaves, taken, given = dict(kept.leaves), iter(parts.takes), iter(parts.gives)
 
         def whole(kind: str, part: PyTree) -> PyTree:
