@@ -55,7 +55,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Hold a hyperparameter that depends on the round. What runs at a client gets only its value in the present round.
+    """Hold a hyperparameter that depends on the round. Phases get only its value in the present round.
 
     `function` takes the round. If the field that holds the schedule allows this, it may also take the inner round k. A
     schedule is a pytree without leaves.

@@ -164,7 +164,7 @@ class NonFiniteError(NumericalError):
     carry: object = None  # the carry before the round, if the engine still has it; `solve` saves it
     result: Any = None
     """The result of the run before that round, with finite x and y; None if it is not known any more."""
-    of_iterate: bool = False  # whether the round itself is not finite, and not only a metric; `solve` adds remedies
+    of_iterate: bool = False  # whether the iterate is not finite, and not only a metric; `solve` then names remedies
 
 
 class NumericalWarning(UserWarning):

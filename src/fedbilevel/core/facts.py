@@ -125,7 +125,7 @@ class Asks(NamedTuple):
     Args:
         first: the number of replies for which an asynchronous exchange waits (`Fed.sum_first`); None: exchanges wait
             for all replies.
-        everyone: whether all clients must take part in every round. In asynchronous methods all clients always must.
+        everyone: whether all clients must take part in every round. In asynchronous methods all clients always do.
         fresh_cohorts: the largest number of fresh cohorts in a round; `fresh` in `Fed.mean` must be less than this.
     """
 

@@ -59,8 +59,8 @@ class Total(NamedTuple):
         population: M, the number of all clients. If some clients are never available, this is M'/Σ p_i instead, where
             M' is the number of the available clients, and the sum is over these clients.
         held: for submodels, Σ p_i over the clients that hold an entry, for each entry of the update.
-        rows: None, unless a layer asked for the single replies, which no method gets. Then the updates, with leaves of
-            shape (P, ...), and the weights, of shape (P,), which are 0 for rows that only pad the cohort.
+        rows: the single replies, if a layer asked for them: their updates, with leaves of shape (P, ...), and their
+            weights, of shape (P,), which are 0 for rows that only pad the cohort. Otherwise None, as for all methods.
     """
 
     update: PyTree

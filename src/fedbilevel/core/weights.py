@@ -171,7 +171,7 @@ class PlacedWeights:
 
 
 def controlled(weights: Array, least: Array) -> Array:
-    """Return the weights, with 0 in place of those below the threshold `least`, and with the derivatives of TCB-GD."""
+    """Return the weights, with 0 for those below the threshold `least`, and with the biased derivatives of FIARSE."""
     size = jnp.abs(weights)
     keep, total = size >= least, size + least
     slope = keep * (1 + 2 * size * least / jnp.where(total > 0, total, 1) ** 2)

@@ -151,7 +151,7 @@ class Slopes(NamedTuple):
 
     directions: np.ndarray  # unit vectors, of shape (directions, dim x), with entries in the order of ravel_pytree
     values: np.ndarray
-    errors: np.ndarray  # how much each value changes if the width is halved: its error is smaller, except for rounding
+    errors: np.ndarray  # how much each value changes if the width is halved; without rounding, its error is smaller
 
 
 def slopes(population: Population, x: PyTree, y: PyTree, seed: int, *, directions: int, width: float) -> Slopes:

@@ -20,7 +20,7 @@ from fedbilevel.core.tree import PyTree, join, split
 
 BYTES_AT_ONCE = 2**24
 """The bytes of a client's intermediate values that are computed together; more would not fit into a cache."""
-FIXED, SAMPLE, VARIABLE = range(3)  # an operation depends only on x and constants; also on the sample; also on y
+FIXED, SAMPLE, VARIABLE = range(3)  # operations that depend only on x and constants; also on the sample; also on y
 
 
 class InnerLoss(NamedTuple):
