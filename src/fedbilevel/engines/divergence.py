@@ -41,10 +41,11 @@ def grown(
     Args:
         history: the rows so far.
         latest: the losses in each round since the row before, which show growth before there are two rows.
-        began: None unless the run can return to a better row. For such a run, the losses in its first round, if every
-            exchange asks all clients, and otherwise none. The run then also diverges if one of these losses is more
-            than FAR·max(|start|, 1), even if it no longer grows; or if a loss grows and is more than HIGH·max(|start|,
-            1) in the last two rows. A single high row is not enough: an unusual client may cause it.
+        began: None if the run cannot return to a better row. Otherwise the losses in the run's first round, or an empty
+            mapping if an exchange may ask only some of the clients. With a mapping, a run also diverges in two other
+            cases: a loss in the mapping is more than FAR·max(|start|, 1), even if it no longer grows; or a loss grows,
+            and is more than HIGH·max(|start|, 1) in the last two rows. One high row is not enough, since an unusual
+            client may cause it.
     """
     for name in history.judged:
         *before, last = [row[name] for row in history.rows if name in row]
@@ -206,7 +207,7 @@ def not_finite_after_a_step(
 
 
 def needs_ridge(smallest: float) -> str:
-    """Return advice if the inner loss's smallest curvature is not positive: add a ridge, and how large it must be."""
+    """Return advice for an inner loss whose smallest curvature is not positive: how large a ridge to add."""
     return (
         f"the inner loss is not strongly convex in y: its curvature is as low as {smallest:.3g}, not above 0, so that "
         f"y*(x) is not defined and no step size helps. Add a ridge to it: c * (y**2).sum() with c above "

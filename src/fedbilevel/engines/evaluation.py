@@ -261,7 +261,7 @@ class PerClientEvaluation:
 
 
 def _block(values: PyTree, index: np.ndarray, what: str, whose: Callable[[int], str]) -> PyTree:
-    """Take the samples at `index`, and add copies of the first sample up to BLOCK samples: all blocks are alike.
+    """Take the samples at `index`, and add copies of the first sample, so that every block has BLOCK samples.
 
     `what` names the samples in messages, and `whose` returns in words the place of the i-th sample.
     """

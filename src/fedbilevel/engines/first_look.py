@@ -33,15 +33,15 @@ from fedbilevel.oracles.differences import value_and_derivative
 from fedbilevel.oracles.population import chosen
 
 PAIRS = 16  # the number of pairs of samples, each from one client; in the first half, both samples are the same
-LOOKS = 50  # after this many looks at other points, clients and samples, a derivative is assumed 0, and a loss a mean
-ENOUGH = 4  # the number of pairs of each kind, among those that could show that a loss is no mean, that suffices
+LOOKS = 50  # without evidence in this many looks, a derivative is assumed to be 0, and a loss to be a mean
+ENOUGH = 4  # the number of pairs of each kind that suffices; only pairs that could show that a loss is no mean count
 ALIKE = 10  # if no pair of this many looks differs in a leaf, such as a client's matrix, all samples are assumed equal
 FEWEST = 2  # the least number of pairs whose loss must differ from the mean; a single pair may differ by rounding
 LONGEST = 64  # the largest number of a client's samples for a loss that takes all of them
 TOLERANCE = 1e-4  # because of rounding, a pair's loss may differ by this share from the mean of its samples' losses
 ROWS = 2**22  # the largest number of samples whose labels are read
 MAPPED_ROWS = 2**12  # the largest number of samples whose labels are read from a memory-mapped array
-SHARE = 0.25  # a loss is no mean if more than this share shows it, of the pairs that could show it
+SHARE = 0.25  # a loss is judged to be no mean if more than this share of the pairs that could show it do show it
 
 
 class Seen(NamedTuple):

@@ -166,7 +166,7 @@ def everyone(queues: InFlight, pace: Pace, now: ClockState, units: Any) -> Excha
 
 
 def handed_in(queues: InFlight, plan: ExchangePlan, total: SumRows) -> InFlight:
-    """Return the queues after an exchange that follows a plan. Replies to other phases are kept there for later.
+    """Return the queues after an exchange that follows a plan; they keep the replies to other phases for later.
 
     `queues` are the queues before the exchange, whose tables already have the replies of the clients that it asks.
     `total` sums rows of a table.

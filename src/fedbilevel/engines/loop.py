@@ -231,7 +231,7 @@ class Loop:
         """
 
         def here() -> tuple[str, float, bool]:
-            reasons = [callback(self.result, row) for callback in self.callbacks]  # all, whatever the first returns
+            reasons = [callback(self.result, row) for callback in self.callbacks]  # calls all, even after a reason
             due = self.plan.save_is_due(self.result.round, self.saver.is_due)
             return next((str(reason) for reason in reasons if reason), ""), self.speed, due
 

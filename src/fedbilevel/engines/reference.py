@@ -169,7 +169,7 @@ class ReferenceFed(PythonFed):
         return self.models.covered(self.book.costs, holders)
 
     def client(self, i: int, own: OwnNumbers, state: PyTree) -> Client:
-        without: Any = None  # the compiled phase has the problem
+        without: Any = None  # the compiled phase adds the problem
         clients = self.run.clients
         return Client(
             problem=without,

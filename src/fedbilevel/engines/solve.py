@@ -47,7 +47,7 @@ from fedbilevel.engines.tracking import MEMORY, TrackedRun, Tracking
 HALVINGS = 3  # the largest number of halvings of all steps in a run
 ROWS = 20  # the number of rows of a history, if the user sets no number of rounds between two rows
 KEPT = 2**29  # the most bytes that simulated clients keep for adaptive steps; otherwise each measurement begins anew
-IDLE = 2**25  # the most such bytes of clients that a round does not ask; these bytes also make a round slower
+IDLE = 2**25  # the most of these bytes for clients that a round does not ask, since such bytes make rounds slower
 
 
 @explain_call

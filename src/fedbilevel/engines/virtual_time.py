@@ -78,7 +78,8 @@ class Clock:
         require(whole, "Clock.stragglers", self.stragglers, "a whole number, at least 0")
         seeded = isinstance(self.seed, int) and not isinstance(self.seed, bool) and 0 <= self.seed < 2**32
         require(seeded, "Clock.seed", self.seed, "a whole number from 0 to 2³² − 1")
-        for name in ("compute", "network", "spread", "slowdown", "drift", "period", "availability"):  # for ==
+        # Arrays become tuples, which == compares.
+        for name in ("compute", "network", "spread", "slowdown", "drift", "period", "availability"):
             numbers = np.asarray(getattr(self, name), float)
             object.__setattr__(self, name, tuple(numbers.tolist()) if numbers.ndim else float(numbers))
         if self.arrivals is not None:

@@ -289,7 +289,7 @@ class LocalRun:
             carry = carry._replace(clients=tables)
         costs = unpacked({kind: row[:done] for kind, row in rows.items()}, self.program.costs)
         good = carry.queues is None  # otherwise the bad round has changed the replies in flight
-        if not np.all(finite) and not (good and done):  # with both, the next call begins with the bad round
+        if not np.all(finite) and not (good and done):  # after good rounds, the next call begins with the bad round
             try:
                 self.explain(carry, finite, sorted(costs.metrics))
             except NonFiniteError as error:
@@ -335,7 +335,7 @@ class LocalRun:
         else:
             clock, submodel_plan = self.clock, self.layout.submodel_plan
             replay = ReferenceRun(algorithm, self.problem, self.clients, self.layout.cohort, key, clock, submodel_plan)
-            replay.one_round(carry)  # raises an error, unless only the compiled program, which rounds otherwise, failed
+            replay.one_round(carry)  # raises an error, unless the round is finite here, with other rounding errors
         raise diverged(bad, round)
 
     def per_client(self, metrics: Mapping[str, PerClient], fixed: tuple[PyTree, PyTree]) -> PerClientRow:

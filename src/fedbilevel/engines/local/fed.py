@@ -317,7 +317,7 @@ class LocalFed(Means):
 
 
 def renumbered(members: tuple[Members, ...], cohorts: Cohorts) -> tuple[Members, ...]:
-    """Return the members; each has the numbers of its own, such as its local steps, in this repetition of `cohorts`."""
+    """Return the members with their own numbers, such as local steps, for this repetition of `cohorts`."""
     if not (own := changing(cohorts.own)):
         return members
     numbers = replace(cohorts, own=own).numbers

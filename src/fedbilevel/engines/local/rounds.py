@@ -52,7 +52,7 @@ def parted(carry: Carry) -> tuple[tuple[Any, PyTree], Carry]:
 
 @dataclass(frozen=True)
 class Program:
-    """Hold compiled rounds; they take and return only leaves, so that a program that is kept refers to no class."""
+    """Hold compiled rounds. They take and return only leaves, so that a cached program refers to no user's class."""
 
     compiled: Any
     costs: RoundCosts  # the shapes of a round's costs
