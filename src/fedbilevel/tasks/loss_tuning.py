@@ -11,7 +11,7 @@ them. At the start, Δ = ℓ = 0 and sigmoid(0) = ½, so g is the cross-entropy 
 tuning. To train with only this loss, give x a very small step size. The outer loss f does not depend on x directly.
 With its weights w_c, f is the mean over classes of the classes' validation losses.
 
-RABO (Li et al., section V-B) uses the loss of g also as f, with class weights in both that are free variables:
+In RABO (Li et al., section V-B), f is the loss of g, too, and both contain class weights that are free variables:
 `outer="vs"`, `class_weights=True`, `normalised=False`. This f is linear in the weights. At a fixed y it is 0 if all
 weights are 0, and it has no lower bound. The paper prints e^(Δz) + ℓ. This is read as e^(Δz + ℓ) here, with sigmoid(Δ)
 in place of Δ.

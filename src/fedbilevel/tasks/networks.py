@@ -26,7 +26,7 @@ from fedbilevel.core.tree import PyTree
 from fedbilevel.machinery.threefry import written_out
 
 EVALUATION_BATCH = 500  # the number of images that are evaluated together, which bounds the memory of activations
-IN_CACHE = 20  # the number for convolutions on a CPU, whose patches then fit into the cache
+IN_CACHE = 20  # the number of images that convolutions on a CPU take together, so that patches fit into the cache
 
 
 class Network(NamedTuple):

@@ -94,7 +94,7 @@ class TiedUnits:
         return np.kron(star, np.eye(size))
 
     def each(self, matrix: np.ndarray) -> np.ndarray:
-        """Return the block diagonal matrix with `matrix` as the block of the core and of each unit."""
+        """Return a block diagonal matrix, in which `matrix` is the block of the core and of every unit."""
         return np.kron(np.eye(1 + self.count), matrix)
 
     def loss(self, plain: Callable[..., Array], vector: str, variable: int) -> Callable[..., Array]:
