@@ -198,9 +198,9 @@ def _command(options: argparse.Namespace, algorithm: str, fields: Mapping[str, A
 
 
 def _rounded(value: Any) -> Any:
-    """Return a value in the form of a spec, with three digits.
+    """Return a value in the form of a spec, with floating-point numbers rounded to three significant digits.
 
-    For a part, these are its name and the fields that differ from their defaults.
+    A part becomes a table with its name and with the fields that differ from their defaults.
     """
     from fedbilevel.core.algorithm import Part
     from fedbilevel.core.hyperparameters import own_values

@@ -54,7 +54,7 @@ def _watch(options: argparse.Namespace) -> int:
 
     The page loads nothing from elsewhere and cannot change the run. Every user of this machine can read it. With --host
     it is at another address of this machine, and its URL has a token, without which nothing is shown. The connection is
-    not encrypted; use a tunnel (ssh -L 8080:127.0.0.1:8080 HOST) for that, which needs no --host.
+    not encrypted. A tunnel (ssh -L 8080:127.0.0.1:8080 HOST) is encrypted, and needs no --host.
 
     A shell needs quotes around an address with a token. A terminal that reads a page follows no redirect and uses no
     proxy, so that the token reaches no other machine.

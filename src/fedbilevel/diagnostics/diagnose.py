@@ -19,7 +19,7 @@ from fedbilevel.diagnostics.measure import Measurements, measure, point
 from fedbilevel.diagnostics.suggested import SUGGESTED, Scales, call, not_suggested, require_suggested, scales_of
 from fedbilevel.engines.divergence import with_proximity
 
-DIGITS = math.log(1000)  # for rounds after which an error is a thousandth of its first value
+DIGITS = math.log(1000)  # `rounds_needed` counts the rounds in which an error falls by the factor e^DIGITS = 1000
 UNDEFINED = (
     "the inner loss has negative curvature where its minimum was sought: y*(x) is not defined; add a ridge to it, or "
     "use fb.MEHA, which does not need y*(x)"

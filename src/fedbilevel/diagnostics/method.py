@@ -48,7 +48,7 @@ FEATURES = {"submodels": "clients of limited capacity", "local_x": "an x that cl
 """Features that depend on the problem. For them, the method's declaration is reported, and nothing is run."""
 
 IN_BOX = 0.1
-"""The part of the way of x in a run without a set that is inside of the box in which x is kept."""
+"""The box in which x is kept ends after this share of the way that x moves in a run without a box."""
 
 ROUNDS_TO_REST = 2000
 SOLVED = 1e-6  # a quadratic problem is considered solved if the relative error of x is at most this
@@ -99,8 +99,8 @@ def check_method(
     Everything is computed in float64, whatever the dtypes of x0 and y0 are. States may differ by 1e-10, relative to the
     largest entry of a leaf or to 1, whichever is larger. A loss that itself computes in float32 cannot agree so well.
     Take small data of clients that differ, and that have unequal weights and numbers of samples, since equal clients
-    hide mistakes. Without this fact the checks do not tell whether the method solves the problem: compare the result of
-    `solve` with a solution that you know.
+    hide mistakes. If the method lacks the fact `bias="nothing"`, the checks do not show whether it solves the problem:
+    then compare the result of `solve` with a solution that you know.
 
     Args:
         method: the method; a step size that is None adapts during the run, as in `solve`.

@@ -62,7 +62,7 @@ def require_in_frame(names: Iterable[str], frame: Any) -> None:
 
 
 def require_frame(X: Any) -> None:
-    """Refuse what is not a data frame whose columns have texts as names, each once."""
+    """Refuse a value that is not a data frame, and column names that are not texts or occur twice."""
     named = hasattr(X, "iloc") and all(isinstance(name, str) for name in X.columns)
     twice = X.columns[X.columns.duplicated()].unique().tolist() if named else []
     allowed = "a pandas.DataFrame, with texts as names of columns, each once"

@@ -367,7 +367,7 @@ def _bounded(groups: Mapping[str, Numbers], own: Mapping[str, float]) -> dict[st
         )
 
     def precision(hits_beside: float, misses_beside: float) -> float:
-        """Compute the mean precision if these shares of rows in groups that overlap a positive row's are above it."""
+        """Compute the mean precision if these shares of the rows in overlapping groups are above a positive row."""
         hits = above.T @ positive + hits_beside * (beside @ positive - positive)
         misses, sums = above.T @ negative + misses_beside * (beside @ negative), 0.0
         for others, missed, count in zip(hits, misses, positive.astype(int), strict=True):

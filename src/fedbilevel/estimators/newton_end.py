@@ -3,7 +3,8 @@
 from jax import Array
 
 SHORTEST = 2.0**-20  # the shortest step that is tried, as a share of Newton's step
-EXACT, ROUNDED = 1e-14, 1e-9  # ‖∇G‖ in units of the first ‖∇G‖: it is small enough to stop; rounding errors may matter
+# Shares of the first ‖∇G‖. Below EXACT, ‖∇G‖ is small enough to stop. Below ROUNDED, rounding errors may matter.
+EXACT, ROUNDED = 1e-14, 1e-9
 
 
 def exact(norm: Array, first: Array) -> Array:

@@ -86,9 +86,10 @@ class MetricTrace:
         return text(self.name, value) if math.isfinite(value) else str(value).replace("nan", "NaN")
 
     def thinned(self, most: int) -> MetricTrace:
-        """Return the trace with at most `most` values: one value is kept of each of equal stretches of values.
+        """Return the trace with at most `most` values.
 
-        Of each stretch, the first value that is not finite is kept or, if all values are finite, the last one.
+        The values are divided into equal stretches. Of each stretch, the first value that is not finite is kept or, if
+        all values are finite, the last value.
         `heights(most)`, the last value and the span do not change.
         """
         size = -(-len(self.values) // most)

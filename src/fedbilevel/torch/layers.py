@@ -254,7 +254,10 @@ def adaptive_max_pool(x: Array, shape: Sequence[int]) -> tuple[Array, Array]:
 def resizings(
     x: Array, shape: Sequence[int] | None, scales: Sequence[float] | None
 ) -> list[tuple[int, int, int, float]]:
-    """Return (axis, size, new size, step) for each axis of space; a step is the distance of new places in old ones."""
+    """Return (axis, size, new size, step) for each axis of space.
+
+    The step is the distance between neighbouring new places, in units of the distance between old places.
+    """
     space = x.shape[2:]
     new = [int(size * scale) for size, scale in zip(space, scales or (), strict=True)] if shape is None else shape
     steps = [old / n for old, n in zip(space, new, strict=True)] if scales is None else [1 / scale for scale in scales]
