@@ -92,7 +92,10 @@ APART = No("each client moves its own x, and planes are also made at points outs
 
 
 class Cut(NamedTuple):
-    """Hold the linearisation of h ≤ ε at a point (x, {y_i}, z), from which a plane is made."""
+    """Hold the linearisation of the constraint h ≤ ε at a point (x, {y_i}, z), from which a plane is made.
+
+    The value h measures how far the y_i and z are from the estimated inner solution.
+    """
 
     height: Array  # h at the point
     outer: PyTree  # a = ∂h/∂x
@@ -103,9 +106,10 @@ class Cut(NamedTuple):
 class Planes(NamedTuple):
     """Hold the server's part of the planes a_l·x + Σ p_i b_il·y_i + c_l·z + κ_l ≤ 0, which approximate h ≤ ε.
 
-    A plane is the linearisation of h − ε at a point. If h is convex, the linearisation is nowhere above h − ε, so that
-    a plane cuts off no point where h ≤ ε. The server keeps a_l, c_l, κ_l and the multipliers λ_l. Each client keeps its
-    own b_il, and the server knows only the mean Σ p_i b_il·y_i.
+    The constraint h ≤ ε keeps the y_i and z near the estimated inner solution. A plane is the linearisation of h − ε at
+    a point. If h is convex, the linearisation is nowhere above h − ε, so that a plane cuts off no point where h ≤ ε.
+    The server keeps a_l, c_l, the offset κ_l and the multiplier λ_l of each plane. Each client keeps its own b_il, and
+    the server knows only the mean Σ p_i b_il·y_i.
 
     Planes are stored in slots, one more than the largest number of planes that are kept. So there is always a free
     slot for a new plane, and it has been free since the last plane was made. A late reply, which was computed with
@@ -146,7 +150,7 @@ class Planes(NamedTuple):
         return self.serial != FREE
 
     def values(self, x: PyTree, z: PyTree) -> Array:
-        """Return a_l·x + Σ p_i b_il·y_i + c_l·z + κ_l as an array of shape (slots,), with 0 for free slots."""
+        """Return the value of each plane, a_l·x + Σ p_i b_il·y_i + c_l·z + κ_l, in shape (slots,); 0 for free slots."""
         total = products(self.outer, x) + self.inner + products(self.consensus, z) + self.offset
         return jnp.where(self.active, total, 0)
 
@@ -155,7 +159,10 @@ class Planes(NamedTuple):
         return jnp.argmax(~self.active)
 
     def ascended(self, x: PyTree, z: PyTree, size: Array | float, damping: Array | float) -> Planes:
-        """Return the planes after a step on all multipliers: λ_l ← max(0, λ_l + size·[value_l/n_l − damping·λ_l])."""
+        """Return the planes after a step on the multipliers λ_l, where n_l is the squared length of plane l.
+
+        The step is λ_l ← max(0, λ_l + size·[value_l/n_l − damping·λ_l]).
+        """
         direction = self.values(x, z) / self.length - damping * self.multiplier
         return self._replace(multiplier=jnp.maximum(self.multiplier + size * direction, 0))
 

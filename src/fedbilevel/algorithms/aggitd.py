@@ -130,7 +130,7 @@ class AggITD(Algorithm):
     def descent_with_product(self, client: Client, at: tuple[PyTree, InnerIterate], key: Array) -> Reply:
         """Take τ_i local steps on y from y^n. Reply with the change of y, and with −λ H_i r, the change of r.
 
-        H_i is ∇²yy g_i at (x, y^n).
+        H_i is ∇²yy g_i at (x, y^n), and λ is the step size on y.
         """
         x, (y, r) = at
         descent_key, product_key = jax.random.split(key)
@@ -142,7 +142,8 @@ class AggITD(Algorithm):
     def descent_with_both(self, client: Client, at: tuple[PyTree, InnerIterate], key: Array) -> Reply:
         """Take τ_i local steps on y from y^n. Reply with the change of y, and with ∇y f_i − λ H_i r, the change of r.
 
-        H_i is ∇²yy g_i. Both H_i and ∇y f_i are evaluated at (x, y^n). Rounds ask for this phase if `sampling` is None.
+        H_i is ∇²yy g_i, and λ is the step size on y. Both H_i and ∇y f_i are evaluated at (x, y^n). Rounds ask for this
+        phase if `sampling` is None.
         """
         x, (y, _) = at
         product_key, gradient_key = jax.random.split(key)
@@ -153,7 +154,10 @@ class AggITD(Algorithm):
 
     @phase(takes=("x", "y", "y"), gives="x")
     def hypergradient(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
-        """Reply with ∇x f_i − ∇²xy g_i v for v = λ r, in the shape of x; λ may differ between clients."""
+        """Reply with ∇x f_i − ∇²xy g_i v for v = λ r, in the shape of x.
+
+        The step size λ on y may differ between clients.
+        """
         x, y, r = at
         return hypergradient_given(client, (x, y, scaled(self.inner.lr, r)), key, Exact())
 

@@ -83,9 +83,10 @@ class CorrectedFBO(Normalised):
 
     Args:
         client_lr: η, a client's step sizes for x, y and v: numbers or schedules over rounds; a single value serves all
-            three. With plain steps or momentum, rounds on y and v are stable if γρL + η(max‖a_i‖₁ − 1)L < 2, where L is
-            the largest eigenvalue of the clients' inner Hessians, and ‖a_i‖₁ is τ_i for plain steps. Each step size
-            that is None is a twentieth of the server's step size.
+            three. With plain steps or momentum, rounds on y and v are stable if γρL + η(max‖a_i‖₁ − 1)L < 2. Here γ is
+            the server's step size, L is the largest eigenvalue of the clients' inner Hessians, ‖a_i‖₁ is τ_i for plain
+            steps, and ρ is the mean of the ‖a_i‖₁. Each step size that is None is a twentieth of the server's step
+            size.
     """
 
     name = "corrected-fbo"

@@ -77,7 +77,7 @@ class F2SA(OneExchange, FirstDerivatives):
     multiplier: float | None = positive(default=None, optional=True, finite=True)
 
     def slopes(self, client: Client, local: XYV, outer_key: Array, inner_key: Array) -> Directions:
-        """Return the directions (d_x, d_y, d_v) from the derivatives of s_i, and the mean losses at y₊ and y₋."""
+        """Return the directions (d_x, d_y, d_v), and for each loss the mean of its values at the two points y ± v/λ."""
         problem, (x, y, v) = client.problem, local
         outer_batch, inner_batch = client.outer_batch(outer_key), client.inner_batch(inner_key)
         epsilon = Differences().step(y, v) if self.multiplier is None else 1 / self.multiplier

@@ -42,8 +42,8 @@ class FedAvgS(LocalWork, Algorithm):
     """Run FedAvg on both variables of a saddle-point problem together: descent on x, and ascent on y.
 
     Args:
-        outer_lr: α; a client's step size on x is α/τ_i.
-        inner_lr: β; a client's step size on y is β/τ_i.
+        outer_lr: α, the total size of a client's τ_i steps on x; each has the size α/τ_i.
+        inner_lr: β, the total size of a client's τ_i steps on y; each has the size β/τ_i.
         batch_size: the number of samples for a step. They are drawn with replacement, but without replacement
             if the client makes `local_epochs`. None: all samples.
     """

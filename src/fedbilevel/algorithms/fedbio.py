@@ -15,9 +15,9 @@ Let z = (x, y, v), and let d_i(z; B) be the client's three directions on samples
                 η_t = η / (1 + t/u)^{1/3},  a_t = a / (1 + t/u)^{2/3}                      t: rounds so far × τ
 
 Then the server averages z, and in FedBiOAcc also m. The paper writes α_t = δ/(u + t)^{1/3}. Its step sizes are α_t
-times a constant, and it has 1 − c α_t² in place of 1 − a_t. Both forms are the same if η = δ u^{-1/3} times the
-constant, and a = c δ² u^{-2/3}. With u = ∞ both η_t and a_t are constant. If the noise of d does not depend on z, the
-variance of m tends to a/(2 − a) times the variance of d.
+times a constant, and its factor of the old momentum is 1 − c α_t² in place of 1 − a_t. Both forms are the same if
+η = δ u^{-1/3} times the constant, and a = c δ² u^{-2/3}. With u = ∞ both η_t and a_t are constant. If the noise of d
+does not depend on z, the variance of m tends to a/(2 − a) times the variance of d.
 
 Messages: the server sends x, y and v, and clients reply with their changes. In FedBiOAcc the server also sends m and t,
 and clients also reply with the change of m.

@@ -65,7 +65,8 @@ class State(NamedTuple):
         y: the inner variable, which all configurations share.
         configurations: c_1 … c_k, as arrays of x's shapes with a leading axis of length k.
         theta: θ, an array of shape (k,).
-        losses: the sum of the earlier rounds' mean losses, each multiplied by γ for every round since then.
+        losses: the sum of the earlier rounds' mean losses, each multiplied by the field `discount` for every round
+            since then.
         rounds: the same sum with 1 in place of each loss; 0 before the first round.
         squares: the sum of the squares ‖∇̃‖²_∞ over the rounds so far.
     """
@@ -80,7 +81,7 @@ class State(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Hold the server's message: y, c_1 … c_k, θ and λ."""
+    """Hold the server's message: y, the configurations c_1 … c_k, their probabilities θ, and the baseline loss λ."""
 
     y: PyTree
     configurations: PyTree

@@ -110,7 +110,8 @@ class SVRG(InnerSteps):
     y_{i,ν+1} = y_{i,ν} − (β/τ_i) [∇y g_i(x, y_{i,ν}; ζ_ν) − ∇y g_i(x, y; ζ_ν) + q],   y ← mean_i y_{i,τ_i}
 
     Args:
-        lr: β; a client's step size is β/τ_i. None: β adapts during the run (`AdaptiveSteps`).
+        lr: β, the total size of a client's τ_i steps; each has the size β/τ_i. None: β adapts during the run
+            (`AdaptiveSteps`).
     """
 
     kind: ClassVar[str] = "svrg"
@@ -144,7 +145,8 @@ class Epochs(Nested):
     Args:
         inner: how y is trained in a round: T, the steps and their sizes.
         hypergradient: how h is computed: with products that are means over all clients, or by each client on its own.
-        outer_lr: α; a client's step on x is α/τ_i; None: it adapts during the run (`AdaptiveSteps`).
+        outer_lr: α, the total size of a client's τ_i steps on x; each has the size α/τ_i. None: α adapts during the run
+            (`AdaptiveSteps`).
         outer_steps: τ_i, the number of a client's local steps on x in a round, which may differ between clients
             (`Clients.own`).
     """
@@ -224,7 +226,8 @@ class LFedNest(Nested):
     Args:
         inner: how y is trained in a round: by FedAvg's local steps, or by corrected steps (`SVRG`).
         hypergradient: how each client computes its own hypergradient.
-        outer_lr: α; a client's step on x is α/τ_i; None: it adapts during the run (`AdaptiveSteps`).
+        outer_lr: α, the total size of a client's τ_i steps on x; each has the size α/τ_i. None: α adapts during the run
+            (`AdaptiveSteps`).
         outer_steps: τ_i, the number of a client's local steps on x in a round, which may differ between clients
             (`Clients.own`).
         joint: whether clients begin their steps on x at their own y, in the exchange that also averages y. Then T must

@@ -103,7 +103,10 @@ class MEHA(JointExchange, FirstDerivatives):
 
     @property
     def added_curvature(self) -> Added:
-        """Return the terms that are added to g in the steps on y, for `AdaptiveSteps`: b f/c, and the curvature 1/σ."""
+        """Return the terms that steps on y add to g, for `AdaptiveSteps`: f times b/c, and a term of curvature 1/σ.
+
+        Here b is `PACE`, c is the field `penalty`, and σ is the field `proximity`.
+        """
         return Added(PACE / self.penalty, 1 / self.proximity)
 
     @property
@@ -122,7 +125,10 @@ class MEHA(JointExchange, FirstDerivatives):
         return self.server_step(iterate, optimizer, q)
 
     def slopes(self, client: Client, local: XYV, outer_key: Array, inner_key: Array) -> Directions:
-        """Return the directions (d_x, d_y, d_θ) from the derivatives of ψ_i, and the losses at y."""
+        """Return the directions (d_x, d_y, d_θ) by which a client steps on x, y and θ, and the losses at y.
+
+        They are the derivatives of the client's saddle function ψ_i, with the factors 1, b/c and −1/c.
+        """
         problem, c = client.problem, self.penalty
         outer_batch, inner_batch = client.outer_batch(outer_key), client.inner_batch(inner_key)
 

@@ -240,7 +240,10 @@ class SimFBO(OneExchange, LocalDirections):
 
 
 def _normalised(method: Any, of: str) -> Any:
-    """Return γ‖a‖₁ for the method's τ, or None if γ adapts. It replaces γρ in steps on a client's own leaves of y."""
+    """Return the step size on a client's own leaves of y, in place of γρ: γ‖a‖₁ for the method's number of local steps.
+
+    The result is None if the server's step size γ, for the variable `of`, adapts.
+    """
     lr = getattr(method.server_lr, of)
     return None if lr is None else lr * method.local_optimizer.total(method.local_steps)
 

@@ -75,7 +75,7 @@ class FedLin(LocalDescent):
     arXiv:1610.02527.
 
     Args:
-        outer_lr: α; a client's step size is α/τ_i.
+        outer_lr: α, the total size of a client's τ_i steps; each has the size α/τ_i.
     """
 
     name = "fedlin"

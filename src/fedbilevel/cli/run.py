@@ -526,8 +526,9 @@ def _status(options: argparse.Namespace) -> int:
 def _demo(options: argparse.Namespace) -> int:
     """Run a federation of processes on this machine.
 
-    It starts a SuperLink and one SuperNode per client as processes of this machine, with TLS and a key for every
-    client, runs a task (by default a network on handwritten digits, divided between the clients), and stops everything.
+    The command starts a SuperLink and one SuperNode per client as processes of this machine, with TLS and a key for
+    every client, runs a task (by default a network on handwritten digits, divided between the clients), and stops
+    everything.
     """
     from fedbilevel.experiments import configure
     from fedbilevel.experiments.federation import play_demo, seen_by

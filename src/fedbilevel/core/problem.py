@@ -491,7 +491,10 @@ class Padded(NamedTuple):
 
 
 def _mean_over(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Extend a function (*point, batch) that is a mean over samples to padded batches, as a mean over valid samples."""
+    """Return `function`, which is a mean over the samples of a batch, as a function that also takes a `Padded` batch.
+
+    `function` takes (*point, batch). For a `Padded` batch, the result is the mean over the valid samples.
+    """
 
     def mean_function(*arguments: PyTree) -> PyTree:
         *point, batch = arguments

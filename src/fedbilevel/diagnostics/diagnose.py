@@ -64,7 +64,7 @@ class Diagnosis(Shown):
 
     @property
     def condition(self) -> float:
-        """Return κ = L/μ; infinite if μ ≤ 0."""
+        """Return the condition number of the inner loss, κ = L/μ; infinite if μ ≤ 0."""
         return self.smoothness / self.mu if self.mu > 0 else math.inf
 
     @property
@@ -169,7 +169,7 @@ class Diagnosis(Shown):
 def _without_steps(found: Diagnosis) -> str:
     """Return a line that says whether adaptive steps, 1/L on y and v, are enough for the planned number of rounds.
 
-    n rounds reduce an error of y or v to the share (1 − 1/κ)^n.
+    With the condition number κ of the inner loss, n rounds multiply an error of y or v by (1 − 1/κ)^n.
     """
     needed = DIGITS * found.condition
     if found.mu <= 0:

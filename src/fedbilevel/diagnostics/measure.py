@@ -5,18 +5,19 @@ equilibrium:
 
     h(x, y, v) = ∇x F − ∇²xy G·v        ∇y G(x, y)        s(x, y, v) = ∇²yy G·v − ∇y F
 
-Eliminating y and v, with H = ∇²yy G + δI, gives the Hessian of Φ (at δ = 0):
+Let subscripts denote derivatives, such as h_y for the derivative of h in y. Eliminating y and v, with H = ∇²yy G + δI,
+gives the Hessian of Φ (at δ = 0):
 
     ∇²Φ d = h_x d + h_y a + h_v b,        a = −H⁻¹ ∇²yx G d,        b = −H⁻¹ (s_x d + s_y a)
 
-If y and v follow x by gradient steps of size γ, they lag behind by H⁻¹/γ: to first order in the speed of x, a becomes
-a − H⁻¹ȧ/γ, and b becomes b − H⁻¹ḃ/γ, so that
+If y and v follow x by gradient steps of size γ, they lag behind by H⁻¹/γ. Let a dot denote the derivative in time. To
+first order in the speed of x, a becomes a − H⁻¹ȧ/γ, and b becomes b − H⁻¹ḃ/γ, so that
 
     ẋ = −γ_x (∇²Φ x − T ẋ/γ),        T d = h_y a' + h_v b',        a' = H⁻¹a,        b' = H⁻¹(b − s_y a')
 
-T is symmetric, as ∇²Φ is. The effect of the lag on the motion of x is small if γ_x ‖T‖ < γ. In one dimension, with
-∇²Φ = φ = D B²/λ² and T = 2φ/λ, the variables x, y and v are stable up to γ_x φ = 2γλ (Routh's criterion). There the
-condition γ_x ‖T‖ < γ is γ_x φ < ½γλ, a quarter of this bound.
+T is symmetric, as ∇²Φ is. The effect of the lag on the motion of x is small if γ_x ‖T‖ < γ. For example, let x and y be
+numbers, F = ½ D y², λ = ∇²yy G and B = ∇²xy G. Then ∇²Φ = φ = D B²/λ² and T = 2φ/λ, and the variables x, y and v are
+stable up to γ_x φ = 2γλ (Routh's criterion). There the condition γ_x ‖T‖ < γ is γ_x φ < ½γλ, a quarter of this bound.
 """
 
 from __future__ import annotations

@@ -328,9 +328,10 @@ def in_a_box(runs: Runs, plain: Result) -> str | No:
 
 
 def copies_of_x(result: Result, end: PyTree, start: PyTree) -> list[str]:
-    """Return the paths of the leaves of a state that have the numbers of a leaf of x, `end`, which has moved.
+    """Return the paths of those leaves of a result's state that are equal to a leaf of the x at its end.
 
-    A leaf with a single number is left out, since it may be equal by chance.
+    Only leaves of x that differ between `start` and `end` are compared. Leaves with a single number are left out, since
+    they may be equal by chance.
     """
     pairs = zip(jax.tree.leaves(end), jax.tree.leaves(start), strict=True)
     moved = [np.asarray(a) for a, b in pairs if np.size(a) > 1 and np.any(a != b)]

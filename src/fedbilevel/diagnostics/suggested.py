@@ -54,7 +54,7 @@ class Scales:
 
     @property
     def radius(self) -> float:
-        """Return ten times ‖∇y F‖/μ; ‖∇y F‖/μ bounds ‖v*‖ at the measured points, and ∇y F changes during a run."""
+        """Return a radius for SimFBO's ball: ten times the bound ‖∇y F‖/μ of ‖v*‖, since ∇y F changes during a run."""
         return 10 * self.outer_gradient / self.mu
 
     def outer_step(self, inner_step: float) -> float:

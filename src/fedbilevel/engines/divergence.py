@@ -34,18 +34,17 @@ def grown(
     latest: Mapping[str, Sequence[float]] | None = None,
     began: Mapping[str, float] | None = None,
 ) -> str:
-    """Return a text about a loss, or a metric that should fall, that has grown so much that the run diverges; else "".
+    """Return a text that says by how much a loss has grown, if this shows that the run diverges; otherwise "".
 
-    The loss in the last row is more than FAR·max(|start|, 1), and still grows.
+    Metrics that should fall are examined like losses. Let s be the first value of a loss, and r = max(|s|, 1). If the
+    run cannot return to a better row (`began` is None), it diverges if a loss is above FAR·r and still grows. Otherwise
+    it diverges in two cases: a loss in `began` is above FAR·r; or a loss still grows, and is above HIGH·r in the last
+    two rows. One row above HIGH·r is not enough, since an unusual client may cause it.
 
     Args:
         history: the rows so far.
         latest: the losses in each round since the row before, which show growth before there are two rows.
-        began: None if the run cannot return to a better row. Otherwise the losses in the run's first round, or an empty
-            mapping if an exchange may ask only some of the clients. With a mapping, a run also diverges in two other
-            cases: a loss in the mapping is more than FAR·max(|start|, 1), even if it no longer grows; or a loss grows,
-            and is more than HIGH·max(|start|, 1) in the last two rows. One high row is not enough, since an unusual
-            client may cause it.
+        began: None, or the losses in the run's first round; {} if an exchange may ask only some of the clients.
     """
     for name in history.judged:
         *before, last = [row[name] for row in history.rows if name in row]

@@ -66,9 +66,9 @@ class Rescue:
             self.safe = self.safe or self.latest
 
     def may_return(self, rows: int, result: Result) -> bool:
-        """Return whether a run with `rows` rows may return after numbers that are not finite.
+        """Return whether a run with `rows` rows may go back to an earlier row after numbers that are not finite.
 
-        With only one row it may not return if the losses are already not finite at the start.
+        With only one row it may not do so if the losses are already not finite at the start.
         """
         if rows > 1:
             return self.halvings_at_most > 0

@@ -397,7 +397,10 @@ def _over_clients(groups: Sequence[RunGroup]) -> list[Column]:
 
 
 def _to_targets(groups: Sequence[RunGroup], metric: str, rivals: Sequence[bool]) -> list[Column]:
-    """Return the column of time, if time differs from exchanges, and the columns of costs up to common targets."""
+    """Return a column for each cost at which runs first reach a common target, after the column of time.
+
+    Time is left out if it does not differ from the number of exchanges.
+    """
     timed = any(group.timed for group in groups)
     times = [Cell(values=[statistics.fmean(map(_time, group.runs))], kind="tenths") for group in groups]
     columns = [Column("time", times, 5)] if timed else []

@@ -24,10 +24,10 @@ from fedbilevel.oracles.fixed_x import inner_loss_on
 
 
 class Differences(Part):
-    """Approximate products with second derivatives by central differences: two gradients, at y + μv and y − μv.
+    """Approximate products of second derivatives with a vector v by two gradients, at y + μv and y − μv.
 
-    Use it for losses that JAX cannot differentiate twice. The truncation error grows as the square of the difference's
-    length. A very short difference loses digits to rounding.
+    Use these central differences for losses that JAX cannot differentiate twice. The truncation error grows as the
+    square of the difference's length. A very short difference loses digits to rounding.
 
     Args:
         perturbation: the length of the difference on each side of y, ‖μv‖; None: (ε(1 + ‖y‖))^⅓, which balances the

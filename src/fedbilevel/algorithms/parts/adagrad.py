@@ -167,7 +167,8 @@ class AdaGrad(NamedTuple):
     def remark(self, lr: float) -> str:
         """Return a sentence that names the entries of x that still move steadily; "" for none.
 
-        These are the entries with a path of more than η/2 in about the last quarter of the rounds.
+        An entry moves steadily if the path that it took in about the last quarter of the rounds is longer than `lr`/2
+        and nearly straight. `lr` is η, the largest change of an entry in a round.
         """
         ways, paths = jax.tree_util.tree_leaves_with_path(self.way), jax.tree.leaves(self.path)
         distance = {}

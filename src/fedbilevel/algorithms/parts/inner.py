@@ -63,7 +63,8 @@ class LocalSGD(InnerSteps):
     y_{i,ν+1} = y_{i,ν} − (β/τ_i) ∇y g_i(x, y_{i,ν}; ζ_ν),   y ← mean_i y_{i,τ_i}
 
     Args:
-        lr: β; a client's step size is β/τ_i. None: β adapts during the run (`AdaptiveSteps`).
+        lr: β, the total size of a client's τ_i steps; each has the size β/τ_i. None: β adapts during the run
+            (`AdaptiveSteps`).
     """
 
     kind: ClassVar[str] = "sgd"

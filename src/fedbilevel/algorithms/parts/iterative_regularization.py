@@ -95,7 +95,7 @@ class IterativeRegularization(Algorithm):
 
     @abstractmethod
     def step_size(self, k: Array) -> Array:
-        """Return γ_k of round k = 1, 2, …"""
+        """Return the step size γ_k of round k = 1, 2, …"""
 
     @abstractmethod
     def init_own(self, x: PyTree) -> Any:
@@ -132,7 +132,7 @@ class IterativeRegularization(Algorithm):
         return State(x, x, jnp.zeros(()), jnp.zeros((), jnp.int32), standstill, self.init_own(x))
 
     def step_sizes(self, state: State) -> tuple[Array, Array]:
-        """Return γ_k and λ_k of the next round."""
+        """Return the step size γ_k of the next round, and the weight λ_k of H in it."""
         k = (state.k + 1).astype(float)
         return self.step_size(k), self.regularization / k**self.regularization_decay
 

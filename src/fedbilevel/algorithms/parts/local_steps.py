@@ -154,7 +154,7 @@ class LocalOptimizer(Part):
 
     @abstractmethod
     def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
-        """Return the next q and the next memory, where d is the gradient at z_0 − ηq."""
+        """Return the next sum q of steps and the next memory; d is the gradient at the present point."""
 
     def total(self, tau: Count) -> Array:
         """Return ‖a‖₁ = Σ_{k<τ} a_k, the sum of the coefficients of `tau` steps."""
@@ -162,7 +162,7 @@ class LocalOptimizer(Part):
 
 
 class Plain(LocalOptimizer):
-    """Make plain gradient steps, with a_k = 1."""
+    """Make plain gradient steps: every direction has the coefficient a_k = 1 in the sum of the steps."""
 
     kind: ClassVar[str] = "plain"
 
@@ -190,7 +190,10 @@ class Anchored(LocalOptimizer):
 
 
 class Momentum(LocalOptimizer):
-    """Make steps with momentum (heavy ball) from m = 0: m ← μm + d, z ← z − ηm; a_k = (1 − μ^{τ−k}) / (1 − μ).
+    """Make steps with momentum (heavy ball), from m = 0: m ← μm + d, z ← z − ηm.
+
+    Here d is the direction of a step, and η the step size. After τ steps, the k-th direction, k = 0, 1, …, has the
+    coefficient a_k = (1 − μ^{τ−k}) / (1 − μ) in the sum of the steps.
 
     Args:
         decay: μ, the factor of the earlier directions in each step, strictly between 0 and 1.
@@ -211,7 +214,10 @@ class Momentum(LocalOptimizer):
 
 
 class Proximal(LocalOptimizer):
-    """Make FedProx's steps, z ← z − ηd − α(z − z_0), on the loss plus (α/2η)‖z − z_0‖²; a_k = (1 − α)^{τ−1−k}.
+    """Make FedProx's steps, z ← z − ηd − α(z − z_0), which are gradient steps on the loss plus (α/2η)‖z − z_0‖².
+
+    Here d is the direction of a step, η the step size, and z_0 the start. After τ steps, the k-th direction, k = 0, 1,
+    …, has the coefficient a_k = (1 − α)^{τ−1−k} in the sum of the steps.
 
     Args:
         pull: α, the share of the way back to z_0 in each step, strictly between 0 and 1.
@@ -222,15 +228,16 @@ class Proximal(LocalOptimizer):
     pull: Number = fraction(default=0.1, own=True)
 
     def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
-        """Return ((1 − α) q + d, None): the next sum of steps after the gradient d, and no memory."""
+        """Return ((1 − α) q + d, None) with α = `pull`: the next sum of steps after the gradient d, and no memory."""
         return optax.tree.add(scaled(1 - self.pull, q), d), None
 
 
 class Mixed(LocalOptimizer):
     """Give each client a local optimizer of its own, all by the rule m ← μm + d, z ← z − ηm − α(z − z_0).
 
-    If both numbers are 0, a client makes plain steps. If only μ is above 0, it makes the steps of heavy ball, and if
-    only α is above 0, the steps of FedProx. The numbers of each client are set by
+    Here d is the direction of a step, η the step size, and z_0 the start. If both μ and α are 0, a client makes plain
+    steps. If only μ is above 0, it makes the steps of heavy ball, and if only α is above 0, the steps of FedProx. The
+    numbers of each client are set by
     `Clients(own={"local_optimizer.decay": [0, 0.9], "local_optimizer.pull": [0.1, 0]})`.
 
     Args:

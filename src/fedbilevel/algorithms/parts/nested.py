@@ -80,8 +80,8 @@ def allowed_by(method: Nested) -> Allows:
 def own_alone(method: Any, system: str) -> Mapping[str, OwnParts] | No:
     """Return, for each phase, how clients step on their own leaves of y, or `No` with the reason why they cannot.
 
-    This is for methods in which each client computes a hypergradient on its own, in the phase `system`. If every leaf
-    of y is a client's own, the mean of these hypergradients is the hypergradient of all clients.
+    In the methods that use this function, each client computes a hypergradient on its own, in the phase `system`. If
+    every leaf of y is a client's own, the mean of these hypergradients is the hypergradient of all clients.
     """
     found: Mapping[str, OwnParts] | No = method.hypergradient.allows.own_y
     if isinstance(found, No):
