@@ -107,7 +107,7 @@ def test_no_clients_and_wrong_sizes_are_refused(field):
 
 def test_a_number_beyond_the_precision_of_jax_is_named():
     """A number above the largest float32, 3.4e38, is named if JAX computes in float32."""
-    words = r"-1e\+39, .* float32, .* sample 2 of client 1, entry \(1,\)$"
+    words = r"-1e\+39, .* float32, .* sample 2 of client 1, entry \[1\] \(counted from 0\)$"
     with jax.enable_x64(False):
         Clients(with_value(-3e38))
         with pytest.raises(ConfigurationError, match=words):
