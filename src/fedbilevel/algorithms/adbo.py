@@ -222,7 +222,7 @@ class State(NamedTuple):
 
 
 class Point(NamedTuple):
-    """Hold a client's variables in the estimate of φ."""
+    """Hold a client's variables in the estimate of the inner solution φ(x)."""
 
     y: PyTree  # y'_i, the client's inner variable in the estimate
     psi: PyTree  # ψ_i, the multiplier of y'_i = z'

@@ -238,7 +238,7 @@ def _solve(population: Population, x: PyTree, y: PyTree, delta: Array, b: PyTree
 
 @jax.jit
 def _moved(population: Population, x: PyTree, y: PyTree, v: PyTree, dx: PyTree, dy: PyTree) -> XYV:
-    """Compute the derivatives of h, ∇y G and s along (dx, dy, 0)."""
+    """Compute the derivatives along (dx, dy, 0) of the vector fields h, ∇y G and s, which the module defines."""
 
     def fields(x: PyTree, y: PyTree) -> XYV:
         h, s = population.hypergradient(x, y, v)

@@ -187,7 +187,7 @@ def method_key(algorithm: Algorithm) -> Hashable | None:
 
 
 def _of_schedule(schedule: Schedule) -> str:
-    """Hash the program of a schedule, traced anew. JAX's cache would miss a change of a value that it closes over."""
+    """Hash the program of a schedule, traced anew: JAX's cache would miss a change of a value in the closure."""
     return of_program(jax.make_jaxpr(lambda *indices: schedule.function(*indices))(*[0] * (1 + schedule.by_k)))
 
 

@@ -236,7 +236,7 @@ class RoundSubmodels:
         return cut(self.unit_layout, phase, message, units)
 
     def put_back(self, phase: Phase, sums: Sums, units: Units) -> Sums:
-        """Return sums over clients that hold these units as whole arrays, with the weight of each entry's holders."""
+        """Turn sums over clients that hold these units into whole arrays, with the weight of each entry's holders."""
         return put_back(self.unit_layout, phase, sums, units)
 
     def covered(self, round_costs: RoundCosts, holders: Iterable[Holders]) -> RoundCosts:
@@ -275,7 +275,7 @@ def cut(unit_layout: UnitLayout, phase: Phase, message: PyTree, units: Units) ->
 
 
 def put_back(unit_layout: UnitLayout, phase: Phase, sums: Sums, units: Units) -> Sums:
-    """Return sums over clients that hold these units as whole arrays, with the weight of each entry's holders.
+    """Turn sums over clients that hold these units into whole arrays, with the weight of each entry's holders.
 
     The holders of an entry are the clients that hold it. Outside of these units, sums and weights are 0.
     """

@@ -74,7 +74,7 @@ class TiedUnits:
 
     Args:
         count: the number of units, U.
-        scale: s, the factor of c and t for units.
+        scale: s, the factor of the coefficients c and t in the losses of units.
         tie: κ, the strength of the tie.
     """
 

@@ -67,7 +67,7 @@ def saddle(
     Args:
         clients: the number of clients, M; 1,000 in the paper.
         dim: the dimension d of x and of y.
-        ridge: λ.
+        ridge: λ, the factor of the term ½ xᵀP_i x.
         spread: the standard deviation of the entries of b_i.
         centred: whether the unweighted mean over clients is subtracted from b_i, as in the paper; False: all entries of
             b_i have the expected value 1.

@@ -57,7 +57,7 @@ class SolveInfo(NamedTuple):
 
     @classmethod
     def of_clients(cls, means: Withheld) -> SolveInfo:
-        """Return the diagnostics of all clients from the share with negative curvature and the mean residual."""
+        """Return diagnostics of all clients; `means` has the share with negative curvature, and the mean residual."""
         met, residual = means.withheld
         return cls(jnp.where(met > 0, 0, -1), residual)
 
