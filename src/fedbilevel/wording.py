@@ -105,8 +105,8 @@ SEED = re.compile(r"((?<![a-z])seeds?(?:[-_]| ?[=:] ?| ))(\d+(?:, ?\d+)*)", re.I
 def missing(package: str, extra: str) -> str:
     """Return the name of a missing package with the command that installs it.
 
-    The command installs from a clone, since the library is on no package index: a package of this name there would be
-    another one.
+    The command installs from a clone, since the library is on no package index. A package of this name on an index
+    would be another one.
 
     Args:
         package: the package that is not installed.

@@ -62,7 +62,7 @@ class WholeSubgradient(IterativeRegularization):
 
     @property
     def noise(self) -> Literal[True] | No:
-        """Return whether replies may have noise: not with a tolerance, since noise would hide the sums it compares."""
+        """Return whether replies may have noise: not with a tolerance for sums, which noise would hide."""
         hidden = f"tolerance = {self.tolerance} compares sums over all samples, which noise would hide: leave it out"
         return True if self.tolerance is None else No(hidden)
 

@@ -33,7 +33,7 @@ def held() -> Iterator[list[int]]:
 
 
 def end(came: list[int], words: str) -> NoReturn:
-    """End the run after signals that were held back, in the way in which the first of them would have ended it.
+    """End the run after signals that were held back, as the first of them would have ended it.
 
     SIGTERM is passed to its handler; without a handler, the exit status is 143.
 

@@ -477,7 +477,7 @@ class SimpleBilevel(Problem):
         return super().traced(x, y, examples) | found
 
     def preference(self, x: PyTree) -> tuple[Array, PyTree]:
-        """Return H(x), and a subgradient 𝓗 ∈ ∂H(x), in the shape of x."""
+        """Return the outer loss H(x), and a subgradient 𝓗 ∈ ∂H(x), in the shape of x."""
         if self.subgradient is not None:
             return self.outer(x, None, None), self.subgradient(x)
         return jax.value_and_grad(self.outer)(x, None, None)

@@ -239,7 +239,7 @@ def _names(archive: zipfile.ZipFile, where: str, alphabets: int, characters: int
 def _small_images(archive: zipfile.ZipFile, names: list[str], checksum: str, where: str) -> NDArray[np.uint8]:
     """Return the small images, as an array of shape (characters, DRAWINGS, SIDE, SIDE).
 
-    Read them from the cache, or decode and cache them.
+    They are read from the cache. If the cache does not have them, they are decoded and stored there.
     """
     cache = files.folders(NAME)[-1] / f"{checksum}-{SIDE}.npy"
     shape = (len(names) // DRAWINGS, DRAWINGS, SIDE, SIDE)

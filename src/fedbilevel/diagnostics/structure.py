@@ -72,7 +72,7 @@ def _derangement(units: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def _permuted(unit_layout: UnitLayout, part: str, tree: PyTree, group: str, order: np.ndarray) -> PyTree:
-    """Return `tree`, which is x or y, with the units of the group in that order."""
+    """Return `tree`, which is x or y, with the units of `group` in the order `order`."""
     leaves, shape = jax.tree.flatten(tree)
     for number, axes in enumerate(unit_layout.axes[part]):
         for place, axis in enumerate(axes):

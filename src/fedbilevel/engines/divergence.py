@@ -191,7 +191,7 @@ def not_finite_after_a_step(
 ) -> str:
     """Return a text if a loss or its gradient is not finite after a step of size 1/L on y from the start, else "".
 
-    L, `largest`, is the largest curvature of the inner loss; a step of size 1/L is never too long for this loss.
+    Here L is `largest`, the largest curvature of the inner loss. A step of size 1/L is never too long for this loss.
     """
     if not largest > 0:
         return ""

@@ -53,9 +53,9 @@ class Ends(NamedTuple):
         return self.above and above(self.end, self.trained)
 
     def text(self, column: str) -> str:
-        """Describe in words an end with a larger loss than the start, and whether a trained y explains the difference.
+        """Return a sentence about a run that ended with a larger loss than it started with.
 
-        `column` is the name of the loss.
+        It says whether the loss is larger only since y was not trained at the start. `column` is the loss's name.
         """
         start, end, trained = (text(column, value) for value in self)
         where = f"{column} of all clients on all their samples ended at {end}"

@@ -127,7 +127,7 @@ def first_look(problem: Problem, clients: Clients, x: PyTree, y: PyTree, program
 
 
 def leaves_the_start(look: FirstLook, x: PyTree, start: tuple[PyTree, PyTree]) -> bool:
-    """Return whether x moves at the start of y and v, or once y and v have moved along their gradients."""
+    """Return whether x has a gradient that is not 0 at the start of y and v, or where gradient steps on them lead."""
     reach = jax.tree.map(lambda leaf: np.zeros(leaf.shape, bool), start)
     for _ in range(LOOKS):
         seen = look(x, *jax.tree.map(np.where, reach, near(start, look.rng), start))

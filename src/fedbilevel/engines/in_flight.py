@@ -38,7 +38,7 @@ class PhaseQueue(NamedTuple):
 
 
 class InFlight(NamedTuple):
-    """Hold the replies in flight: what each client computes, and when its reply arrives. Part of the carry."""
+    """Hold the replies in flight: what each client computes, and when its reply arrives."""
 
     kind: Array  # for each client, the number of the phase whose reply it computes, or IDLE: an array of shape (M,)
     left: Array  # for each client, the number of ticks until its reply arrives: an array of shape (M,)
@@ -64,7 +64,7 @@ class ExchangePlan(NamedTuple):
 SumRows = Callable[[Sums, Array, Array], tuple[Sums, Array]]
 """(table of replies, asked, chosen) -> (the sum of the chosen rows, the sum of weight·asked over these rows).
 
-`asked` and `chosen` are arrays of shape (M,).
+`asked` and `chosen` are arrays of shape (M,): the exchange in which a client was asked, and whether its row is chosen.
 """
 
 
@@ -75,7 +75,7 @@ def early_replies(
     y: PyTree,
     examples: tuple[PyTree, PyTree],
 ) -> dict[str, Sums]:
-    """Trace a round, and return the shapes of one client's weighted reply, by phase that `fed.sum_first` asks for.
+    """Trace a round; for each phase that `fed.sum_first` asks for, return the shapes of a client's weighted reply.
 
     Raises:
         ConfigurationError: `fed.sum_first` asks the same phase for replies of different shapes.

@@ -351,8 +351,8 @@ def _of_inner(name: str, params: dict[str, Any]) -> int | None:
 def _of_convolution(equation: JaxprEqn) -> int:
     """Return the operations of a convolution.
 
-    They are 2 × batch × output features × input features of a group × the number of pairs of an output position and a
-    weight of the kernel, which is counted along each axis and multiplied.
+    Their number is 2 × batch × output features × input features of a group × pairs. A pair is an output position and a
+    weight of the kernel that reads the image there. Pairs are counted along each axis, and the counts multiplied.
     """
     params = equation.params
     numbers = params["dimension_numbers"]

@@ -274,7 +274,7 @@ class Reference:
 
 
 def total_of(table: Sums, asked: Array, who: Array) -> tuple[Sums, Array]:
-    """Return the sum of the replies that `who` chooses, and the sum of weight·asked over them: see `SumRows`."""
+    """Return the sum of the replies that `who` chooses, and the sum of their weights times the entries of `asked`."""
     rows = jax.tree.map(lambda leaf: leaf[np.flatnonzero(who)], (table, table.weight * asked))
     total: tuple[Sums, Array] = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0, dtype=leaf.dtype), rows)
     return total

@@ -68,7 +68,7 @@ class Rescue:
     def may_return(self, rows: int, result: Result) -> bool:
         """Return whether a run with `rows` rows may go back to an earlier row after numbers that are not finite.
 
-        With only one row it may not do so if the losses are already not finite at the start.
+        A run with only one row may not go back if the losses are not finite even at the start.
         """
         if rows > 1:
             return self.halvings_at_most > 0

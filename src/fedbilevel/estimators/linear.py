@@ -274,7 +274,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
     def _exact(
         self, clients: Any, given: Numbers | None, scale: Numbers, engine: Any, checkpoint: Path | None
     ) -> tuple[Numbers, Any, Any]:
-        """Search exactly.
+        """Find the penalties, unless `given` has them, and train the models, for at most WIDE features.
 
         Return x, the models (the last is trained on all rows), and the last model's training derivatives.
         """
@@ -303,7 +303,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         checkpoint: Path | None,
         on_searched: Callable[[], None],
     ) -> tuple[Numbers, Any, None]:
-        """Search as `_exact` does, for many features. Return x, the models, and None in place of derivatives."""
+        """Do the same as `_exact`, for more than WIDE features. Return x, the models, and None for derivatives."""
         algorithm, problem, _, y = self._posed(len(scale), searched=True)
         if given is None:
             shares, y = self._shares(len(scale), clients, engine, checkpoint and checkpoint.with_suffix(".json"))

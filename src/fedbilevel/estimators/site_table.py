@@ -104,7 +104,7 @@ class SiteTable:
     def _held_out(self, target: Any, patients: Any) -> Any:
         """Return which rows are held out, as a bool for each row.
 
-        If this is a share of the rows, they are drawn with the site's name as seed.
+        If `holdout` is a share of the rows, these are drawn with the site's name as seed.
         """
         if not self.study.holdout or isinstance(self.study.holdout, str):
             return np.full(len(target), self.whole)

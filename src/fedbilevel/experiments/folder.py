@@ -115,7 +115,7 @@ class Folder:
 
     @property
     def finished(self) -> bool:
-        """Return whether the run's summary exists, which is written last."""
+        """Return whether the folder has the run's summary, which is the last file that a run writes."""
         return self.summary.is_file()
 
     def difference(self, spec: Spec) -> str:

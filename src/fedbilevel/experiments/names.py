@@ -122,7 +122,7 @@ def _entry(titled: Any, node: Any, module: ast.Module) -> Entry:
 
 
 def _said(node: Any) -> list[ast.AST]:
-    """Return the syntax nodes of the docstring, the facts and other assignments of a class, function or file."""
+    """Return the syntax nodes in the docstring and in the assignments, such as facts, of a class, function or file."""
     return [part for one in node.body if isinstance(one, ast.Expr | ast.Assign) for part in ast.walk(one)]
 
 

@@ -31,7 +31,7 @@ A form is a type, a set of texts, a list with one form for all elements, or a li
 
 
 def to_json(snapshot: Snapshot) -> str:
-    """Return a snapshot as JSON, as far as a terminal shows it.
+    """Return the part of a snapshot that a terminal shows, as JSON.
 
     A metric has at most as many values as a curve on a terminal has columns.
 

@@ -208,7 +208,7 @@ class SavedSearch:
         return self.checkpoint
 
     def saved(self) -> str:
-        """Return in words what continues from the files of this agreement; "" if there are no such files."""
+        """Return in words what a study with this agreement continues; "" if no files of it are saved."""
         if self.checkpoint is not None and self.checkpoint.with_suffix(".json").exists():
             return "the training of the last model continues"
         return "the search for penalties continues" if self.checkpoint is not None and exist(self.checkpoint) else ""

@@ -43,7 +43,7 @@ class Differences(Part):
         return reply._replace(gradients=reply.gradients + 2 * reply.hvps, hvps=0)
 
     def hess_v(self, problem: Problem, x: PyTree, y: PyTree, v: PyTree, batch: PyTree) -> PyTree:
-        """Return ∇²yy g·v ≈ [∇y g(x, y + μv) − ∇y g(x, y − μv)]/2μ on a batch, in the shape of y."""
+        """Return ∇²yy g·v ≈ [∇y g(x, y + μv) − ∇y g(x, y − μv)]/2μ on a batch, in the shape of y, with μ by `step`."""
         return self.hess_of(lambda y: problem.inner(x, y, batch), y, v)
 
     def hess_of(
@@ -51,7 +51,8 @@ class Differences(Part):
     ) -> PyTree:
         """Return ∇²loss(y)·v ≈ [∇loss(y + μv) − ∇loss(y − μv)]/2μ for a function of y alone, in the shape of y.
 
-        One `vmap` computes both gradients, so that values that do not depend on y, such as features, are computed once.
+        Here μ is `step(y, v)`, times `share` if this is a number. One `vmap` computes both gradients, so that values
+        that do not depend on y, such as features, are computed once.
 
         Args:
             loss: the function, which returns a scalar.
@@ -64,7 +65,7 @@ class Differences(Part):
         return jax.tree.map(lambda ends: ((ends[0] - ends[1]) / (2 * mu)).astype(ends.dtype), gradients)
 
     def cross_v(self, problem: Problem, x: PyTree, y: PyTree, v: PyTree, batch: PyTree) -> PyTree:
-        """Return ∇²xy g·v ≈ ∇x [g(x, y + μv) − g(x, y − μv)]/2μ, of the shape of x.
+        """Return ∇²xy g·v ≈ ∇x [g(x, y + μv) − g(x, y − μv)]/2μ, of the shape of x, with μ by `step`.
 
         Values that do not depend on y, such as features, are computed and differentiated once for both gradients.
         """
@@ -72,7 +73,7 @@ class Differences(Part):
         return on_batch.pull(self.cross_of(on_batch.of_y, on_batch.features, y, v))
 
     def cross_of(self, loss: Callable[[PyTree, PyTree], Array], x: PyTree, y: PyTree, v: PyTree) -> PyTree:
-        """Return ∇²xy loss(x, y)·v, of the shape of x, by differences of the loss's gradient in x at y ± μv."""
+        """Return ∇²xy loss(x, y)·v, of the shape of x, by differences of ∇x loss at y ± μv, with μ by `step`."""
         mu = self.step(y, v)
         return jax.grad(lambda x: (loss(x, move(y, mu, v)) - loss(x, move(y, -mu, v))) / (2 * mu))(x)
 

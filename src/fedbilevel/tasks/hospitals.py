@@ -87,7 +87,8 @@ def hospitals(
 def _ward(name: str, number: int, indicators: int, folds: int, holdout: float, seed: int) -> SiteRows:
     """Load the patients of hospital `number` of the federation.
 
-    Their features are followed by `indicators` indicators of hospitals and a 1.
+    A row has the patient's features, then `indicators` entries of which entry `number` is 1 and the others are 0, and
+    at the end a 1.
     """
     found = load_heart(name)
     training, measured = stratified(found.labels, TRAINING, FLAMBY + seed)

@@ -94,7 +94,7 @@ def _accuracy_of_classes(z: Array, batch: Batch) -> Array:
 
 
 def _deviance(z: Array, batch: Batch) -> Array:
-    """Return the mean deviance: the mean of 2 [c log(c/μ) − (c − μ)], where counts c and rates μ are divided by m."""
+    """Return the mean of the deviances 2 [c log(c/μ) − (c − μ)] of counts c and rates μ, divided by the mean count."""
     c = batch["label"]
     return 2 * jnp.mean(jnp.where(c > 0, c * (jnp.log(jnp.where(c > 0, c, 1)) - z), 0) - c + jnp.exp(z))
 

@@ -347,7 +347,7 @@ def measured_at(phase: Phase, method: Algorithm, client: Client, message: PyTree
 
 
 def added_curvature(method: Algorithm) -> Added:
-    """Return the terms that a method adds to the inner loss in its steps on y: its attribute of this name, or none."""
+    """Return the terms that a method adds to the inner loss in its steps on y: its `added_curvature`, if it has one."""
     added: Added = getattr(method, "added_curvature", Added())
     return added
 

@@ -193,15 +193,15 @@ class Layer(Around):
         """Raise ConfigurationError if the problem or the clients do not fit the layer."""
 
     def server_slot(self, method: Algorithm, x: PyTree, y: PyTree) -> PyTree:
-        """Return the layer's state on the server before round 0; None: it has no state there."""
+        """Return the layer's state on the server before round 0; None if the layer has no state on the server."""
         return None
 
     def client_slot(self, method: Algorithm, problem: Problem, x: PyTree, y: PyTree) -> PyTree:
-        """Return the layer's state at a client before round 0; None: it has no state there."""
+        """Return the layer's state at a client before round 0; None if the layer has no state at clients."""
         return None
 
     def before_round(self, method: Algorithm, kept: Kept) -> tuple[Algorithm, Kept]:
-        """Return the method as the server runs it in a round, and the layer's new state there."""
+        """Return the method as the server runs it in a round, and the layer's new state on the server."""
         return method, kept
 
     def exchange(self, asked: Asked, kept: Kept, ask: Ask) -> tuple[Total, Kept]:

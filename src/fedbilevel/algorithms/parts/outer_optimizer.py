@@ -34,9 +34,9 @@ def require_direction(
 ) -> None:
     """Refuse an optimizer that does not step along the gradient in x, if x is kept in a set other than a box.
 
-    Suppose that a step with a size h_l for each entry l, followed by a Euclidean projection, leaves x unchanged. Then
-    the vector with the entries h_l ∂Φ/∂x_l is normal to the set, and ∇Φ is not. Unless the h_l are equal, this x is not
-    the minimum of Φ in the set.
+    Suppose that each entry l of x has its own step size h_l, and that a step followed by a Euclidean projection leaves
+    x unchanged. Then the vector with the entries h_l ∂Φ/∂x_l is normal to the set. At a minimum of Φ in the set, ∇Φ is
+    normal to the set. If the h_l differ, ∇Φ is in general not normal at x, and x is not the minimum.
 
     Args:
         field: the field that has the optimizer, for the message.
@@ -46,7 +46,7 @@ def require_direction(
         x_of: iterate -> its x.
 
     Raises:
-        ConfigurationError: the part for x of one of the first updates is not parallel to the gradient in x.
+        ConfigurationError: one of the optimizer's first updates of x is not parallel to the gradient in x.
     """
     if not problem.couples_x:
         return

@@ -17,7 +17,7 @@ Slots = dict[str, Any]
 
 
 class LayeredState(NamedTuple):
-    """Hold the server's state if layers have a state there."""
+    """Hold the server's state if layers have a state on the server: the method's own, and the layers'."""
 
     inside: Any
     slots: Slots
@@ -32,7 +32,7 @@ class LayeredState(NamedTuple):
 
 
 class LayeredClient(NamedTuple):
-    """Hold a client's state if layers have a state there."""
+    """Hold a client's state if layers have a state at clients: the method's own, and the layers'."""
 
     inside: PyTree
     slots: Slots

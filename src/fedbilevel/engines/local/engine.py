@@ -298,7 +298,7 @@ class LocalRun:
         return Stretch(carry, done, costs, undo)
 
     def program_key(self, carry: Carry, inputs: ProgramInputs) -> Hashable | None:
-        """Return a cache key of everything on which the program depends; None if it has to be traced to know this."""
+        """Return a cache key of everything on which the program depends; None if only a trace of it can show this."""
         method = method_key(self.algorithm)
         if self.problem.key is None or method is None or self.layout.shares:
             return None

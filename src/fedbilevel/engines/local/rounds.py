@@ -83,7 +83,7 @@ class Rounds:
     mesh: Mesh | None
 
     def program(self, carry: Carry, inputs: ProgramInputs, quick_keys: bool) -> Program:
-        """Trace and compile the rounds; for a user's own method, reuse a kept program if the trace is the same.
+        """Trace and compile the rounds; for a user's own method, reuse a cached program if the trace is the same.
 
         With `quick_keys`, keys are used that have the same bits and compile quickly: see `written_out`.
         """
