@@ -110,7 +110,8 @@ def single_loop(s: Scales, batch_size: int | None, work: int | None) -> dict[str
     """Return fields of SimFBO, ShroFBO, F2SA and CorrectedFBO, whose server makes the steps of FedBiO's clients."""
     chosen = plain(s, batch_size, work)
     server = chosen["client_lr"]
-    # with noise, local steps of the server's size average the noise; without noise they only cause drift, so are tiny
+    # With noise, local steps of the server's size average the noise. Without noise, local steps only cause drift, and
+    # they are made tiny.
     local = server if batch_size is not None else XYV(*(1e-3 * size for size in server))
     return {**chosen, "client_lr": local, "server_lr": server, "radius": s.radius}
 

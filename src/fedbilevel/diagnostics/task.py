@@ -67,7 +67,7 @@ def checks(task: Task, at: DifferentiablePoint, seen: list[Warning]) -> Iterator
 
 
 def without(kind: type[Warning], seen: list[Warning]) -> str:
-    """Check that no warning of this kind is among the warnings of the first look at the losses."""
+    """Check that no warning of the class `kind` is among `seen`, the warnings of the first look at the losses."""
     if found := [str(warning) for warning in seen if isinstance(warning, kind)]:
         raise CheckError("; ".join(found))
     return "as seen near the start"

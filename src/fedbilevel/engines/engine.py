@@ -65,7 +65,7 @@ class Carry(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Hold what `Run.advance` returns after some rounds."""
+    """Hold the result of `Run.advance`: the carry after some rounds, and their costs."""
 
     carry: Carry
     rounds: int  # the number of rounds that were done

@@ -161,7 +161,10 @@ def _require_writable(folder: Path) -> None:
 
 
 def _remove_halves(folder: Path) -> None:
-    """Remove programs that a killed process has left without a time of use; JAX could otherwise write no programs."""
+    """Remove cached programs without a file for their time of use; with them, JAX could write no programs.
+
+    Such programs are left by processes that were killed while they wrote them.
+    """
     for file in folder.glob("*-cache"):
         time_of_use = file.with_name(file.name.removesuffix("-cache") + "-atime")
         with contextlib.suppress(OSError):  # another process may have removed it

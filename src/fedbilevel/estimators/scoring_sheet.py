@@ -111,7 +111,7 @@ def _predicted(model: Any) -> str:
 
 
 def _results(model: Any) -> list[str]:
-    """Say how to compute the prediction from S."""
+    """Return lines that say how to compute the prediction from the sum S of the sheet."""
     study = model.agreement.study
     if study.estimator == "logistic":
         other, positive = (printable(str(one)) for one in model.estimator.classes_)

@@ -292,7 +292,7 @@ def check(
 def reached(
     superlink: str | None = None, root_certificates: Path | None = None, key: Path | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Check that a SuperLink answers a site with this key; see `check`."""
+    """Check that a SuperLink answers a site with this key. Yield the check's name and result, as `check` does."""
     from fedbilevel.flower.launch.connection import private_key, why_unreached
 
     if superlink is not None:

@@ -552,7 +552,7 @@ def read_spec(path: str | Path) -> Spec:
 
 
 def _errors_in_file(path: str | Path, tables: Fields) -> AbstractContextManager[None]:
-    """Begin the messages of errors in the block with the file and, if another version wrote the file, with a note."""
+    """Let the messages of errors in the block name the file, and the version that wrote it if it is another one."""
     version = toml.other_version(tables)
     return errors_in(f"{path} ({version})" if version else str(path))
 

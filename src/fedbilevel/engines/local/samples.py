@@ -120,7 +120,7 @@ class Streamed:
         return data, table, device_ids
 
     def places(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return where samples are gathered.
+        """Return the places at which this process gathers the samples of the clients `ids`.
 
         Returns:
             For each place of this process, the id of the client whose samples are there, or −1 for an empty place; and

@@ -101,7 +101,7 @@ def stop(children: Iterable[subprocess.Popen], grace: float = GRACE) -> None:
 
 
 def await_end(children: Iterable[subprocess.Popen], members: Mapping[int, int], grace: float) -> None:
-    """Wait until all children and members have ended, for at most `grace` seconds."""
+    """Wait until `children` and the processes `members` (id -> start time) have ended, at most `grace` seconds."""
     deadline = time.monotonic() + grace
     while time.monotonic() < deadline and (living(members) or any(child.poll() is None for child in children)):
         time.sleep(0.02)
