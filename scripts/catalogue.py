@@ -29,7 +29,11 @@ KINDS = {
     ),
     "Minimax": ("minimise one loss over x, while y maximises it", "Minimax(f)"),
     "Compositional": ("a non-linear function f of a mean of r over all clients", "Compositional(f, r)"),
-    "SimpleBilevel": ("choose, by a loss H, among the many minimisers of a loss F", "SimpleBilevel(H, f, project)"),
+    "SimpleBilevel": (
+        "among the many x in a set X that minimise the mean of f over all clients, find the x with the smallest H(x); "
+        "`project` projects onto X",
+        "SimpleBilevel(H, f, project)",
+    ),
     "SingleLevel": ("one loss with one variable", "SingleLevel(f)"),
 }
 """The kinds of problem -> (what it is for, how it is stated)."""

@@ -500,7 +500,7 @@ FACTS = Facts(
     hvps="2K",
     cost="a gradient of f",
     client_state="x_i, y_i, θ_i, b_il for each plane, and K times y'_i and ψ_i",
-    bias="φ in place of y*, unless K is large; few planes approximate the constraint coarsely",
+    bias="an estimate φ in place of y*, unless K is large; few cutting planes approximate the constraint coarsely",
 )
 """The facts of ADBO. Those of SDBO differ in `needs` and `good_for`."""
 

@@ -244,7 +244,7 @@ class LFedNest(Nested):
         up="1 like x, T like y; with `SVRG` 2T like y",
         hvps="N for each step on x",
         cost="a gradient of g; on x, a gradient of f and the products with the client's own ∇²g",
-        bias="clients' own hypergradients, at any step size; drift of y (not with `SVRG`)",
+        bias="clients' own hypergradients, an error that smaller steps do not reduce; drift of y (not with `SVRG`)",
     )
 
     inner: LocalSGD | SVRG = LocalSGD()
