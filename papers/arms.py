@@ -21,8 +21,9 @@ WORDS = {
     "algorithm.hypergradient.solver.terms": "terms",
     "algorithm.hypergradient.solver.step": "Neumann step",
     "algorithm.hypergradient.paired": "paired samples",
+    "clock.compute": "virtual seconds for a gradient",
 }
-"""The fields of a method that say how much work or data it gets. All other fields belong to the method itself."""
+"""Fields in words. Those of a method say how much work or data it gets; all others belong to the method itself."""
 COUNTED = {"exchanges": "exchanges", "evaluations": "gradients and products"}
 
 

@@ -37,8 +37,8 @@ def what_decides(figure: Figure, found: Mapping[str, Any], statement: Statement)
         some = f" {hopeless} of the {len(left)} open comparisons" if hopeless < len(left) else " it"
         words.append(f"even {MOST:,} seeds would not decide{some}")
     if unplayed:
-        settings = "setting" if len(unplayed) == 1 else "settings"
-        words.append(f"runs in the {settings} {' and '.join(f'“{panel}”' for panel in unplayed)}")
+        settings = f"setting{'s' * (len(unplayed) > 1)} {' and '.join(f'“{panel}”' for panel in unplayed)}"
+        words.append(f"runs in the {settings}, whose time is not counted here")
     return "; ".join(words)
 
 

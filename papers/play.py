@@ -73,7 +73,7 @@ class Run:
             return str(error)
 
     def spent(self, result: fb.Result, row: Mapping[str, float] | None) -> str | None:
-        """Return why the run should stop, as a callback: its budgets are spent. Return None otherwise."""
+        """Return why the run should stop, or None. It stops when all budgets are spent; `solve` calls this function."""
         over = row is not None and all(costs_of(row)[name] >= amount for name, amount in self.budgets.items())
         return "all budgets are spent" if over else None
 

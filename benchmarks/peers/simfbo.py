@@ -1,4 +1,4 @@
-"""SimFBO by hand: clients make steps on (x, y, v) at once; the server makes a step along the mean of their sums."""
+"""SimFBO by hand: clients step on (x, y, v) at once; the server steps along the mean of the sums of directions."""
 
 import jax
 import jax.numpy as jnp

@@ -83,7 +83,7 @@ def test_runs_that_two_cells_need_are_counted_once() -> None:
         == "7 seeds in all (1.3 more hours of runs); even 1,000 seeds would not decide 1 of the 2 open comparisons"
     )
     (unplayed,) = statements([cell(panel="shards")])
-    assert what_decides(figure(), found, unplayed) == "runs in the setting “shards”"
+    assert what_decides(figure(), found, unplayed) == "runs in the setting “shards”, whose time is not counted here"
 
 
 def test_a_method_whose_runs_all_failed_has_no_hours() -> None:

@@ -125,9 +125,9 @@ def test_a_comparison_that_nothing_contradicts_is_seen(weak: dict[str, Any]) -> 
 
 
 def test_a_slope_that_nothing_contradicts_is_seen() -> None:
-    """The test of slopes fails for the claim that a slope is −0.5 to within 2.
+    """The test of slopes must reject a claim that no slope contradicts, here that a slope is −0.5 to within 2.
 
-    Slopes that differ by 1 from the predicted one do not contradict this claim.
+    It makes up slopes that differ by 1 from the predicted one, which do not contradict this claim.
     """
     panels = {str(value): {"value": value} for value in (1.0, 2.0, 4.0)}
     claim = {"says": "-", "better": "SimFBO", "slope": -0.5, "within": 2.0}

@@ -172,9 +172,9 @@ def test_several_local_steps_are_held_to_the_clients_own_curvature(kind, tau, ex
 
 @pytest.mark.parametrize(("product", "factor"), [([8.0, 0.0], 0.5 / 8 / 0.25), ([1.0, 0.0], 1.0), ([-8.0, 0.0], 1.0)])
 def test_a_product_is_held_to_the_curvature_along_it(product, factor):
-    """The step of FedNest's p ← p − s H p is at most c⟨p, Hp⟩/‖Hp‖², unless ⟨p, Hp⟩ is negative.
+    """The step s of FedNest's p ← p − s H p is at most c⟨p, Hp⟩/‖Hp‖², unless ⟨p, Hp⟩ is negative.
 
-    Here p = (1, 0) and s = ¼.
+    Here c = ½ is the field `y_lr` of `AdaptiveSteps`, p = (1, 0), and s would otherwise be ¼.
     """
     method, layer, p = fb.FedNest(batch_size=None), fb.AdaptiveSteps(y_lr=0.5), jnp.asarray([1.0, 0.0])
     known = layer.server_slot(method, jnp.zeros(2), jnp.zeros(2))._replace(inner=jnp.asarray(0.25))

@@ -150,7 +150,7 @@ def test_replies_of_fresh_cohorts_do_not_count_for_what_clients_keep():
 
 @pytest.mark.slow
 def test_models_with_fixed_leaves():
-    """Models with leaves that are not arrays, here modules of Equinox, have the numbers of `Local`.
+    """Models with leaves that are not arrays, here modules of Equinox, get the same numbers as from the engine `Local`.
 
     Such leaves stay on each side, and the structure of the tree is never sent.
     """

@@ -1,4 +1,4 @@
-"""FedNest, FedNest-SGD and LFedNest: alternate inner and outer steps with federated variance reduction.
+"""FedNest, FedNest-SGD and LFedNest: alternate steps on y and on x; FedNest corrects both for clients' differences.
 
 Davoud Ataee Tarzanagh, Mingchen Li, Christos Thrampoulidis, Samet Oymak. "FedNest: Federated Bilevel, Minimax, and
 Compositional Optimization". ICML 2022, arXiv:2205.02215. Algorithms 1-4.
@@ -31,7 +31,8 @@ of FedIHGP, but the result is biased if clients differ.
 
 Appendix A of the paper has four variants. The paper's experiments compare them with two joint variants. In a joint
 variant, a client makes its local steps on y, and then its steps on x at its own y_{i,τ_i}. One exchange averages both x
-and y. In this table, the numbers of exchanges are for the default, a series for v that takes N exchanges (departure 3):
+and y. In this table, SVRG is FedInn, and SGD is FedInn without the correction. The numbers of exchanges are for the
+default, a series for v that takes N exchanges (departure 3):
 
     variant                 call                                  steps on x            on y    exchanges
     FedNest                 FedNest()                             FedOut                SVRG    2T + N + 2
@@ -47,10 +48,11 @@ own hypergradients.
 On a `Minimax` problem ∇y F is 0 at y*(x), and FedIHGP is left out. On a `Compositional` problem g_i is ½‖y − r_i(x)‖².
 Then H = I, and so v = ∇y F. FedInn with T = 1, β = 1 and τ = 1 gives the exact inner solution, y = mean_i r_i(x).
 
-RABO is a method for clients that hold parts of a model. If every client holds the whole model, then with full batches
-and one step on x LFedNest computes the same numbers as RABO, up to rounding. In the same case FedNest-SGD computes the
-same numbers as FedMBO, but makes one more exchange, the second exchange of FedOut. There each client replies with its
-drift on x (departure 1), which is 0 after one step, so that this exchange changes nothing.
+RABO is a method for clients that hold parts of a model. If every client holds the whole model, LFedNest computes the
+same numbers as RABO with full batches and one step on x, up to rounding. In the same case FedNest-SGD computes the same
+numbers as FedMBO, but makes one more exchange, the second exchange of FedOut. There each client replies with its drift
+on x, the part of its change that differs between clients (departure 1). After one step the drift is 0, so that this
+exchange changes nothing.
 
 In the code, the class `SVRG` is FedInn, `Implicit.estimate` in parts/hypergradients.py is FedIHGP together with h, and
 `LocalImplicit.own` in parts/hypergradients.py is the hypergradient that a client of LFedNest computes on its own.
@@ -72,8 +74,8 @@ Departures from the paper:
    N, and the series does not have this variance. There are two more ways to compute v: with CG() by conjugate gradient,
    and with LocalImplicit() by each client on its own.
 4. Joint steps follow the authors' code, with T = 1. The server adds Σ p̃_i (y_{i,τ} − y), in which the common part −βq
-   is multiplied by Σ p̃_i. In joint steps, q is therefore the mean Σ p_i ∇y g_i / Σ p_i. Then −βq times Σ p̃_i is
-   −β Σ p̃_i ∇y g_i, which is unbiased, and is the same as without joint steps.
+   is multiplied by Σ p̃_i. In joint steps, q is therefore the mean Σ p_i ∇y g_i / Σ p_i over the clients that take
+   part. Then −βq times Σ p̃_i is −β Σ p̃_i ∇y g_i, which is unbiased, and is the same as without joint steps.
 
 Checked in tests/algorithms/test_fednest.py (closed forms, exchanges) and tests/engines/test_agreement.py.
 """

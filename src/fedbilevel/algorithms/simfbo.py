@@ -118,9 +118,9 @@ class SingleLoop(JointSteps):
             rules for each client (`Mixed`), or plain steps with local variance reduction (`Anchored`). It also
             determines the weight a_k of the k-th direction in a client's sum.
         server_optimizer: an optimizer of Optax with learning rate 1. In place of a gradient it gets the mean of the
-            clients' sums of directions, and its updates are scaled by γ. If `project_x` keeps x in a set other than a
-            box, use an optimizer that steps along the gradient in x, such as `optax.sgd`. Adam has a step size for each
-            entry, so that with the projection x would converge to a wrong point of the set.
+            clients' sums of directions, and its updates are scaled by γ. If the problem's `project_x` keeps x in a set
+            other than a box, use an optimizer that steps along the gradient in x, such as `optax.sgd`. Adam has a step
+            size for each entry, so that with the projection x would converge to a wrong point of the set.
     """
 
     server_lr: StepSizes = step_sizes(default=None, adaptive="shared")
@@ -224,7 +224,10 @@ class OneExchange(JointExchange, Projected):
 
 
 class SimFBO(OneExchange, LocalDirections):
-    """Move x, y and v together at every client, with one exchange per round."""
+    """Move x, y and v together at every client, with one exchange per round.
+
+    The vector v has the shape of y and tracks the solution of ∇²yy G v = ∇y F. The gradient in x is computed from it.
+    """
 
     name = "simfbo"
     facts = Facts(

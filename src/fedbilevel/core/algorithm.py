@@ -235,7 +235,7 @@ class Algorithm(Listed):
     """
 
     def validate(self) -> None:
-        """Refuse local epochs if `batch_size` is None."""
+        """Refuse a number of epochs, in a field `local_epochs` of the method or its parts, if `batch_size` is None."""
         for path in local_epochs(self):
             allowed = f"a number of samples, with {path}"
             require(self.batch_size is not None, f"{self.label}.batch_size", None, allowed)
@@ -281,7 +281,10 @@ class Algorithm(Listed):
         return Allows()
 
     def client_state(self, problem: Problem, x: PyTree, y: PyTree) -> PyTree:
-        """Return a client's state before round 0: `init_client` at the parts of x and y that the server has."""
+        """Return a client's state before round 0: that of `init_client(x, y)` for the leaves that the server has.
+
+        Leaves of x and y that only clients have, by `local` or `own` of the problem, are left out.
+        """
         return self.init_client(local_x.server_x(problem, x), server_y(problem.own, y))
 
     def hypergradient_at(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:

@@ -44,7 +44,7 @@ class Clients(Shown):
     - A list with a pytree of arrays for each client, whose first axes are samples. Clients may have different numbers
       of samples.
     - A pytree of arrays with leading axes (client, sample).
-    - A `Ragged`.
+    - A `Ragged`, which has the samples of all clients one after the other in flat arrays, with each client's number.
     - A list of data frames or of datasets of Hugging Face, which become dicts of columns; or of datasets of PyTorch,
       each of which becomes the pytree of its items. Each item is read once. If the items are pairs, a batch has
       `batch[0]` and `batch[1]`.
@@ -169,7 +169,7 @@ class Clients(Shown):
         return Card(counted(len(self), "client"), samples | terms_in_words(self))
 
     def examples(self) -> tuple[PyTree, PyTree]:
-        """Return the shapes of a sample of each loss, as leaves of shape (1, ...)."""
+        """Return the form of a sample of each loss: shapes (1, ...) and dtypes of its leaves, without values."""
         return self.outer.example(), self.inner.example()
 
     def pooled(self) -> Clients:
@@ -252,7 +252,7 @@ class RemoteClients(Shown):
         return Card(f"{counted(len(self), 'client')}, elsewhere", examples | terms_in_words(self))
 
     def examples(self) -> tuple[PyTree, PyTree]:
-        """Return the shapes of a sample of each loss, as leaves of shape (1, ...)."""
+        """Return the form of a sample of each loss: shapes (1, ...) and dtypes of its leaves, without values."""
         return self.outer, self.inner
 
 

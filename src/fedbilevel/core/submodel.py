@@ -272,7 +272,7 @@ def _axes(name: str, word: object, shape: tuple[int, ...], sizes: dict[str, tupl
 
 @config
 class UnitPolicy:
-    """Choose the units that clients of limited capacity hold; without capacities a policy has no effect.
+    """Choose the units (neurons or channels) that clients of limited capacity hold; without capacities, do nothing.
 
     Args:
         policy: the units that a client holds: "importance": those of largest weights; "weights": the largest single

@@ -37,8 +37,8 @@ def tune_cpu(devices: int | None = None) -> None:
     `solve` calls this function if JAX has not started yet and the cohort has several clients.
 
     Args:
-        devices: the number of CPU devices to present, for `Local(devices=…)`; None: one for each core. If there are
-            several, they compute different clients in parallel, each on one thread.
+        devices: the number of devices that JAX then makes of the CPU, for `Local(devices=…)`; None: one for each core.
+            If there are several, they compute different clients in parallel, each on one thread.
 
     The flags are chosen by measurement. Matrix products of clients (about 64×784×200) ran 1.2 times faster in XLA's
     Eigen kernels than in its newer YNN kernels, the default of jaxlib 0.10. The small loops of FISM ran 1.6 times

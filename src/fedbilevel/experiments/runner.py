@@ -443,7 +443,7 @@ def _length(spec: Spec, place: Folder, resume: Resume) -> tuple[int, list[Callba
 
 @contextmanager
 def _opened(scribe: Scribe) -> Iterator[None]:
-    """Write a new run's spec before its first checkpoint, and remove both files if the run ends without one."""
+    """Write a new run's spec and environment to files, and remove both if the run ends before its first checkpoint."""
     try:
         current_group().decide(scribe.open)
         yield

@@ -33,9 +33,8 @@ A form is a type, a set of texts, a list with one form for all elements, or a li
 def to_json(snapshot: Snapshot) -> str:
     """Return the part of a snapshot that a terminal shows, as JSON.
 
-    A metric has at most as many values as a curve on a terminal has columns.
-
-    As on the page, the seed of a run under privacy is hidden.
+    The values of a metric are thinned to the number of columns that a curve on a terminal has. As on the page, the seed
+    of a run under privacy is hidden.
     """
     content = {name: getattr(snapshot, name) for name in PLAIN} | {
         "done": float(snapshot.done),

@@ -80,7 +80,7 @@ class Differences(Part):
     def hypergradient(
         self, problem: Problem, x: PyTree, y: PyTree, v: PyTree, outer_batch: PyTree, inner_batch: PyTree
     ) -> tuple[Array, PyTree]:
-        """Return f(x, y) and ∇x f − ∇²xy g·v, of the shape of x; with v = None, f(x, y) and ∇x f."""
+        """Return f(x, y) and ∇x f − ∇²xy g·v, of the shape of x. If v is None, leave out ∇²xy g·v."""
         loss, f_x = jax.value_and_grad(problem.outer)(x, y, outer_batch)
         return loss, f_x if v is None else optax.tree.sub(f_x, self.cross_v(problem, x, y, v, inner_batch))
 

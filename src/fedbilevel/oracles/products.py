@@ -28,7 +28,7 @@ class Directions(NamedTuple):
 
 @contextmanager
 def second_derivatives() -> Iterator[None]:
-    """Explain JAX's error in the block if the gradient of a loss cannot be differentiated.
+    """Explain the error that JAX raises in the `with` block if the gradient of a loss cannot be differentiated.
 
     Raises:
         ConfigurationError: JAX cannot differentiate the gradient, for example because a `jax.custom_vjp` computes it.
@@ -69,7 +69,7 @@ def cross_of(loss: Callable[[PyTree, PyTree], Array], x: PyTree, y: PyTree, v: P
 def hypergradient(
     problem: Problem, x: PyTree, y: PyTree, v: PyTree, outer_batch: PyTree, inner_batch: PyTree
 ) -> tuple[Array, PyTree]:
-    """Return f(x, y) and ∇x f − ∇²xy g·v, in x's shape, by one reverse pass; with v = None, f(x, y) and ∇x f."""
+    """Return f(x, y) and ∇x f − ∇²xy g·v, in x's shape, by one reverse pass. If v is None, leave out ∇²xy g·v."""
 
     def surrogate(x: PyTree) -> tuple[Array, Array]:
         loss = problem.outer(x, y, outer_batch)

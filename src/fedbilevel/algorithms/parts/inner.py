@@ -84,7 +84,11 @@ class LocalSGD(InnerSteps):
 
 
 def inner_gradient(work: LocalWork, client: Client, x: PyTree, y: PyTree) -> Gradient:
-    """Return the function (y, draw) -> ∇y g_i(x, y), in the shape of y, prepared for the local steps of `work`."""
+    """Return a function (y, draw) -> ∇y g_i(x, y) for the local steps of client i, in the shape of y.
+
+    `draw` selects the samples of a batch. The number of steps, which is in the fields of `work`, decides whether values
+    that do not depend on y are computed once, before the steps.
+    """
     steps = work.local_steps
     if work.local_epochs is not None and client.batch_size is not None:
         steps = work.local_epochs * (client.inner.longest // client.batch_size)

@@ -137,9 +137,10 @@ def mean_gradient(gradient: Gradient, start: PyTree, steps: LocalSteps, lr: Any)
 
 
 class LocalOptimizer(Part):
-    """Base class of rules for local steps: after steps from z_0 the iterate is z_0 − ηq with q = Σ a_k d_k.
+    """Base class of rules for local steps, whose sum is a weighted sum of directions, times the step size.
 
-    Here d_k is the direction of step k, a_k ≥ 0 its coefficient, and η the step size.
+    After steps from z_0 the iterate is z_0 − ηq with q = Σ_k a_k d_k. Here d_k is the direction of step k, a_k ≥ 0 its
+    weight, and η the step size.
     """
 
     anchored: ClassVar[bool] = False
@@ -301,11 +302,13 @@ class JointSteps(Algorithm):
         local_optimizer: LocalOptimizer,
         mean: XYV | None = None,
     ) -> Directions:
-        """Return q = Σ_k a_k d_k after `tau` local steps from `start`, and the sums of both losses over the steps.
+        """Return q after `tau` local steps from `start`, and the sums of both losses over the steps.
 
-        The local iterate after some steps is start − η·q, with the q of these steps. If a `mean` m is given, the client
-        steps along d(z_k; ζ_k) − d(start; ζ_k) + m instead, and q is still the sum of the directions d(z_k; ζ_k) on
-        this path.
+        The vector q = Σ_k a_k d_k is the sum of the directions d_k of the steps, where the local optimizer sets the
+        weights a_k. The local iterate z_k after k steps is start − η·q, with the q of these steps and the step sizes η.
+        The direction d_k = d(z_k; ζ_k) is computed at z_k from the samples ζ_k of step k. If a `mean` m is given, the
+        client steps along d(z_k; ζ_k) − d(start; ζ_k) + m instead, and q is still the sum of the directions d(z_k; ζ_k)
+        on this path.
         """
         anchor = mean
         if local_optimizer.anchored:

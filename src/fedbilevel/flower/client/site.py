@@ -85,8 +85,8 @@ class Site:
             False: it takes part, and its log has a warning.
         subject: the text that a person at the site approves, such as a spec. Empty: the text of the contract.
         approve: which runs the client takes part in. "all": every run. "ask": runs whose `subject` a person has
-            approved in the state folder (see docs/how-to/operations.md). The .toml file of a rule: also runs that fit
-            the rule.
+            approved in the state folder (see docs/how-to/operations.md). The path of a .toml file with a rule: these
+            runs, and runs that fit the rule.
     """
 
     id: int
@@ -481,7 +481,7 @@ def audit(
 
 @contextmanager
 def logged_if_not_written(response: ResponseMessage, refusals: RefusalLog, what: str) -> Iterator[None]:
-    """Log an error if the block cannot write a refusal to the audit. The refusal is sent nevertheless."""
+    """Log an error if the `with` block cannot write a refusal to the audit. The refusal is sent nevertheless."""
     try:
         yield
     except (Refusal, CheckpointError) as error:

@@ -98,7 +98,7 @@ LARGEST = 2**31 - 1  # the largest count of work that the costs of a round can h
 
 @dataclass(frozen=True)
 class CheckedReply:
-    """A response that has passed all checks that need no other reply, with its decoded update."""
+    """A response, with its decoded update, that has passed all checks except comparisons with other replies."""
 
     response: ResponseMessage
     call: CallSignature
