@@ -15,6 +15,11 @@ from papers.figure import Claim, Figure
 MOST = 1000  # the largest number of seeds; a cell that would need more is practically level
 
 
+def seeds_in(found: Mapping[str, Any], panel: str) -> list[int]:
+    """Return the seeds of an outcome in a panel; for a slope, whose panel is "", those of all panels."""
+    return list(found.get("seeds_of", {}).get(panel, found["seeds"]))
+
+
 def what_decides(figure: Figure, found: Mapping[str, Any], statement: Statement) -> str:
     """Say what would decide the open cells of a statement: the number of seeds, and the hours of further runs.
 
@@ -26,7 +31,9 @@ def what_decides(figure: Figure, found: Mapping[str, Any], statement: Statement)
     left = [one for one in statement.findings if one.state == "open"]
     unplayed = list(dict.fromkeys(one.panel for one in left if one.panel and one.panel not in found["panels"]))
     needed = [
-        (one, seeds_that_decide(figure, claim, one, len(found["seeds"]))) for one in left if one.panel not in unplayed
+        (one, seeds_that_decide(figure, claim, one, len(seeds_in(found, one.panel))))
+        for one in left
+        if one.panel not in unplayed
     ]
     words = []
     if known := [count for _, count in needed if count is not None]:
@@ -70,6 +77,6 @@ def hours_of(figure: Figure, found: Mapping[str, Any], claim: Claim, needed: lis
     for one, count in needed:
         panels = figure.panels_of(claim) if claim.slope is not None else [one.panel]
         for pair in ((panel, method) for panel in panels for method in (one.better, one.than) if method):
-            further[pair] = max(further.get(pair, 0), (count or 0) - len(found["seeds"]))
+            further[pair] = max(further.get(pair, 0), (count or 0) - len(seeds_in(found, pair[0])))
     of = {pair: found["panels"].get(pair[0], {}).get(pair[1], {}).get("costs", {}) for pair in further}
     return sum(more * of[pair].get("seconds", 0.0) for pair, more in further.items()) / 3600

@@ -71,12 +71,13 @@ class Claim:
 class Panel:
     """A setting, with the methods that are run in it (none given: all).
 
-    In a series, `value` is its place on the axis.
+    In a series, `value` is its place on the axis. `seeds` is the number of its seeds; None: that of the figure.
     """
 
     spec: Tables = field(default_factory=dict)
     methods: Sequence[str] = ()
     value: float | None = None
+    seeds: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +155,8 @@ class Figure:
         tuning: how values are chosen; None: no value is chosen, and `untuned` says why.
         series: what the values of the panels are. If it is given, readings are drawn against these values.
         revised: what was changed after a first run, in a sentence; "": nothing was changed.
-        seeds: the number of seeds that decide. They are 0, 1, 2, …, and fixed before the runs.
+        seeds: the number of seeds that decide, in each panel without a number of its own. They are 0, 1, 2, …, and
+            fixed before the runs.
         beside: costs that decide nothing; the page shows their means below the claims.
         counted: whether nothing is run, and the costs of a round are counted by tracing it. All claims are then about
             COUNTED.
@@ -189,7 +191,9 @@ class Figure:
     def __post_init__(self) -> None:
         require(self.panels and self.methods and self.claims, "panels, methods and claims must be there")
         require_known("cost", [self.against, *self.beside], COSTS)
-        require(self.seeds >= 2, f"seeds is at least 2, so that there is an interval, not {self.seeds}")
+        numbers = [self.seeds, *(panel.seeds for panel in self.panels.values() if panel.seeds is not None)]
+        require(min(numbers) >= 2, f"seeds is at least 2, so that there is an interval, not {min(numbers)}")
+        require(len(numbers) == 1 or not self.series, "all panels of a series have the same seeds")
         require_known("panel in printed", self.printed, self.panels)
         for place, values in self.printed.items():
             require_known(f"method in printed, {place}", values, self.methods_of(place))
@@ -273,6 +277,11 @@ class Figure:
     def methods_of(self, panel: str) -> Mapping[str, Method]:
         """Return the methods that are run in a panel."""
         return {name: self.methods[name] for name in self.panels[panel].methods or self.methods}
+
+    def seeds_of(self, panel: str) -> range:
+        """Return the seeds of a panel."""
+        own = self.panels[panel].seeds
+        return range(self.seeds if own is None else own)
 
     def pairs(self, scale: Scale) -> list[tuple[str, str]]:
         """Return (panel, method) for all panels that are run at a scale, with their methods."""

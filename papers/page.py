@@ -12,7 +12,7 @@ from typing import Any
 from fedbilevel.experiments import COSTS
 from papers.arms import besides
 from papers.claims import SOME_RUNS, UNREACHED, Finding, Statement, column_of, statements
-from papers.effort import what_decides
+from papers.effort import seeds_in, what_decides
 from papers.figure import PAPERS, Claim, Figure, files, load
 from papers.numbers import POINTS, UNITS, axis, text
 
@@ -294,8 +294,25 @@ def origin(figure: Figure, found: Outcome) -> Iterator[str]:
         how += f" {chosen_at_ends(figure, found)}"
     minutes = f"{found['minutes']:.0f}"
     takes = {"0": "less than a minute", "1": "1 minute"}.get(minutes, f"{minutes} minutes")
-    seeds, all_runs = ", ".join(map(str, found["seeds"])), "Trials and runs" if found["trials"] else "All runs"
+    all_runs = "Trials and runs" if found["trials"] else "All runs"
+    seeds = seeds_in_words(found)
     yield f"{how} Seeds: {seeds}. {all_runs} together took {takes}. Date: {found['date']}. {files}\n"
+
+
+def seeds_in_words(found: Outcome) -> str:
+    """Return the seeds of an outcome, with the panels that have others than the rest."""
+    panels: dict[str, list[str]] = {}
+    for panel in found["panels"]:
+        panels.setdefault(span(seeds_in(found, panel)), []).append(panel)
+    if len(panels) == 1:
+        return next(iter(panels))
+    return "; ".join(f"{seeds} in {' and '.join(f'“{panel}”' for panel in of)}" for seeds, of in panels.items())
+
+
+def span(seeds: Sequence[int]) -> str:
+    """Return seeds as a text: "0 to 9" for more than three that follow one another."""
+    whole = len(seeds) > 3 and list(seeds) == list(range(seeds[0], seeds[-1] + 1))
+    return f"{seeds[0]} to {seeds[-1]}" if whole else ", ".join(map(str, seeds))
 
 
 def chosen_at_ends(figure: Figure, found: Outcome) -> str:

@@ -228,7 +228,11 @@ def runs_of(
     ]
 
 
-def check(figure: Figure, scale: Scale, out: Path, seeds: Sequence[int]) -> None:
+Seeds = Mapping[str, Sequence[int]]
+"""The seeds of the runs, by panel."""
+
+
+def check(figure: Figure, scale: Scale, out: Path, seeds: Seeds) -> None:
     """Check a figure and its seeds before anything is run.
 
     The specs of all trials and runs are resolved. If nothing of a method has been run, the method is also checked with
@@ -238,14 +242,14 @@ def check(figure: Figure, scale: Scale, out: Path, seeds: Sequence[int]) -> None
         ConfigurationError: something is wrong; the message names the panel and the method.
         DataError: the samples cannot be loaded.
     """
-    both = sorted(set(seeds) & set(figure.tuning.seeds)) if figure.tuning else []
+    both = sorted(set().union(*seeds.values()) & set(figure.tuning.seeds)) if figure.tuning else []
     require(not both, f"seeds {both} are those of the trials of {figure.id}: its runs need other seeds")
     tasks = experiments.TaskCache()
     for panel, method in figure.pairs(scale):
         with errors_in(f"{panel} · {method}"):
             first = [run for _, runs in trials(figure, panel, method, scale, out) for run in runs]
             points = figure.points(panel, method)
-            runs = [run for one in points for run in runs_of(figure, (panel, method), scale, out, one, seeds)]
+            runs = [run for one in points for run in runs_of(figure, (panel, method), scale, out, one, seeds[panel])]
             specs = [run.spec for run in [*first, *runs]]
             if not (first or runs)[0].folder.exists():
                 known = experiments.build(specs[0], tasks(specs[0])).task.metrics
@@ -288,8 +292,8 @@ def play(
 
     Args:
         out: the folder that contains the folders of all figures.
-        seeds: the seeds of the runs, which must differ from the seeds of the trials. None: the number of seeds in the
-            file.
+        seeds: the seeds of the runs in every panel, which must differ from the seeds of the trials. None: the numbers
+            of seeds in the file.
         before: an earlier outcome, whose chosen values are used. No trial is then run, and the minutes of that outcome
             are added to the minutes of the runs.
         say: a function that is called with a line about each run that has ended.
@@ -297,9 +301,10 @@ def play(
     Raises:
         ConfigurationError, DataError: the figure cannot be run here, for example because data are missing.
     """
-    seeds = range(figure.seeds) if seeds is None else seeds
-    check(figure, scale, out, seeds)
     pairs = figure.pairs(scale)
+    panels = dict.fromkeys(panel for panel, _ in pairs)
+    seeds_of = {panel: figure.seeds_of(panel) if seeds is None else seeds for panel in panels}
+    check(figure, scale, out, seeds_of)
     played: Played = {}
     if before is not None:
         every, choices = chosen_before(figure, scale, before)
@@ -308,14 +313,14 @@ def play(
         select = figure.tuning.select if figure.tuning else ""
         choices = {pair: best(of, played, select) if of else Choice({}) for pair, of in every.items()}
     runs = {
-        pair: runs_of(figure, pair, scale, out, choice.values, seeds)
+        pair: runs_of(figure, pair, scale, out, choice.values, seeds_of[pair[0]])
         for pair, choice in choices.items()
         if choice.values is not None
     }
-    panels = dict.fromkeys(panel for panel, _ in pairs)
     rows = [zip(*(of for pair, of in runs.items() if pair[0] == panel), strict=True) for panel in panels]
     played = {**played, **play_all([run for row in rows for of_a_seed in row for run in of_a_seed], say)}
-    found = outcome(figure, scale, seeds, every, choices, runs, played)
+    usual = range(figure.seeds) if seeds is None else seeds
+    found = outcome(figure, scale, usual, seeds_of, every, choices, runs, played)
     if before is not None:
         trials = max(found["trials"], before.get("trials", 0))  # outcomes of earlier formats lack the tried values
         found |= {"minutes": round(found["minutes"] + before["minutes"], 2), "trials": trials}
@@ -372,13 +377,17 @@ def rehearse(figure: Figure, scale: Scale, out: Path, say: Say = print) -> None:
 def outcome(
     figure: Figure,
     scale: Scale,
-    seeds: Sequence[int],
+    usual: Sequence[int],
+    seeds: Seeds,
     every: Mapping[tuple[str, str], Tried],
     choices: Mapping[tuple[str, str], Choice],
     runs: Mapping[tuple[str, str], Sequence[Run]],
     played: Played,
 ) -> dict[str, Any]:
-    """Return the outcome of a figure, in a form that JSON can store."""
+    """Return the outcome of a figure, in a form that JSON can store.
+
+    Its `seeds` are the usual ones, and its `seeds_of` those of the panels that have others.
+    """
     panels: dict[str, dict[str, Any]] = {}
     histories: dict[str, dict[str, list[History | None]]] = {}
     errors: dict[str, str] = {}
@@ -387,7 +396,7 @@ def outcome(
         errors |= {name: came for name, came in of.items() if isinstance(came, str)}
         if not of:
             errors[f"{panel} · {method}"] = "every trial failed"
-        read = [None if isinstance(came, str) else came for came in of.values()] or [None] * len(seeds)
+        read = [None if isinstance(came, str) else came for came in of.values()] or [None] * len(seeds[panel])
         whole = [one for one in read if one is not None]
         histories.setdefault(panel, {})[method] = read
         points = [values for values, _ in every[panel, method]]
@@ -405,7 +414,8 @@ def outcome(
         "verdict": verdict([one.state for one in found]),
         "findings": [rounded(asdict(one)) for one in found],
         "date": time.strftime("%Y-%m-%d"),
-        "seeds": list(seeds),
+        "seeds": list(usual),
+        "seeds_of": {panel: list(of) for panel, of in seeds.items() if list(of) != list(usual)},
         "trials": max(map(len, every.values())),
         "selected_on": figure.tuning.select if figure.tuning else "",
         "minutes": round(sum(run.summary["seconds_this_time"] for run in ended) / 60, 2),

@@ -86,6 +86,18 @@ def test_runs_that_two_cells_need_are_counted_once() -> None:
     assert what_decides(figure(), found, unplayed) == "runs in the setting “shards”, whose time is not counted here"
 
 
+def test_a_panel_with_more_seeds_needs_fewer_further_runs() -> None:
+    """The seeds that a panel has already are those of the panel, not those of the rest of the figure.
+
+    With six seeds and s = 1, half the width is 1.0494 (see above), and a difference of 1 needs seven. So A and B need
+    one further run each, which at 900 s each take half an hour.
+    """
+    of = {method: {"costs": {"seconds": 900.0}} for method in "AB"}
+    (statement,) = statements([cell(difference=1.0, half_width=1.0494)])
+    found = {"seeds": [0, 1, 2], "seeds_of": {"iid": list(range(6))}, "panels": {"iid": of}}
+    assert what_decides(figure(), found, statement) == "7 seeds in all (0.5 more hours of runs)"
+
+
 def test_a_method_whose_runs_all_failed_has_no_hours() -> None:
     """A method whose runs all failed adds no hours, because the time of its runs is not known.
 

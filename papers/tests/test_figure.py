@@ -154,6 +154,11 @@ def test_a_panel_may_have_fewer_methods_and_a_scale_fewer_panels() -> None:
         ({"claims": [{"says": "-", "better": "SimFBO", "slope": 1.0}]}, ("", ANY, "slope needs")),
         ({"claims": [{"says": "-", "beter": "SimFBO"}]}, ("field", "beter", "", "better")),
         ({"panels": {"all": {"value": 1.0}}}, ("", ANY, "series")),
+        ({"panels": {"all": {"seeds": 1}}}, ("", ANY, "seeds is at least 2")),
+        (
+            {"series": "n", "panels": {"all": {"value": 1.0, "seeds": 4}}},
+            ("", ANY, "panels of a series have the same seeds"),
+        ),
         ({"quick": {"panels": {"al": {}}}}, ("panel of a scale", "al", "", "all")),
         ({"quick": {"methods": {"SimFB": {}}}}, ("method of a scale", "SimFB", "", "SimFBO")),
         ({"quick": {"spec": {"run": {"exchanges": 100, "eval_every": 20}}}}, ("", ANY, "eval_every")),

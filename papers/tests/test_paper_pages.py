@@ -113,6 +113,13 @@ def test_a_page_says_what_is_stale_or_was_not_played() -> None:
     assert "`python -m papers rabo-2` runs it" in list(page.section(figure, None))[2]
 
 
+@pytest.mark.parametrize(
+    ("seeds", "said"), [([0, 1, 2], "0, 1, 2"), ([0, 1, 2, 3], "0 to 3"), ([0, 1, 2, 4], "0, 1, 2, 4")]
+)
+def test_seeds_that_follow_one_another_are_written_as_a_range(seeds: list[int], said: str) -> None:
+    assert page.seeds_in_words({"seeds": seeds, "panels": {"iid": {}, "two shards": {}}}) == said
+
+
 @pytest.mark.parametrize(("value", "said"), [(None, "–"), (1234.5, "1,234"), (-2.5e-7, "−2.5e−07"), (49.67, "49.7")])
 def test_numbers_are_written_for_people(value: float | None, said: str) -> None:
     assert page.text("loss", value) == said

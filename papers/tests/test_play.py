@@ -106,6 +106,17 @@ def test_more_seeds_take_the_values_that_were_chosen_before(figure: Figure, plac
     assert found["trials"] == 2
 
 
+def test_a_panel_may_have_more_seeds_than_the_others(place: Path, tmp_path: Path) -> None:
+    """A panel with a number of seeds of its own has these seeds, and the other panels those of the figure."""
+    both = made_up(panels={"all": {}, "more": {"seeds": 3}}, seeds=2)
+    before = outcome(place)
+    panels = {"all": before["panels"]["all"], "more": before["panels"]["all"]}
+    found = run(both, "quick", tmp_path, before={**before, "panels": panels, "played_for": both.fingerprint("quick")})
+    assert (found["seeds"], found["seeds_of"]) == ([0, 1], {"more": [0, 1, 2]})
+    assert {panel: len(of["SimFBO"]["values"]) for panel, of in found["panels"].items()} == {"all": 2, "more": 3}
+    assert next(iter(page.origin(both, found))).count("Seeds: 0, 1 in “all”; 0, 1, 2 in “more”.") == 1
+
+
 @pytest.mark.parametrize("kept", [{}, {"scale": "full"}, {"played_for": "another setting"}])
 def test_values_that_were_chosen_for_something_else_are_not_taken(
     kept: dict[str, Any], figure: Figure, place: Path, tmp_path: Path
