@@ -155,8 +155,8 @@ class Figure:
         tuning: how values are chosen; None: no value is chosen, and `untuned` says why.
         series: what the values of the panels are. If it is given, readings are drawn against these values.
         revised: what was changed after a first run, in a sentence; "": nothing was changed.
-        seeds: the number of seeds that decide, in each panel without a number of its own. They are 0, 1, 2, …, and
-            fixed before the runs.
+        seeds: the number of seeds that decide, in each panel without a number of its own. They are 0, 1, 2, … without
+            the seeds of the trials, and fixed before the runs.
         beside: costs that decide nothing; the page shows their means below the claims.
         counted: whether nothing is run, and the costs of a round are counted by tracing it. All claims are then about
             COUNTED.
@@ -278,10 +278,11 @@ class Figure:
         """Return the methods that are run in a panel."""
         return {name: self.methods[name] for name in self.panels[panel].methods or self.methods}
 
-    def seeds_of(self, panel: str) -> range:
-        """Return the seeds of a panel."""
-        own = self.panels[panel].seeds
-        return range(self.seeds if own is None else own)
+    def seeds_of(self, panel: str | None = None) -> list[int]:
+        """Return the seeds of a panel; None: of a panel without a number of its own."""
+        own = None if panel is None else self.panels[panel].seeds
+        others = (seed for seed in itertools.count() if self.tuning is None or seed not in self.tuning.seeds)
+        return list(itertools.islice(others, self.seeds if own is None else own))
 
     def pairs(self, scale: Scale) -> list[tuple[str, str]]:
         """Return (panel, method) for all panels that are run at a scale, with their methods."""

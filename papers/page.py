@@ -311,8 +311,13 @@ def seeds_in_words(found: Outcome) -> str:
 
 def span(seeds: Sequence[int]) -> str:
     """Return seeds as a text: "0 to 9" for more than three that follow one another."""
-    whole = len(seeds) > 3 and list(seeds) == list(range(seeds[0], seeds[-1] + 1))
-    return f"{seeds[0]} to {seeds[-1]}" if whole else ", ".join(map(str, seeds))
+    rows: list[list[int]] = []
+    for seed in seeds:
+        if rows and seed == rows[-1][-1] + 1:
+            rows[-1].append(seed)
+        else:
+            rows.append([seed])
+    return ", ".join(f"{row[0]} to {row[-1]}" if len(row) > 3 else ", ".join(map(str, row)) for row in rows)
 
 
 def chosen_at_ends(figure: Figure, found: Outcome) -> str:

@@ -319,7 +319,7 @@ def play(
     }
     rows = [zip(*(of for pair, of in runs.items() if pair[0] == panel), strict=True) for panel in panels]
     played = {**played, **play_all([run for row in rows for of_a_seed in row for run in of_a_seed], say)}
-    usual = range(figure.seeds) if seeds is None else seeds
+    usual = figure.seeds_of() if seeds is None else seeds
     found = outcome(figure, scale, usual, seeds_of, every, choices, runs, played)
     if before is not None:
         trials = max(found["trials"], before.get("trials", 0))  # outcomes of earlier formats lack the tried values

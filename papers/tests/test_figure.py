@@ -124,6 +124,11 @@ def test_a_panel_may_have_fewer_methods_and_a_scale_fewer_panels() -> None:
         made_up(**change)
 
 
+def test_seeds_of_runs_leave_out_those_of_trials() -> None:
+    figure = made_up(tuning={**CONTENT["tuning"], "seeds": [1, 3]}, panels={"all": {}, "more": {"seeds": 4}})
+    assert (figure.seeds_of("all"), figure.seeds_of("more")) == ([0, 2, 4], [0, 2, 4, 5])
+
+
 @pytest.mark.parametrize(
     ("change", "refusal"),
     [

@@ -114,7 +114,7 @@ def test_a_page_says_what_is_stale_or_was_not_played() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seeds", "said"), [([0, 1, 2], "0, 1, 2"), ([0, 1, 2, 3], "0 to 3"), ([0, 1, 2, 4], "0, 1, 2, 4")]
+    ("seeds", "said"), [([0, 1, 2], "0, 1, 2"), ([0, 1, 2, 3], "0 to 3"), ([0, 1, 2, 3, 5, 6], "0 to 3, 5, 6")]
 )
 def test_seeds_that_follow_one_another_are_written_as_a_range(seeds: list[int], said: str) -> None:
     assert page.seeds_in_words({"seeds": seeds, "panels": {"iid": {}, "two shards": {}}}) == said
