@@ -33,6 +33,7 @@ LONGER = {
     "fism-table-1",
     "simfbo-2",
     "fednest-2b",
+    "fednest-2c",
     "fednest-3",
     "rabo-3",
     "rabo-table-2",
