@@ -179,24 +179,35 @@ def comparison(figure: Figure, claim: Claim, panel: str, than: str, runs: Runs) 
     said = Finding(says=claim.says, panel=panel, better=claim.better, than=than, unit=unit_of(figure, claim))
     if panel not in runs:
         return replace(said, note=f"{panel} is not run at this scale")
-    left, right = ([one for one in runs[panel][name] if one is not None] for name in (claim.better, than))
-    mine, other = ([reading(figure, claim, one) for one in side] for side in (left, right))
-    count, there, other_there = len(runs[panel][than]), *(all(got for _, got in side) for side in (mine, other))
-    lost = [len(runs[panel][claim.better]) - len(left), count - len(right)]
-    if any(lost):
-        names = zip((claim.better, than), lost, strict=True)
-        note = "; ".join(f"{name} failed with {one} of {count} seeds" for name, one in names if one)
-        return replace(said, state=of_failed(claim, lost, count, there), note=note)
+    ended = [one for name in (claim.better, than) for one in runs[panel][name] if one is not None]
+    sides = [
+        [None if one is None else reading(figure, claim, one) for one in runs[panel][name]]
+        for name in (claim.better, than)
+    ]
+    count, lost = len(sides[1]), [side.count(None) for side in sides]
+    names = zip((claim.better, than), lost, strict=True)
+    failed = "; ".join(f"{name} failed with {one} of {count} seeds" for name, one in names if one)
+    if count in lost:
+        there = all(one[1] for one in sides[0] if one)
+        return replace(said, state=of_failed(claim, lost, count, there), note=failed)
+    sign = 1 if claim.by != "first" and larger_is_better(ended[0], claim.metric or figure.metric) else -1
+    worst = min((one for side in sides for one in side if one), key=lambda one: sign * one[0])[0]
+    mine, other = ([one or (worst, False) for one in side] for side in sides)
+    there, other_there = (all(got for _, got in side) for side in (mine, other))
     first, second = (float(np.mean([value for value, _ in side])) for side in (mine, other))
     if claim.log and any(value <= 0 for value, _ in [*mine, *other]):
         note = "the reading of some run is not above 0: it has no logarithm"
         return replace(said, better_mean=first, than_mean=second, note=note)
-    sign = 1 if claim.by != "first" and larger_is_better(left[0], claim.metric or figure.metric) else -1
     scale = math.log10 if claim.log else float
     apart = [sign * (scale(a) - scale(claim.ratio * b)) for (a, _), (b, _) in zip(mine, other, strict=True)]
     mean, half = interval(apart)
     state, note = state_of(mean, half, claim.level, within(figure, claim, second)), ""
-    if not there:
+    if failed:
+        note = f"{failed}; a failed run counts with the worst value of the runs of both methods"
+        loses = mean + half < 0 if lost[0] else mean - half > 0
+        decided = "holds" if claim.level is None and lost[1] else "contradicted"
+        state = state if loses and not all(lost) and state == decided else "open"
+    elif not there:
         note = f"{claim.better} does not reach the value of the claim in every run"
         state = "open" if state == "holds" or not other_there else state
     elif not other_there:

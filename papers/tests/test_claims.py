@@ -224,11 +224,42 @@ def test_a_difference_has_a_unit(claim: dict[str, Any], unit: str) -> None:
 
 
 def test_failed_runs() -> None:
-    """A method that fails with every seed is worse than one that fails with none; other failures leave a claim open."""
+    """A method that fails with every seed is worse than one that fails with none.
+
+    A single failed run counts with the worst value of the runs of both methods. So its method may lose, here by 0.4
+    with either seed, but it cannot win or be level. If runs of both methods fail, the claim is open.
+    """
     good, bad = [history([0.5])] * 2, [None, None]
     assert only({}, good, bad).state == "holds"
     assert only({}, bad, good).state == "contradicted"
-    assert only({}, good, [None, history([0.1])]).state == "open"
+    partly = [None, history([0.1])]
+    found = only({}, good, partly)
+    assert (found.state, found.difference, found.than_mean) == ("holds", pytest.approx(0.4), pytest.approx(0.1))
+    assert found.note.startswith("B failed with 1 of 2 seeds; a failed run counts with the worst value")
+    turned = only({}, partly, good)
+    assert (turned.state, turned.difference) == ("contradicted", pytest.approx(-0.4))
+    ahead = [None, history([0.5])]  # the failed run counts as the other method's 0.1, and the other one is better
+    assert only({}, ahead, [history([0.1])] * 2).state == "open"
+    assert only({}, [None, history([0.9])], [history([0.1])] * 2).state == "open"
+    assert only({}, [None, *[history([0.5])] * 2], [history([0.5])] * 3).state == "open"  # all differences are 0
+    assert only({}, partly, [history([0.5]), None]).state == "open"
+    assert only({}, bad, partly).state == "open"
+    assert only({"level": 0.5}, good, partly).state == "open"  # within the margin, but a method that fails is not level
+    assert only({"level": 0.2}, good, partly).state == "contradicted"
+    assert only({"level": 0.2}, partly, good).state == "contradicted"
+
+
+def test_a_failed_run_is_as_late_as_the_latest() -> None:
+    """If a claim is about the first to reach a value, a failed run counts with the largest cost of all runs.
+
+    The runs of A reach 0.8 at exchange 10, and the one of B that ends at exchange 20. So B loses by 10 with either
+    seed.
+    """
+    claim = {"by": "first", "reach": 0.8}
+    fast, partly = [history([0.1, 0.8, 0.9])] * 2, [history([0.1, 0.2, 0.85]), None]
+    found = only(claim, fast, partly)
+    assert (found.state, found.difference, found.than_mean) == ("holds", 10, 20)
+    assert only(claim, partly, fast).state == "contradicted"
 
 
 def test_what_never_gets_there_is_no_better_than_what_fails() -> None:

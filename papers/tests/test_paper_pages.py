@@ -87,7 +87,7 @@ def test_a_page_has_a_row_a_claim_and_a_state_a_rival() -> None:
     lines = list(page.section(figure, page.kept(figure)))
     row = next(line for line in lines if line.startswith("| SimFBO ends at a higher training accuracy"))
     assert "SimFBO / FBO-AggITD; FedNest; LFedNest | ✔✔✔ 97.6 / 88.9; 89.1; 93.5 % |" in row
-    assert row.endswith("| ??? 13.1 / 10.6; –; 9.6 % |")
+    assert row.endswith("| ??? 13.1 / 10.6; 12.2; 9.6 % |")
     assert "Here: ◐ **partly reproduced**; 15 of 18 comparisons hold. " + figure.found + "\n" in lines
     assert any(line.startswith("FedNest failed with 1 of 3 seeds") for line in lines)
     assert f"Revised: {figure.revised}\n" in lines
