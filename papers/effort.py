@@ -52,7 +52,8 @@ def what_decides(figure: Figure, found: Mapping[str, Any], statement: Statement)
 def seeds_that_decide(figure: Figure, claim: Claim, one: Finding, played: int) -> int | None:
     """Return the least number of seeds at which a cell would not be open; None if more than MOST are needed.
 
-    The result is also None if a run failed or did not reach the claim's value, since more seeds do not change that.
+    The result is also None if a run failed or did not reach the claim's value, since it is not known how often that
+    would happen with more seeds.
     """
     if one.difference is None or one.half_width is None or math.isinf(one.half_width) or one.note:
         return None
