@@ -48,8 +48,8 @@ The first table has a row for each statement. Its columns:
 Each section below has a table with a row for each statement and a column for each setting. A cell begins with one sign
 for each comparison. Then come the value of the first method, a slash, and the values of the other methods, in the order
 in which the row names them. Values are means over the seeds. If all runs of a method failed, a dash stands for its
-value. A cell is empty if the statement is not about its setting. *Revised* says what was changed after a first run. [The
-rules](../README.md#the-rules) say how step sizes are chosen, and how a comparison is decided.
+value. A cell is empty if the statement is not about its setting. *Revised* says what was changed after a first run.
+[The rules](../README.md#the-rules) say how step sizes are chosen, and how a comparison is decided.
 """
 OF_SLOPES = """\
 Many statements here are about a slope. Such a statement has one comparison: the slope of a line fitted to the results,
