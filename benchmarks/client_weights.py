@@ -21,8 +21,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 import fedbilevel as fb
-from benchmarks.harness import head, row
-from benchmarks.hospitals import interval
+from benchmarks.harness import difference, head, row
 from fedbilevel.core.ragged import Ragged
 from fedbilevel.tasks import Task
 from fedbilevel.tasks.client_weights import client_weights, weights
@@ -86,10 +85,6 @@ def measured(problem: str, seed: int, exchanges: int) -> dict[str, tuple[float, 
     return found
 
 
-def difference(values: np.ndarray) -> str:
-    return f"{values.mean():+.1f} ± {interval(values):.1f}"
-
-
 def main(problems: Sequence[str] = tuple(CHANGES), seeds: int = 5, exchanges: int = 300) -> None:
     """Print a table of all problems and arms.
 
@@ -104,5 +99,5 @@ def main(problems: Sequence[str] = tuple(CHANGES), seeds: int = 5, exchanges: in
         each = [measured(problem, seed, exchanges) for seed in range(seeds)]
         table = {arm: 100 * np.array([one[arm] for one in each]) for arm in ARMS}
         for arm, of in table.items():
-            minus = "" if arm == "chosen" else difference(of[:, 0] - table["chosen"][:, 0])
+            minus = "" if arm == "chosen" else difference(of[:, 0] - table["chosen"][:, 0], form="+.1f")
             row(problem, arm, f"{of[:, 0].mean():.1f}", minus, f"{of[:, 1].mean():.1f}")

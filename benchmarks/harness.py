@@ -1,4 +1,4 @@
-"""Functions that all benchmarks share: calls in turn, processes of their own, medians, and tables.
+"""Functions that all benchmarks share: calls in turn, processes of their own, medians, intervals, and tables.
 
 With `--keep`, the text that a benchmark prints is also written to its file of results.
 """
@@ -15,6 +15,9 @@ from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
+
+import numpy as np
+from scipy.stats import t as student
 
 ROOT = Path(__file__).resolve().parent.parent
 Measured = TypeVar("Measured")
@@ -76,6 +79,22 @@ def spread(values: Iterable[float], form: str) -> str:
     """Return a text with the median, the least and the largest of some values."""
     values = list(values)
     return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+def interval(values: np.ndarray, shared: float | np.ndarray = 0.0) -> np.ndarray:
+    """Return half of the 95 % Student interval of the means over the first axis, such as over splits or seeds.
+
+    If splits divide the same samples again, they are not independent. Then `shared` is the number of test samples
+    divided by the number of training samples. The variance of the mean over J splits is s²(1/J + shared), by Nadeau and
+    Bengio (Machine Learning 52, 2003), in place of s²/J.
+    """
+    count = len(values)
+    return student.ppf(0.975, count - 1) * values.std(0, ddof=1) * np.sqrt(1 / count + shared)
+
+
+def difference(change: np.ndarray, shared: float = 0.0, form: str = "+.4f") -> str:
+    """Return a text with the mean of paired differences, and half of its 95 % interval."""
+    return f"{change.mean():{form}} ± {interval(change, shared):{form.lstrip('+')}}"
 
 
 def head(*columns: str) -> None:

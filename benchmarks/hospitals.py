@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from scipy.stats import t as student
 
-from benchmarks.harness import head, row
+from benchmarks.harness import head, interval, row
 from fedbilevel.cli import main as fedbilevel
 from fedbilevel.data import load_heart
 from fedbilevel.data.loaders import FLAMBY as FLAMBY_SEED
@@ -88,23 +87,6 @@ def majority(hospital: str, split: int) -> float:
     labels = load_heart(hospital).labels
     training, test = stratified(labels, TRAINING, FLAMBY_SEED + split)
     return float(np.mean(labels[test] == (np.mean(labels[training]) > 0.5)))
-
-
-def interval(values: np.ndarray, shared: float = 0.0) -> np.ndarray:
-    """Return half the 95 % Student interval of the mean over splits, (hospitals,).
-
-    `shared` is the number of test patients divided by the number of training patients. Splits of the same patients are
-    not independent. Therefore the variance of the mean over J splits is s²(1/J + shared), by Nadeau and Bengio (Machine
-    Learning 52, 2003), in place of s²/J.
-    """
-    count = len(values)
-    return student.ppf(0.975, count - 1) * values.std(0, ddof=1) * np.sqrt(1 / count + shared)
-
-
-def difference(values: np.ndarray, to: np.ndarray, shared: float = 0.0) -> str:
-    """Return a text with the mean paired difference over splits, and half its 95 % interval."""
-    change = values - to
-    return f"{change.mean():+.4f} ± {interval(change, shared):.4f}"
 
 
 def write(file: Path, splits: Sequence[int], found: Accuracies) -> None:

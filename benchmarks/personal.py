@@ -37,8 +37,7 @@ from scipy.optimize import minimize
 
 import fedbilevel as fb
 from benchmarks import sites
-from benchmarks.harness import head, row
-from benchmarks.hospitals import difference
+from benchmarks.harness import difference, head, row
 from fedbilevel.data import shards
 from fedbilevel.data.characters import load_characters
 from fedbilevel.tasks.images import load_rows
@@ -290,5 +289,5 @@ def main(sets: tuple[str, ...] = tuple(SETS), splits: tuple[int, ...] = (0, 1, 2
         for arm, rows in table.items():
             cells = []
             for column, form in enumerate((".1f", ".1f", ".4f")):
-                cells += [f"{rows[:, column].mean():{form}}", difference(rows[:, column], table["pulled"][:, column])]
+                cells += [f"{rows[:, column].mean():{form}}", difference(rows[:, column] - table["pulled"][:, column])]
             row(name, len(at.test.rows), arm, *cells)

@@ -30,8 +30,7 @@ import numpy as np
 import optuna
 
 import fedbilevel as fb
-from benchmarks.harness import head, row
-from benchmarks.hospitals import difference
+from benchmarks.harness import difference, head, row
 from benchmarks.privacy import DELTA, MULTIPLIERS
 from fedbilevel.tasks.images import load_rows
 from fedbilevel.tasks.networks import cross_entropy
@@ -178,6 +177,6 @@ def main(
                 found[name] = ends_of(partial(by_search, trials), STEPS, epsilon or None, drawn)
             for name, (steps, of) in found.items():
                 validation, test, accuracy, swapped = of.mean(0)
-                apart = [difference(of[:, column], simfbo[1][:, column]) for column in (0, 1)]
+                apart = [difference(of[:, column] - simfbo[1][:, column]) for column in (0, 1)]
                 cells = f"{validation:.3f}", apart[0], f"{test:.3f}", apart[1], f"{accuracy:.3f}", f"{swapped:.2f}"
                 row(count, epsilon or "none", name, *cells, steps)

@@ -17,8 +17,7 @@ import pandas as pd
 
 import fedbilevel as fb
 from benchmarks import sites
-from benchmarks.harness import head, row
-from benchmarks.hospitals import interval
+from benchmarks.harness import difference, head, row
 from benchmarks.sites import Table, dealt
 from fedbilevel.tasks.tables import tables
 
@@ -80,5 +79,5 @@ def main(
         for measure in ("validation", "loss", "score"):
             without, change = (np.array([one[measure] for one in run]) for run in runs)
             change = change - without
-            cell = f"{change.mean():+.4f} ± {interval(change, len(test.site) / len(train.site)):.4f}"
+            cell = difference(change, len(test.site) / len(train.site))
             row(name, len(np.unique(whole.site)), len(whole.site), measure, f"{without.mean():.4f}", cell)

@@ -31,8 +31,7 @@ from scipy.optimize import minimize
 from sklearn.linear_model import LogisticRegressionCV
 
 import fedbilevel as fb
-from benchmarks.harness import ROOT, head, row
-from benchmarks.hospitals import interval
+from benchmarks.harness import ROOT, difference, head, row
 from fedbilevel import data
 from fedbilevel.data import files
 
@@ -247,7 +246,6 @@ def main(sets: tuple[str, ...] = tuple(SETS), splits: tuple[int, ...] = tuple(ra
         }
         shared = float(np.mean([len(test.site) / len(train.site) for train, test in parts]))
         for method, values in found.items():
-            change = values - found["one penalty"]
-            cell = "" if method == "one penalty" else f"{change.mean():+.4f} ± {interval(change, shared):.4f}"
+            cell = "" if method == "one penalty" else difference(values - found["one penalty"], shared)
             measure = "log loss" if whole.target.ndim == 1 else "concordance"
             row(name, len(np.unique(whole.site)), len(whole.site), measure, method, f"{values.mean():.4f}", cell)
