@@ -24,7 +24,7 @@ benchmark `sites`.
 
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,6 +93,7 @@ class Setting(NamedTuple):
 
     problem: fb.Bilevel
     clients: fb.Clients
+    validation: Callable[[Any, Any], Any]  # the outer loss of all clients
     y0: np.ndarray
     test: list[Batch]
 
@@ -205,13 +206,18 @@ def setting(data: str, d: int, split: int) -> Setting:
     train, valid, test = map(list, zip(*clients, strict=True))
     classes = 1 if data == "survival" else max(int(one["label"].max()) for one in train) + 1
     y0 = np.zeros((train[0]["row"].shape[1], classes if classes > 2 else 1))
-    return Setting(posed(data, d), fb.Clients(valid, train, weights="size"), y0, test)
+    population = fb.Clients(valid, train, weights="size")
+
+    def validation(x: Any, y: Any) -> Any:
+        return sum(p * outer(x, y, batch) for p, batch in zip(population.weights, valid, strict=True))
+
+    return Setting(posed(data, d), population, validation, y0, test)
 
 
 def solved(method: Any, at: Setting, x: np.ndarray, y: Any, rounds: int) -> Any:
     return fb.solve(
-        method, at.problem, at.clients, x, y, rounds=rounds, eval_every=EVERY, progress=False,
-        metrics_per_client={"validation": at.problem.outer}, best_by="validation.mean",
+        method, at.problem, at.clients, x, y, rounds=rounds, eval_every=EVERY, metrics={"validation": at.validation},
+        best_by="validation", progress=False,
     )  # fmt: skip
 
 
@@ -229,7 +235,7 @@ def search(at: Setting, x0: np.ndarray, budget: int, seed: int) -> Any:
         x = np.array([trial.suggest_float(f"x{i}", LOW, HIGH) for i in range(len(x0))])
         run = solved(FIXED, at, x, y, 1 + min(TRIAL, budget - spent))
         rows.append(run.best)
-        end = run.history["validation.mean"][-1]
+        end = run.history["validation"][-1]
         trial.report(end, TRIAL)
         pruned = trial.should_prune()
         study.tell(trial, None if pruned else end, optuna.trial.TrialState.PRUNED if pruned else None)

@@ -1,34 +1,56 @@
-"""FedAvg by the library and written by hand in JAX: milliseconds per round, the first call, memory.
+"""FedAvg by this library, written by hand in JAX, and by other libraries: a round, the cold start, memory.
 
 There are 100 clients with 600 samples of MNIST's size each, which make 30 local steps with batches of 20, in float32.
 The programs by hand compute clients side by side (vmap), in turn (scan), or on as many devices as there are cores
-(shard_map, in turn on each device). Every measurement is a process of its own. The loss is measured after --rounds
-rounds, on 1,000 samples; batches are drawn by other keys, so the losses agree only roughly. --chunks also runs the
-library with other chunks, on one device and on all; the best of them is what a rule for chunks could reach. On a GPU,
-clients are computed side by side only, and memory is the device's; CLIENTS=1000 SAMPLES=32 in the environment give more
-and smaller clients.
+(shard_map, in turn on each device). Every measurement is a process of its own. --rounds is the number of rounds between
+two readings of the clock, of which there are five. The cold start is the time from the beginning of the process to the
+end of the first round, with imports and compilation, and without a cache; "first call" leaves out the imports. The loss
+after all rounds is of 1,000 samples; batches are drawn by other keys, so the losses agree only roughly.
+
+--others torch pfl fedjax also runs peers/with_NAME.py, for the 2NN and cohorts of 10. Each has an environment of its
+own, `.venv-peers/NAME`, which is made the first time (3 GB in total, more with PyTorch for GPUs). 30 steps are one pass
+through a client's samples. The other libraries draw samples without replacement, which changes the loss. The row
+"products" has the matrix products of the 2NN alone, by NumPy, with a thread for each core.
+
+--chunks also runs the library with other chunks, on one device and on all; the best of them is what a rule for chunks
+could reach. On a GPU, clients are computed side by side only, and memory is the device's; CLIENTS=1000 SAMPLES=32 in
+the environment give more and smaller clients.
 """
 
+import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from matplotlib.figure import Figure
 
 import fedbilevel as fb
-from benchmarks.harness import head, in_process, medians, row, seconds, spread, turns
+from benchmarks.harness import ROOT, head, in_process, medians, row, seconds, spread, turns
 from benchmarks.machine import peak_mb
 from benchmarks.peers import fedavg, work
-from benchmarks.peers.work import BATCH, CLIENTS, LR, STEPS
+from benchmarks.peers.work import BATCH, CLIENTS, COHORT, LR, STEPS
 from fedbilevel.tasks import networks
 
 MODELS = {"2nn": (networks.mlp, (784,), (200, 200)), "cnn": (networks.cnn, (28, 28, 1), (8, 16, 64))}
-STRETCHES = 5  # the number of timed stretches of --rounds rounds each
+TORCH = ["torch==2.13.0", "numpy==2.4.6"]
+PINS = {
+    "torch": TORCH,
+    "pfl": ["pfl==0.6.0", *TORCH],
+    "fedjax": ["fedjax==0.0.17", "dm-haiku==0.0.11", "jax==0.4.25", "jaxlib==0.4.25", "numpy==1.26.4", "scipy==1.12.0"],
+}
+"""The packages that pip installs, by library. FedJAX needs a JAX that still has `jax.tree_map`."""
+LIMIT = 600  # the time limit for one program of another library, in seconds
 QUICK = {"models": ["2nn"], "passes": 1, "rounds": 1}
 Loss = Callable[[Any, Any], Any]
 
@@ -49,74 +71,159 @@ def samples(arrays: tuple[np.ndarray, np.ndarray]) -> dict[str, np.ndarray]:
     return dict(zip(("image", "label"), arrays, strict=True))
 
 
-def library(model: str, cohort: int, rounds: int, devices: int, chunk: int) -> dict[str, float]:
-    """Measure the library in this process. With 0 for `devices` or `chunk`, the library chooses."""
-    fb.tune_cpu(devices or None)
-    data = samples(work.data())
-    began = time.perf_counter()
+def library(model: str, cohort: int, devices: int | None = None, chunk: int | None = None) -> dict[str, float]:
+    """Measure the library in this process. With None, the library chooses the devices or the chunk."""
+    fb.tune_cpu(devices)
+    data, clock = samples(work.data()), work.Clock()
     start, loss = model_of(model)
-    engine = fb.Local(chunk=chunk or None, **({"devices": devices} if devices else {}))
-    method, some = fb.FedAvg(lr=LR, local_steps=STEPS, batch_size=BATCH), samples(work.few())
-    history = fb.solve(
-        method, fb.SingleLevel(loss), fb.Clients(outer=data), start, rounds=(STRETCHES + 1) * rounds,
-        eval_every=rounds, cohort=cohort, engine=engine, metrics={"loss": lambda x, y: loss(x, some)},
-    ).history  # fmt: skip
-    each = np.diff(np.asarray(history["seconds"], float))[1:] / rounds
-    first = time.perf_counter() - began - float(np.sum(each)) * rounds
-    return {"ms": 1e3 * median(each), "first": first, "mb": peak_mb(), "loss": float(history["loss"][1])}
+    method = fb.FedAvg(lr=LR, local_steps=STEPS, batch_size=BATCH)
+    given = fb.SingleLevel(loss), fb.Clients(outer=data), start
+    play = partial(fb.solve, method, *given, cohort=cohort, engine=fb.Local(chunk=chunk, devices=devices))
+    play(rounds=1)
+    clock.tick(1)
+    result = play(rounds=work.ROUNDS, eval_every=work.STRETCH)
+    for one in result.history.rows[1:]:
+        clock.tick(one["round"], one["seconds"])
+    return clock.result(loss(result.x, samples(work.few()))) | {"mb": peak_mb()}
 
 
-def by_hand(model: str, cohort: int, rounds: int, how: str) -> dict[str, float]:
+def by_hand(model: str, cohort: int, how: str) -> dict[str, float]:
     """Measure a hand-written program in this process."""
-    data = samples(work.data())
-    began = time.perf_counter()
-    start, loss = model_of(model)
+    data, clock = samples(work.data()), work.Clock()
+    x, loss = model_of(model)
     run = fedavg.program(
         loss, local_steps=STEPS, batch_size=BATCH, cohort=cohort, one_by_one=how != "vmap",
         devices=jax.device_count() if how == "shard_map" else 1,
     )  # fmt: skip
     arrays, weights = jax.tree.map(jnp.asarray, data), jnp.full(CLIENTS, 1 / CLIENTS)
-
-    def play() -> Any:
-        return jax.block_until_ready(run(start, arrays, weights, LR, jax.random.key(0), rounds))
-
-    end = float(jax.jit(loss)(play(), samples(work.few())))
-    first = time.perf_counter() - began
-    each = [seconds(play) / rounds for _ in range(STRETCHES)]
-    return {"ms": 1e3 * median(each), "first": first, "mb": peak_mb(), "loss": end}
+    for begin, end in pairwise((0, 1, *range(work.STRETCH, work.ROUNDS + 1, work.STRETCH))):
+        x = jax.block_until_ready(run(x, arrays, weights, LR, jax.random.key(begin), end - begin))
+        clock.tick(end)
+    return clock.result(loss(x, samples(work.few()))) | {"mb": peak_mb()}
 
 
-def contenders(model: str, cohort: int, rounds: int, chunks: tuple[int, ...]) -> dict[str, Callable[[], Any]]:
+def python_with(name: str) -> str:
+    """Return the Python of a library's environment. The environment is made unless one with these versions exists."""
+    room, pins = ROOT / ".venv-peers" / name, "\n".join(PINS[name])
+    done, python = room / "pins.txt", str(room / "bin" / "python")
+    if not done.exists() or done.read_text() != pins:
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(room)], check=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *PINS[name]], check=True)
+        done.write_text(pins)
+    return python
+
+
+def by_other(name: str, environment: dict[str, str]) -> dict[str, float]:
+    """Measure another library in its environment."""
+    program = Path(work.__file__).with_name(f"with_{name}.py")
+    started = {**os.environ, **environment, "STARTED": str(time.time())}
+    command = [python_with(name), str(program)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=LIMIT, env=started)
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"ms"')))
+
+
+def products() -> dict[str, float]:
+    """Measure the matrix products of a round of the 2NN alone, in this process.
+
+    They are forward, for the gradient of the weights, and, but for the first layer, for that of the inputs.
+    """
+    rng = np.random.default_rng(0)
+
+    def drawn(*shape: int) -> np.ndarray:
+        return rng.normal(size=shape).astype(np.float32)
+
+    layers = [(drawn(BATCH, into), drawn(into, out), drawn(BATCH, out)) for into, out in pairwise(work.WIDTHS)]
+
+    def client(_: int) -> None:
+        for _ in range(STEPS):
+            for number, (rows, weight, slope) in enumerate(layers):
+                rows @ weight
+                rows.T @ slope
+                if number:
+                    slope @ weight.T
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        times = [seconds(lambda: list(pool.map(client, range(COHORT)))) for _ in range(10)]
+    return {"ms": 1e3 * median(times), **dict.fromkeys(("cold", "first", "mb", "loss"), float("nan"))}
+
+
+def contenders(
+    model: str, cohort: int, rounds: int, chunks: tuple[int, ...], others: tuple[str, ...]
+) -> dict[str, Callable[[], Any]]:
     """Return the functions that measure each contender, by the contender's name."""
-    of = model, cohort, rounds
-    cores = os.cpu_count() or 1
-    found = {"library": partial(in_process, library, *of, 0, 0), "vmap": partial(in_process, by_hand, *of, "vmap")}
-    if on_cpu := jax.default_backend() == "cpu":
-        spread_out = f"--xla_force_host_platform_device_count={cores} --xla_cpu_multi_thread_eigen=false"
-        environment = {"XLA_FLAGS": spread_out}
-        found["scan"] = partial(in_process, by_hand, *of, "scan")
-        found["shard_map"] = partial(in_process, by_hand, *of, "shard_map", environment=environment)
-    for devices in sorted({1, cores} if on_cpu else {1}):
+    environment = {"STRETCH": str(rounds)}
+    measure = partial(partial, in_process, environment=environment)
+    found = {"library": measure(library, model, cohort), "vmap": measure(by_hand, model, cohort, "vmap")}
+    cores = [1]
+    if jax.default_backend() == "cpu":
+        cores = sorted({1, os.cpu_count() or 1})
+        flags = f"--xla_force_host_platform_device_count={cores[-1]} --xla_cpu_multi_thread_eigen=false"
+        found["scan"] = measure(by_hand, model, cohort, "scan")
+        sharded = {**environment, "XLA_FLAGS": flags}
+        found["shard_map"] = partial(in_process, by_hand, model, cohort, "shard_map", environment=sharded)
+    for devices in cores:
         for chunk in chunks:
             if chunk <= -(-cohort // devices):
-                name = f"library, devices={devices}, chunk={chunk}"
-                found[name] = partial(in_process, library, *of, devices, chunk)
+                found[f"library, {devices=}, {chunk=}"] = measure(library, model, cohort, devices, chunk)
+    if others and model == "2nn" and cohort == COHORT:
+        found |= {", ".join(PINS[name][:2]): partial(by_other, name, environment) for name in others}
+        threads = dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"), "1")
+        found["products"] = partial(in_process, products, environment=threads)
     return found
+
+
+def draw(measured: dict[str, list[dict[str, float]]], file: str) -> None:
+    """Draw the times of a round and of the cold start: bars for medians, dots for passes, a line for their range."""
+    shown = {name: measured[name] for name in reversed(measured) if name != "products"}
+    figure = Figure(figsize=(8, 0.45 * len(shown) + 1.1), dpi=120, layout="tight")
+    axes = figure.subplots(1, 2, sharey=True)
+    titles = {"ms": "a round, ms", "cold": "from start to the end of the first round, s"}
+    for one, (key, title) in zip(axes, titles.items(), strict=True):
+        most = max(each[key] for passes in shown.values() for each in passes)
+        for height, (name, passes) in enumerate(shown.items()):
+            values = [each[key] for each in passes]
+            color = "tab:blue" if name == "library" else "0.6"
+            one.barh(height, median(values), color=color, alpha=0.5, height=0.65)
+            one.plot([min(values), max(values)], [height, height], color="black", linewidth=1)
+            one.plot(values, [height] * len(values), "o", color="black", markersize=3)
+            one.text(max(values) + 0.02 * most, height, f"{median(values):.{0 if key == 'ms' else 1}f}", va="center")
+        one.set_xlim(0, 1.18 * most)
+        one.set_xlabel(title)
+        one.spines[["top", "right"]].set_visible(False)
+    axes[0].set_yticks(range(len(shown)), list(shown))
+    figure.savefig(file)
 
 
 def main(
     models: tuple[str, ...] = tuple(MODELS),
-    cohorts: tuple[int, ...] = (10,),
+    cohorts: tuple[int, ...] = (COHORT,),
     passes: int = 3,
     rounds: int = 10,
     chunks: tuple[int, ...] = (),
+    others: tuple[str, ...] = (),
+    picture: str = "",
 ) -> None:
-    head("model", "cohort", "contender", "ms a round", "of vmap by hand", "first call, s", "memory, MB", "loss")
+    for name in others:
+        python_with(name)
+    head(
+        "model",
+        "cohort",
+        "contender",
+        "ms a round",
+        "the library's, divided by this",
+        "cold start, s",
+        "first call, s",
+        "memory, MB",
+        "loss",
+    )
     for model in models:
         for cohort in cohorts:
-            measured = turns(contenders(model, cohort, rounds, chunks), passes)
-            vmap = medians(measured["vmap"])["ms"]
+            measured = turns(contenders(model, cohort, rounds, chunks, others), passes)
+            ours = medians(measured["library"])["ms"]
             for name, runs in measured.items():
-                ms, middle = spread((one["ms"] for one in runs), ".2f"), medians(runs)
-                first, mb, loss = f"{middle['first']:.1f}", f"{middle['mb']:.0f}", f"{middle['loss']:.3f}"
-                row(model, cohort, name, ms, f"{middle['ms'] / vmap:.2f}", first, mb, loss)
+                ms, cold = spread((one["ms"] for one in runs), ".2f"), spread((one["cold"] for one in runs), ".1f")
+                middle = medians(runs)
+                cells = f"{middle['first']:.1f}", f"{middle['mb']:.0f}", f"{middle['loss']:.3f}"
+                row(model, cohort, name, ms, f"{ours / middle['ms']:.2f}", cold, *cells)
+            if picture and "products" in measured:
+                draw(measured, picture)

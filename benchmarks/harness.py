@@ -48,6 +48,8 @@ def in_process(
 ) -> Any:
     """Call a benchmark's function in a process of its own, without XLA's cache of programs on disk.
 
+    The process finds the time at which it was started in the environment variable STARTED, in seconds since 1970.
+
     Args:
         function: a function at the top level of a module, whose arguments and result can be written as JSON.
         environment: environment variables to set.
@@ -62,7 +64,7 @@ def in_process(
         [*command, json.dumps(arguments)],
         check=True,
         cwd=ROOT,
-        env={**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false", **(environment or {})},
+        env={**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false", "STARTED": str(time.time()), **(environment or {})},
         stdout=subprocess.PIPE,
         text=True,
         timeout=limit,

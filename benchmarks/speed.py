@@ -26,8 +26,8 @@ from jax.random import fold_in, split
 
 import fedbilevel as fb
 from benchmarks import floor
+from benchmarks.contest import python_with
 from benchmarks.harness import head, in_process, row, turns
-from benchmarks.libraries import python_with
 from benchmarks.machine import gemm_rate
 from fedbilevel.engines.engine import draw_cohort, round_keys
 from fedbilevel.machinery.threefry import uniform_below

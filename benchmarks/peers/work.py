@@ -47,7 +47,8 @@ class Clock:
     """A clock that is read after the first round and after every stretch."""
 
     def __init__(self) -> None:
-        self.first = 0.0
+        self.made = time.time()
+        self.cold = self.first = 0.0
         self.at: list[float] = []
 
     def tick(self, rounds: int, now: float | None = None) -> None:
@@ -56,15 +57,19 @@ class Clock:
         `now` is the time in seconds, if the library has measured it itself.
         """
         if rounds == 1 and now is None:
-            self.first = time.time() - STARTED
+            self.cold, self.first = time.time() - STARTED, time.time() - self.made
         if rounds % STRETCH == 0:
             self.at.append(time.time() if now is None else now)
 
-    def report(self, loss: float) -> None:
-        """Print the line of results.
+    def result(self, loss: float) -> dict[str, float]:
+        """Return the results.
 
         The first stretch is left out, since it may contain work that is done once.
         """
         mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         ms = 1e3 * statistics.median(np.diff(self.at)) / STRETCH
-        print(json.dumps({"ms": ms, "first": self.first, "mb": mb, "loss": float(loss)}))
+        return {"ms": ms, "cold": self.cold, "first": self.first, "mb": mb, "loss": float(loss)}
+
+    def report(self, loss: float) -> None:
+        """Print the results as a line of JSON."""
+        print(json.dumps(self.result(loss)))
