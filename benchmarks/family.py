@@ -10,15 +10,16 @@ For each member these are drawn: the base b, from e, 10 and 100; x0 in [-5, 2], 
 each; the scales of features, all 1 or from 0.1 to 30; how many features are always zero; how much clients differ in
 their true models and in the scale of their samples; and the weights of clients.
 
-`python -m benchmarks no_steps --family 7` prints the table.
+The columns are the number of runs whose steps adapt; how many of them ended with numbers that are not finite; how many
+ended above 1.001 times the outer loss of the start ("worse"); the results of how many of these say nothing of it
+("unsaid"); and quantiles of the loss at the end over the best of 12 pairs of fixed steps. The best of 12 is read from
+family.json, which has it for family 7 alone; with --fixed, it is computed.
 """
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -27,11 +28,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import fedbilevel as fb
+from benchmarks.harness import head, row
 from fedbilevel.algorithms.parts.adaptive_steps import with_steps
-from fedbilevel.algorithms.parts.curvature import unit
 from fedbilevel.core.hyperparameters import OpenStep
 
 FAMILY = 7  # the seed of the members for which the best of 12 is stored
@@ -44,6 +44,7 @@ FIXED = [(x, y) for x in (0.03, 0.3, 3.0) for y in (0.1, 0.3, 1.0, 3.0)]
 The second step is in units of one over the largest inner curvature at the start.
 """
 SHORT = 0.05  # steps that only determine the clients' drift are this share of the other steps
+QUICK = {"methods": ["SimFBO"], "groups": [11]}
 
 
 class Group(NamedTuple):
@@ -97,19 +98,14 @@ class Member:
         return float(jnp.sum(self.weights * jax.vmap(lambda batch: self.problem.outer(x, y, batch))(self.outer)))
 
     def largest_curvature(self) -> float:
-        """Return the largest eigenvalue of the inner Hessian at the start, by 50 steps of the power method."""
+        """Return the largest eigenvalue of the inner Hessian at the start."""
 
         def inner(y: Any) -> Any:
-            return jnp.sum(self.weights * jax.vmap(lambda batch: self.problem.inner(self.x0, y, batch))(self.inner))
+            at = jnp.asarray(self.x0), y.reshape(self.y0.shape)
+            losses = jax.vmap(lambda batch: self.problem.inner(*at, batch))(self.inner)
+            return jnp.sum(self.weights * losses)
 
-        def product(u: Any) -> Any:
-            return jax.jvp(jax.grad(inner), (jnp.asarray(self.y0),), (u,))[1]
-
-        def once(_: int, u: Any) -> Any:
-            return unit(product(u))
-
-        start = optax.tree.random_like(jax.random.key(0), jnp.asarray(self.y0))
-        return float(optax.tree.norm(product(jax.lax.fori_loop(0, 50, once, start))))
+        return float(jnp.linalg.norm(jax.hessian(inner)(jnp.ravel(self.y0)), 2))
 
 
 def logistic(s: Any, batch: dict[str, Any]) -> Any:
@@ -215,7 +211,7 @@ def method(name: str, group: int) -> Any:
     return replace(made, inner=replace(made.inner, local_steps=shared.local_steps))
 
 
-def fixed(name: str, group: int, x: float, y: float) -> Any:
+def with_fixed(name: str, group: int, x: float, y: float) -> Any:
     """Return a method with a pair of fixed steps.
 
     The steps are for a round: several local steps divide them among themselves.
@@ -251,7 +247,7 @@ class End(NamedTuple):
 def played(name: str, group: int, number: int, family: int = FAMILY) -> End:
     """Run a method with steps that adapt on a member."""
     drawn = member(group, number, family)
-    with precision(GROUPS[group].precision), warnings.catch_warnings():
+    with jax.enable_x64(GROUPS[group].precision == 64), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         start = drawn.outer_loss(drawn.x0, drawn.y0)
         try:
@@ -266,23 +262,16 @@ def played(name: str, group: int, number: int, family: int = FAMILY) -> End:
 def best_of_12(name: str, group: int, number: int, family: int = FAMILY) -> float:
     """Run a method with each pair of fixed steps on a member. Return the least outer loss at the end."""
     drawn, ends = member(group, number, family), [np.inf]
-    with precision(GROUPS[group].precision), warnings.catch_warnings():
+    with jax.enable_x64(GROUPS[group].precision == 64), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         top = drawn.largest_curvature()
         for x, y in FIXED:
             try:
-                result = run(fixed(name, group, x, y / top), drawn, name, group)
+                result = run(with_fixed(name, group, x, y / top), drawn, name, group)
             except (fb.errors.NonFiniteError, fb.errors.ConfigurationError):  # a Neumann step of 2/L is refused
                 continue
             ends.append(drawn.outer_loss(result.x, result.y))
     return min(end for end in ends if not np.isnan(end))
-
-
-@contextmanager
-def precision(bits: int) -> Iterator[None]:
-    """Compute in float32 or float64 within the block."""
-    with jax.enable_x64(bits == 64):
-        yield
 
 
 def kept(name: str, group: int) -> list[float]:
@@ -293,38 +282,32 @@ def kept(name: str, group: int) -> list[float]:
     return [np.inf if best is None else best for best in json.loads(KEPT.read_text("utf-8"))[name][str(group)]]
 
 
-def table(names: list[str], family: int, groups: Sequence[int]) -> None:
-    """Print a table of where methods end, for each of these groups and for all of them.
+def cells(ends: list[End], tuned: list[float]) -> list[str]:
+    """Return the cells of a row of the table."""
+    worse = [end for end in ends if end.loss > 1.001 * end.start]
+    ratios = np.array([end.loss / best for end, best in zip(ends, tuned, strict=True)])
+    quantiles = [f"{one:.4g}" for one in np.quantile(ratios, [0.5, 0.9, 1.0], method="nearest")]
+    counts = sum(not np.isfinite(end.loss) for end in ends), len(worse), sum(not end.said for end in worse)
+    return [str(len(ends)), *map(str, counts), *quantiles]
 
-    Its head explains the columns.
-    """
-    print(
-        "not finite: runs without steps that ended so; worse: that ended above 1.001 times the outer loss of the start;"
-        "\nunsaid: those of them whose result says nothing of it; median, 90 %: of the loss at the end over the"
-        f"\nbest of 12 pairs of fixed steps{'' if family == FAMILY else ', which are known for family 7 alone'}\n"
-    )
-    for name in names:
-        print(f"{name:52}{'not finite':>12}{'worse':>7}{'unsaid':>8}{'median':>8}{'90 %':>8}{'largest':>9}")
+
+def main(
+    methods: tuple[str, ...] = tuple(ROUNDS),
+    groups: tuple[int, ...] = tuple(range(len(GROUPS))),
+    family: int = FAMILY,
+    fixed: bool = False,
+) -> None:
+    head("method", "group", "runs", "not finite", "worse", "unsaid", "median", "90 %", "largest")
+    for name in methods:
         ends: list[End] = []
         tuned: list[float] = []
         for group in groups:
-            shared = GROUPS[group]
-            of_group = [played(name, group, number, family) for number in range(shared.members)]
-            best = kept(name, group) if family == FAMILY else [np.nan] * shared.members
-            label = f"{shared.kind}, d = {shared.dim}, {shared.clients} clients, τ = {shared.local_steps}"
-            row(f"{label}, {shared.precision} bits", of_group, best)
+            g = GROUPS[group]
+            of_group = [played(name, group, number, family) for number in range(g.members)]
+            best = [best_of_12(name, group, number, family) for number in range(g.members)] if fixed else []
+            best = best or (kept(name, group) if family == FAMILY else [np.nan] * g.members)
+            label = f"{g.kind}, d = {g.dim}, {g.clients} clients, τ = {g.local_steps}, {g.precision} bits"
+            row(name, label, *cells(of_group, best))
             ends += of_group
             tuned += best
-        row("all", ends, tuned)
-
-
-def row(label: str, ends: list[End], tuned: list[float]) -> None:
-    """Print a row of the table."""
-    worse = [end for end in ends if end.loss > 1.001 * end.start]
-    ratios = np.array([end.loss / best for end, best in zip(ends, tuned, strict=True)])
-    median, high, most = np.quantile(ratios, [0.5, 0.9, 1.0], method="nearest")
-    infinite = sum(not np.isfinite(end.loss) for end in ends)
-    unsaid = sum(not end.said for end in worse)
-    print(
-        f"{label:52}{infinite:8}/{len(ends):3}{len(worse):7}{unsaid:8}{median:8.3f}{high:8.3f}{most:9.3g}", flush=True
-    )
+        row(name, "all", *cells(ends, tuned))

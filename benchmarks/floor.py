@@ -244,18 +244,23 @@ def traces(loss: Callable[..., Any], call: Callable[[], Any]) -> int:
     return count
 
 
+def small(name: str) -> Setting:
+    """Return the setting of a row with full batches, all clients, and sizes with which rounds take seconds."""
+    s = ROWS[name]
+    data = {"task": s.data["task"], **SMALL[s.data["task"]]}
+    if "network" in s.data:
+        data |= {"network": s.data["network"], "pixels": 784}
+    if "clients" in s.data and s.data["task"] == "quadratic":
+        data["clients"] = min(s.data["clients"], 18)
+    return replace(s, data=data, batch=None, cohort=None, random=False)
+
+
 def compared(name: str) -> tuple[float, float]:
     """Return the distance between library and peer after rounds of full batches, and the distance from the start.
 
-    This needs jax_enable_x64. Sizes are small, so that it takes seconds.
+    This needs jax_enable_x64.
     """
-    s = ROWS[name]
-    small = dict(SMALL[s.data["task"]])
-    if "network" in s.data:
-        small |= {"network": s.data["network"], "pixels": 784}
-    if "clients" in s.data and s.data["task"] == "quadratic":
-        small["clients"] = min(s.data["clients"], 18)
-    s = replace(s, data={"task": s.data["task"], **small}, batch=None, cohort=None, random=False)
+    s = small(name)
     p = problem_of(s, np.float64)
     scale = 0.1 if "network" in s.data else 1.0  # with the few samples of `small`, networks need shorter steps
     ours, theirs = of_library(s, p)[1](scale, 0, CHECKED), hand_written(s, p)(scale, 0, CHECKED)

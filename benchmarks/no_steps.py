@@ -5,29 +5,21 @@ first run has steps that were chosen from 16 pairs, by the outer loss at the end
 run, only of SimFBO, has the steps 0.1. In the third run, steps adapt. The column "holds" says whether the third run
 ends within one percentage point of accuracy, or of error, of the first run, or does so after twice the exchanges. Then
 there are runs with 8 seeds and steps that adapt; if x is not the weights of a network, their x starts two units away.
-The table says how many of them end with finite numbers, and in which range. --tuned takes the tuned steps from an
-earlier table.
-
---family 7 uses the random problems of family.py in place of these tasks, for eight methods, and --group 4 only the
-group with this number. --reach, --rise, --shared and --warm-up change REACH, RISE, SHARED and WARM_UP of the steps on x
-(algorithms/parts/adagrad.py, curvature.py). Data sets are read from $FEDBILEVEL_DATA.
+The table says how many of them end with finite numbers, and in which range. Data sets are read from $FEDBILEVEL_DATA.
 """
 
 from __future__ import annotations
 
 import itertools
-import re
 import warnings
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 import fedbilevel as fb
-from benchmarks import family as random_problems
-from fedbilevel.algorithms.parts import adagrad, curvature
+from benchmarks.harness import head, row
 from fedbilevel.algorithms.parts.layers import Layered
 from fedbilevel.experiments import resolve
 from fedbilevel.experiments.experiment import Experiment
@@ -100,61 +92,28 @@ def by_hand(made: Experiment, plan: Any, name: str, metric: str) -> tuple[float,
     tried = [played(made, plan, given(made.algorithm, *steps), plan.rounds) for steps in GRID]
     alive = [run for run in tried if run is not None and np.isfinite(run.history["outer_loss"][-1])]
     best = min(alive, key=lambda run: run.history["outer_loss"][-1])
-    readme = played(made, plan, given(made.algorithm, 0.1, 0.1), plan.rounds) if name == "simfbo" else None
-    return end(best, metric), len(GRID) * best.ledger.exchanges, end(readme, metric)
+    plain = played(made, plan, given(made.algorithm, 0.1, 0.1), plan.rounds) if name == "simfbo" else None
+    return end(best, metric), len(GRID) * best.ledger.exchanges, end(plain, metric)
 
 
-def tuned_before(table: Path) -> dict[tuple[str, str], tuple[float, int, float]]:
-    """Return the results of `by_hand` for each (method, task) of an earlier table."""
-    found, name = {}, ""
-    for line in table.read_text().splitlines():
-        name = line if re.fullmatch("[a-z]+", line) else name
-        if parts := re.match(r"(.{30})\w+\s+(\S+)\s+([\d,]+)\s+(\S+)\s", line):
-            label, best, cost, readme = parts.groups()
-            found[name, label.strip()] = float(best), int(cost.replace(",", "")), float(readme)
-    return found
-
-
-def row(label: str, name: str, seeds: int, before: tuple[float, int, float] | None) -> bool:
-    """Print the row of a task. Return whether steps that adapt hold: see the docstring of the module."""
+def cells(label: str, name: str, seeds: int) -> list[str]:
+    """Return the cells of a task's row: see the docstring of the module."""
     made, plan, metric = asked_for(label, name)
     better, rounds, bare = 1 if "accuracy" in metric else -1, plan.rounds, given(made.algorithm, None, None)
-    tuned, cost, readme = before or by_hand(made, plan, name, metric)
+    tuned, cost, plain = by_hand(made, plan, name, metric)
     twice = played(made, plan, bare, 2 * rounds)
     once = twice.history[metric][len(twice.history[metric]) // 2] if twice else float("nan")
     holds = better * (once - tuned) >= -0.01 or better * (end(twice, metric) - tuned) >= 0
     shifts = (0.0,) if label.startswith("representation") else (0.0, 2.0, -2.0)
     others = [end(played(made, plan, bare, rounds, seed, off), metric) for off in shifts for seed in range(seeds)]
-    print(
-        f"{label:30}{metric:16}{tuned:10.4f}{cost:9,d}{readme:10.4{'f' if readme < 1e3 else 'g'}}"
-        f"{once:10.4f}{end(twice, metric):10.4f}"
-        f"  {'yes' if holds else 'no':4}{sum(map(np.isfinite, others))}/{len(others)}"
-        f"  {np.nanmin(others):.4f} to {np.nanmax(others):.4f}",
-        flush=True,
-    )
-    return bool(holds)
+    ends = [f"{one:.4g}" for one in (tuned, plain, once, end(twice, metric), np.nanmin(others), np.nanmax(others))]
+    finite = f"{np.isfinite(others).sum()}/{len(others)}"
+    return [metric, ends[0], f"{cost:,}", *ends[1:4], "yes" if holds else "no", finite, f"{ends[4]} to {ends[5]}"]
 
 
-def main(
-    methods: tuple[str, ...] = (),
-    tasks: tuple[str, ...] = tuple(TASKS),
-    seeds: int = 8,
-    tuned: str = "",
-    family: int = 0,
-    reach: float = adagrad.REACH,
-    rise: float = curvature.RISE,
-    shared: float = adagrad.SHARED,
-    warm_up: float = adagrad.WARM_UP,
-    group: int = -1,
-) -> None:
-    adagrad.REACH, curvature.RISE, adagrad.SHARED, adagrad.WARM_UP = reach, rise, shared, warm_up
-    if family:
-        groups = range(len(random_problems.GROUPS)) if group < 0 else [group]
-        random_problems.table(list(methods or random_problems.ROUNDS), family, groups)
-        return
-    before = tuned_before(Path(tuned)) if tuned else {}
-    for name in methods or ["simfbo"]:
-        labels = [label for label in tasks if not before or (name, label) in before]
-        print(f"\n{name}\n{'':46}{'tuned':>10}{'cost':>9}{'0.1':>10}{'none':>10}{'twice':>10}  holds finite  range")
-        held = [row(label, name, seeds, before.get((name, label))) for label in labels]
-        print(sum(held), "of", len(held), "hold")
+def main(methods: tuple[str, ...] = (), tasks: tuple[str, ...] = tuple(TASKS), seeds: int = 8) -> None:
+    columns = "tuned", "cost, exchanges", "steps 0.1", "adapting", "twice the exchanges", "holds", "finite", "range"
+    head("method", "task", "metric", *columns)
+    for name in methods or ("simfbo",):
+        for label in tasks:
+            row(name, label, *cells(label, name, seeds))

@@ -1,9 +1,8 @@
 """SimFBO, FedNest and LFedNest as serial PyTorch loops, one client after the other, with which `speed` compares.
 
-This program needs only torch and numpy, so that `speed` can run it by another interpreter. It gets the same start, data
-and batch indices as the library, so that numbers and times can be compared:
+This program needs only torch and numpy, so that `speed` can run it by another interpreter:
 
-    python torch_loops.py problem.npz result.npz [THREADS]
+    python torch_loops.py METHOD problem.npz result.npz ROUNDS [THREADS]
 
 Task: hyper-representation. x = first layer (w, b), y = head (w, b) of an MLP; inner loss g = cross-entropy on training
 samples + ridge * |y|^2; outer loss f = cross-entropy on validation samples; equal weights. One round of
@@ -17,34 +16,23 @@ samples + ridge * |y|^2; outer loss f = cross-entropy on validation samples; equ
     LFedNest    each client makes tau steps y_i <- y_i - beta/tau * dg/dy(y_i); y <- mean y_i;
                 each client finds p and h as above by itself, f on one batch for both; x <- x - alpha * mean h
 
-The first corrected step of FedNest is along q, since its correction is 0. Nothing is computed unnecessarily: the hidden
-units of a batch are computed once for both gradients of a pair, and only h needs derivatives in x. The nested methods
-use autograd, which takes 0.6 of the time of torch.func here.
+N' is 0, 1, …, N - 1 in turn. The first corrected step of FedNest is along q, since its correction is 0. Nothing is
+computed unnecessarily: the hidden units of a batch are computed once for both gradients of a pair, and only h needs
+derivatives in x. The nested methods use autograd, which takes 0.6 of the time of torch.func here.
 
-For M clients, S samples each of D numbers, R rounds, P clients a round and batches of B, the arrays of `problem.npz`
-are
-
-    x_w (D, H), x_b (H,), y_w (H, C), y_b (C,)                            start; v starts at 0
-    inner_images, outer_images (M, S, D); inner_labels, outer_labels (M, S)
-    cohorts (R, P)                                                        clients
-    inner_batches (R, P, tau, B), FedNest (R, P, tau - 1, B)              for the local steps, the corrected ones
-    outer_batches (R, P, tau, B)                                          for the local steps; SimFBO alone
-    anchor_batches (R, P, B)                                              for q; FedNest alone
-    start_batches (R, P, B), of outer samples                             for df/dy; FedNest alone
-    lengths (R, P); product_batches (R, P, N - 1, B)                      N', the same for all clients in FedNest
-    hyper_outer_batches, hyper_inner_batches (R, P, B)                    for h
-    steps (6,) or (3,)                                                    local and server steps; beta, eta, alpha
-    terms, ridge, checked ()                                              N; see below
-
-The first `checked` rounds are run once, and their result is stored. The remaining rounds continue from there, and are
-timed. `result.npz` has x_w, y_w and SimFBO's v_w after the checked rounds, and the milliseconds of a timed round.
+`problem.npz` has x_w (D, H), x_b (H,), y_w (H, C) and y_b (C,), the start, v being 0; inner_images, outer_images (M, S,
+D), inner_labels and outer_labels (M, S); steps, local and server's or beta, eta and alpha; and the numbers local_steps,
+terms (N), ridge, batch_size and cohort. With a batch_size of 0, all samples are used, and p is the whole series of N
+terms, so that the numbers can be compared with those of other programs. `result.npz` has x_w, y_w and SimFBO's v_w at
+the end, and the milliseconds of a round.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -54,8 +42,7 @@ from torch import Tensor
 from torch.func import grad, vjp
 
 Layer = tuple[Tensor, ...]  # (w, b)
-Batch = tuple[Tensor, Tensor]  # images, labels
-Draws = dict[str, Tensor]
+Batch = tuple[Tensor, Tensor]  # images or hidden units, labels
 State = tuple[Layer, ...]  # (x, y), and v for SimFBO
 
 
@@ -67,35 +54,41 @@ class Peer:
             name: (torch.from_numpy(arrays[f"{name}_images"]), torch.from_numpy(arrays[f"{name}_labels"]).long())
             for name in ("inner", "outer")
         }
-        self.steps, self.terms, self.ridge = arrays["steps"].tolist(), int(arrays["terms"]), float(arrays["ridge"])
+        numbers = "local_steps", "terms", "batch_size", "cohort"
+        self.local_steps, self.terms, self.batch_size, self.cohort = (int(arrays[name]) for name in numbers)
+        self.steps, self.ridge = arrays["steps"].tolist(), float(arrays["ridge"])
+        self.lengths = itertools.cycle(range(self.terms))
 
-    def batch(self, name: str, client: int, index: Tensor) -> Batch:
-        images, labels = self.data[name]
-        return images[client][index], labels[client][index]
+    def clients(self) -> list[int]:
+        return torch.randperm(len(self.data["inner"][1]))[: self.cohort].tolist()
 
-    def hidden(self, x: Layer, name: str, client: int, index: Tensor) -> Batch:
+    def batch(self, name: str, client: int) -> Batch:
+        images, labels = (part[client] for part in self.data[name])
+        if not self.batch_size:
+            return images, labels
+        index = torch.randint(len(labels), (self.batch_size,))
+        return images[index], labels[index]
+
+    @torch.no_grad()
+    def hidden(self, x: Layer, name: str, client: int) -> Batch:
         """Return the hidden units and the labels of a batch, for derivatives in y only."""
-        images, labels = self.batch(name, client, index)
-        with torch.no_grad():
-            return units(x, images), labels
+        images, labels = self.batch(name, client)
+        return units(x, images), labels
 
     def inner(self, x: Layer, y: Layer, batch: Batch) -> Tensor:
         return outer(x, y, batch) + self.ridge * (y[0].square().sum() + y[1].square().sum())
 
-    def simfbo(self, state: State, draws: Draws) -> State:
+    def simfbo(self, state: State) -> State:
         """Return the state after one round."""
-        sums = tuple(tuple(torch.zeros_like(t) for t in layer) for layer in state)
-        clients = draws["cohorts"].tolist()
-        for client, inner_batches, outer_batches in zip(
-            clients, draws["inner_batches"], draws["outer_batches"], strict=True
-        ):
+        sums = tuple(scaled(layer, 0) for layer in state)
+        clients = self.clients()
+        for client in clients:
             here = state
-            for i, o in zip(inner_batches, outer_batches, strict=True):
-                d = self.directions(*here, self.batch("inner", client, i), self.batch("outer", client, o))
+            for _ in range(self.local_steps):
+                d = self.directions(*here, self.batch("inner", client), self.batch("outer", client))
                 here = stepped(here, self.steps[:3], d)
                 sums = tuple(added(total, new, 1) for total, new in zip(sums, d, strict=True))
-        means = tuple(tuple(t / len(clients) for t in layer) for layer in sums)
-        return stepped(state, self.steps[3:], means)
+        return stepped(state, self.steps[3:], tuple(scaled(layer, 1 / len(clients)) for layer in sums))
 
     def directions(self, x: Layer, y: Layer, v: Layer, inner_batch: Batch, outer_batch: Batch) -> State:
         """Return the directions of x, y and v. They take two reverse passes, one of them through the gradient of g."""
@@ -104,78 +97,82 @@ class Peer:
         f_x, f_y = grad(outer, argnums=(0, 1))(x, y, outer_batch)
         return added(f_x, cross_v, -1), d_y, added(hessian_v, f_y, -1)
 
-    def product(self, y: Layer, p: Layer, hidden: Tensor, labels: Tensor) -> Layer:
+    def series(self, start: Layer, product: Callable[[Layer], Layer]) -> Layer:
+        """Return p: N' products with the Hessian, or the whole series."""
+        eta = self.steps[1]
+        b = scaled(start, eta)
+        if not self.batch_size:
+            p = b
+            for _ in range(self.terms - 1):
+                p = added(added(p, product(p), -eta), b, 1)
+            return p
+        p = scaled(b, self.terms)
+        for _ in range(next(self.lengths)):
+            p = added(p, product(p), -eta)
+        return p
+
+    def product(self, y: Layer, p: Layer, batch: Batch) -> Layer:
         """Return d2g/dyy p."""
         y = leaves(y)
-        first = gradient(y, hidden, labels, twice=True)
+        first = gradient(y, batch, twice=True)
         return added(torch.autograd.grad(first, y, p), p, 2 * self.ridge)
 
     def hypergradient(self, loss: Tensor, x: Layer, y: Layer, p: Layer, batch: Batch) -> Layer:
         """Return df/dx - d2g/dxy p, by one reverse pass over f - <dg/dy, p>; the ridge has no mixed derivative."""
-        first = gradient(y, units(x, batch[0]), batch[1], twice=True)
+        first = gradient(y, (units(x, batch[0]), batch[1]), twice=True)
         pairing = sum((d * part).sum() for d, part in zip(first, p, strict=True))
         return torch.autograd.grad(loss - pairing, x)
 
-    def plain_steps(self, y: Layer, batches: list[Batch]) -> Layer:
+    def plain_steps(self, y: Layer, batches: Iterable[Batch]) -> Layer:
         """Return y after one step for each batch."""
-        step = self.steps[0] / len(batches)
-        for hidden, labels in batches:
+        for batch in batches:
             y = leaves(y)
-            y = added(y, added(gradient(y, hidden, labels), y, 2 * self.ridge), -step)
+            y = added(y, added(gradient(y, batch), y, 2 * self.ridge), -self.steps[0] / self.local_steps)
         return y
 
-    def corrected_steps(self, y: Layer, q: Layer, batches: list[Batch]) -> Layer:
+    def corrected_steps(self, y: Layer, q: Layer, batches: Iterable[Batch]) -> Layer:
         """Return y after the step along q and a corrected step for each batch."""
-        step, start = self.steps[0] / (len(batches) + 1), leaves(y)
+        step, start = self.steps[0] / self.local_steps, leaves(y)
         y = added(y, q, -step)
-        for hidden, labels in batches:
+        for batch in batches:
             y = leaves(y)
-            difference = head_loss(y, hidden, labels) - head_loss(start, hidden, labels)
-            both = torch.autograd.grad(difference, y + start)
+            both = torch.autograd.grad(head_loss(y, batch) - head_loss(start, batch), y + start)
             change = added(added(both[:2], both[2:], 1), added(y, start, -1), 2 * self.ridge)
             y = added(y, added(change, q, 1), -step)
         return y
 
-    def fednest(self, state: State, draws: Draws) -> State:
+    def fednest(self, state: State) -> State:
         """Return the state after one round."""
-        (x, y), clients = state, draws["cohorts"].tolist()
-        _, eta, alpha = self.steps
+        (x, y), clients = state, self.clients()
 
-        def mean_gradient(name: str, batches: Tensor) -> Layer:
-            pairs = zip(clients, batches, strict=True)
-            return mean([gradient(leaves(y), *self.hidden(x, name, client, index)) for client, index in pairs])
+        def over(of_client: Callable[[Batch], Layer], name: str = "inner") -> Layer:
+            return mean([of_client(self.hidden(x, name, client)) for client in clients])
 
-        q = added(mean_gradient("inner", draws["anchor_batches"]), y, 2 * self.ridge)
-        pairs = zip(clients, draws["inner_batches"], strict=True)
-        y = mean([self.corrected_steps(y, q, [self.hidden(x, "inner", c, i) for i in part]) for c, part in pairs])
-        p = scaled(mean_gradient("outer", draws["start_batches"]), self.terms * eta)
-        for n in range(int(draws["lengths"][0])):
-            pairs = zip(clients, draws["product_batches"][:, n], strict=True)
-            p = added(p, mean([self.product(y, p, *self.hidden(x, "inner", c, i)) for c, i in pairs]), -eta)
+        q = added(over(lambda batch: gradient(leaves(y), batch)), y, 2 * self.ridge)
+        drawn = [[self.hidden(x, "inner", client) for _ in range(self.local_steps - 1)] for client in clients]
+        y = mean([self.corrected_steps(y, q, batches) for batches in drawn])
+        b = over(lambda batch: gradient(leaves(y), batch), "outer")
+        p = self.series(b, lambda p: over(lambda batch: self.product(y, p, batch)))
         replies = []
-        for i, client in enumerate(clients):
+        for client in clients:
             here, head = leaves(x), leaves(y)
-            loss = outer(here, head, self.batch("outer", client, draws["hyper_outer_batches"][i]))
-            batch = self.batch("inner", client, draws["hyper_inner_batches"][i])
-            replies.append(self.hypergradient(loss, here, head, p, batch))
-        return added(x, mean(replies), -alpha), y
+            loss = outer(here, head, self.batch("outer", client))
+            replies.append(self.hypergradient(loss, here, head, p, self.batch("inner", client)))
+        return added(x, mean(replies), -self.steps[2]), y
 
-    def lfednest(self, state: State, draws: Draws) -> State:
+    def lfednest(self, state: State) -> State:
         """Return the state after one round."""
-        (x, y), clients = state, draws["cohorts"].tolist()
-        _, eta, alpha = self.steps
-        pairs = zip(clients, draws["inner_batches"], strict=True)
-        y = mean([self.plain_steps(y, [self.hidden(x, "inner", c, i) for i in part]) for c, part in pairs])
+        (x, y), clients = state, self.clients()
+        drawn = [[self.hidden(x, "inner", client) for _ in range(self.local_steps)] for client in clients]
+        y = mean([self.plain_steps(y, batches) for batches in drawn])
         replies = []
-        for i, client in enumerate(clients):
+        for client in clients:
             here, head = leaves(x), leaves(y)
-            loss = outer(here, head, self.batch("outer", client, draws["hyper_outer_batches"][i]))
-            p = scaled(torch.autograd.grad(loss, head, retain_graph=True), self.terms * eta)
-            for index in draws["product_batches"][i, : int(draws["lengths"][i])]:
-                p = added(p, self.product(head, p, *self.hidden(x, "inner", client, index)), -eta)
-            batch = self.batch("inner", client, draws["hyper_inner_batches"][i])
-            replies.append(self.hypergradient(loss, here, head, p, batch))
-        return added(x, mean(replies), -alpha), y
+            loss = outer(here, head, self.batch("outer", client))
+            b = torch.autograd.grad(loss, head, retain_graph=True)
+            p = self.series(b, lambda p, c=client, head=head: self.product(head, p, self.hidden(x, "inner", c)))
+            replies.append(self.hypergradient(loss, here, head, p, self.batch("inner", client)))
+        return added(x, mean(replies), -self.steps[2]), y
 
 
 def units(x: Layer, images: Tensor) -> Tensor:
@@ -183,19 +180,19 @@ def units(x: Layer, images: Tensor) -> Tensor:
     return F.relu(torch.addmm(x[1], images, x[0]))
 
 
-def head_loss(y: Layer, hidden: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean cross-entropy of a head."""
-    return F.cross_entropy(torch.addmm(y[1], hidden, y[0]), labels)
+def head_loss(y: Layer, batch: Batch) -> Tensor:
+    """Return the mean cross-entropy of a head on a batch of hidden units."""
+    return F.cross_entropy(torch.addmm(y[1], batch[0], y[0]), batch[1])
 
 
 def outer(x: Layer, y: Layer, batch: Batch) -> Tensor:
     """Return the outer loss."""
-    return head_loss(y, units(x, batch[0]), batch[1])
+    return head_loss(y, (units(x, batch[0]), batch[1]))
 
 
-def gradient(y: Layer, hidden: Tensor, labels: Tensor, twice: bool = False) -> Layer:
+def gradient(y: Layer, batch: Batch, twice: bool = False) -> Layer:
     """Return the gradient of the cross-entropy in y. With `twice`, it can be differentiated again."""
-    return torch.autograd.grad(head_loss(y, hidden, labels), y, create_graph=twice)
+    return torch.autograd.grad(head_loss(y, batch), y, create_graph=twice)
 
 
 def leaves(layer: Layer) -> Layer:
@@ -219,34 +216,22 @@ def stepped(state: State, steps: list[float], directions: State) -> State:
     return tuple(added(part, d, -step) for part, d, step in zip(state, directions, steps, strict=True))
 
 
-def rounds(one: Callable[[State, Draws], State], state: State, draws: Draws) -> State:
-    """Return the state after all rounds for which there are draws."""
-    for r in range(len(draws["cohorts"])):
-        state = one(state, {name: index[r] for name, index in draws.items()})
-    return state
-
-
-def measure(problem: str, result: str, threads: str = "") -> None:
-    """Run a problem. Write its numbers after the checked rounds, and the milliseconds per round."""
+def measure(method: str, problem: str, result: str, rounds: str, threads: str = "") -> None:
+    """Run a problem. Write its numbers at the end, and the milliseconds per round."""
     if threads:
         torch.set_num_threads(int(threads))
     with np.load(problem) as stored:
         arrays: dict[str, Any] = dict(stored)
-    peer, draws = Peer(arrays), {k: torch.from_numpy(a).long() for k, a in arrays.items() if k.endswith("_batches")}
-    draws |= {k: torch.from_numpy(arrays[k]).long() for k in ("cohorts", "lengths") if k in arrays}
     state: State = tuple(tuple(torch.from_numpy(arrays[f"{part}_{k}"]) for k in "wb") for part in "xy")
-    if "outer_batches" in draws:
-        one, state = peer.simfbo, (*state, scaled(state[1], 0))
-    else:
-        one = peer.fednest if "anchor_batches" in draws else peer.lfednest
-    checked = int(arrays["checked"])
-    end = rounds(one, state, {k: a[:checked] for k, a in draws.items()})  # work that is done once is not timed
-    timed = {k: a[checked:] for k, a in draws.items()}
+    if method == "simfbo":
+        state = *state, scaled(state[1], 0)
+    one = getattr(Peer(arrays), method)
+    one(state)  # work that is done once is not timed
     began = time.perf_counter()
-    rounds(one, end, timed)
-    ms = 1e3 * (time.perf_counter() - began) / len(timed["cohorts"])
-    weights = {f"{part}_w": layer[0].numpy() for part, layer in zip("xyv", end, strict=False)}
-    np.savez(result, **weights, ms=ms)
+    for _ in range(int(rounds)):
+        state = one(state)
+    ms = 1e3 * (time.perf_counter() - began) / int(rounds)
+    np.savez(result, **{f"{part}_w": layer[0].numpy() for part, layer in zip("xyv", state, strict=False)}, ms=ms)
 
 
 if __name__ == "__main__":
