@@ -1,13 +1,21 @@
-"""The cost of a round if the population grows: a cohort of 100 from 1,000 and from 1,000,000 clients.
+"""The time of a round and the memory if the population grows. A round asks 100 clients.
 
-Both populations are memory-mapped (2.7 GB in a temporary folder). Each measurement is a process of its own, and the two
-populations are measured in turn. Aims: a ratio of at most 1.5, and at most 4 GiB.
+shared      clients share all of y: a network with a hidden layer of 128, five local steps, 10 training and 10
+            validation samples of each client; a thousand clients, and a million
+on-disk     each client has leaves of y of its own, a linear classifier, which take 1.4 kB with the state of the
+            adjoint; two training and two validation samples; these states are in temporary files (`stream=True`)
+in-memory   the same, with all samples and states on the device
+
+Samples are memory-mapped (2.7 GB in a temporary folder). Each measurement is a process of its own, and the populations
+of a kind are measured in turn. The ratio is the least time over that of the smallest population. Peak memory is the
+largest resident set, which also counts pages of files. Aims for "shared": a ratio of at most 1.5, and at most 4 GiB.
 """
 
 import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,55 +26,75 @@ from benchmarks.machine import peak_mb
 from fedbilevel.data import open_clients, write_clients
 from fedbilevel.tasks import networks
 
-FEATURES, CLASSES, SAMPLES = 32, 10, 10
-ROUNDS, COHORT, BLOCK = 300, 100, 10_000
-QUICK = {"clients": 20_000, "passes": 1}
+CLASSES, ROUNDS, COHORT, BLOCK = 10, 300, 100, 10_000
+OWN = (10_000, 100_000, 1_000_000)
+SIZES = {"shared": (1_000, 1_000_000), "on-disk": OWN, "in-memory": OWN}
+QUICK = {"largest": 10_000, "passes": 1}
 
 
-def population(clients: int) -> Iterator[dict[str, np.ndarray]]:
-    """Yield clients with ten training and ten validation samples each, labelled by a random linear map."""
-    rng = np.random.default_rng(0)
-    truth = rng.normal(size=(FEATURES, CLASSES))
+def shape(kind: str) -> tuple[int, int]:
+    """Return the number of features, and the number of each client's samples for each loss."""
+    return (32, 10) if kind == "shared" else (16, 2)
+
+
+def population(kind: str, clients: int) -> Iterator[dict[str, np.ndarray]]:
+    """Yield the samples of each client, labelled by a random linear map, or by one for each client."""
+    rng, (features, samples) = np.random.default_rng(0), shape(kind)
+    truth = rng.normal(size=(features, CLASSES))
     for first in range(0, clients, BLOCK):
-        images = rng.normal(size=(min(BLOCK, clients - first), 2 * SAMPLES, FEATURES)).astype(np.float32)
-        labels = np.argmax(images @ truth, axis=-1).astype(np.int32)
+        count = min(BLOCK, clients - first)
+        images = rng.normal(size=(count, 2 * samples, features)).astype(np.float32)
+        maps = truth if kind == "shared" else rng.normal(size=(count, features, CLASSES))
+        labels = np.argmax(images @ maps, axis=-1).astype(np.int32)
         for image, label in zip(images, labels, strict=True):
             yield {"image": image, "label": label}
 
 
-def measure(path: str) -> dict[str, float]:
-    """Return the milliseconds per round after the first rounds, and the peak memory of this process."""
-    packed = open_clients(Path(path))
-    first, rest = np.asarray(packed.start), np.full(len(packed.start), SAMPLES)
-    clients = fb.Clients(
-        inner=fb.Ragged(packed.arrays, first, rest), outer=fb.Ragged(packed.arrays, first + SAMPLES, rest)
-    )
-    model = networks.mlp((FEATURES,), (128,), CLASSES)
+def posed(kind: str) -> tuple[Any, ...]:
+    """Return the method, the problem and the start."""
+    features, _ = shape(kind)
+    if kind == "shared":
+        model, penalty = networks.mlp((features,), (128,), CLASSES), lambda x: 1e-3
+        method, start = fb.SimFBO(local_steps=5, batch_size=10), model.init(jax.random.key(0))
+    else:
+        model, penalty = networks.linear((features,), (), CLASSES), lambda x: 10**x
+        steps = fb.XYV(x=0.01, y=0.1, v=0.1)
+        method = fb.SimFBO(local_steps=1, batch_size=None, client_lr=0.1, server_lr=steps)
+        start = -1.0, model.init(jax.random.key(0))[1]
 
-    def outer(x, y, batch):
+    def outer(x: Any, y: Any, batch: Any) -> Any:
         return networks.cross_entropy(model.logits(x, y, batch["image"]), batch["label"])
 
-    def inner(x, y, batch):
-        return outer(x, y, batch) + 1e-3 * sum((leaf**2).sum() for leaf in y.values())
+    def inner(x: Any, y: Any, batch: Any) -> Any:
+        return outer(x, y, batch) + penalty(x) * sum((leaf**2).sum() for leaf in jax.tree.leaves(y))
 
-    x0, y0 = model.init(jax.random.key(0))
-    method, stretch = fb.SimFBO(local_steps=5, batch_size=10), ROUNDS // 3
-    result = fb.solve(
-        method, fb.Bilevel(outer, inner), clients, x0, y0, rounds=ROUNDS, cohort=COHORT, eval_every=stretch
-    )
+    return method, fb.Bilevel(outer, inner, own=None if kind == "shared" else lambda path: True), *start
+
+
+def measure(kind: str, path: str) -> dict[str, float]:
+    """Return the milliseconds per round after the first rounds, and the peak memory of this process."""
+    packed, (_, samples) = open_clients(Path(path)), shape(kind)
+    first, size = np.asarray(packed.start), np.full(len(packed.start), samples)
+    inner, outer = (fb.Ragged(packed.arrays, start, size) for start in (first, first + samples))
+    method, problem, *start = posed(kind)
+    stretch, engine = ROUNDS // 3, fb.Local(stream={"on-disk": True, "in-memory": False}.get(kind))
+    given = {"rounds": ROUNDS, "cohort": COHORT, "eval_every": stretch, "engine": engine, "progress": False}
+    result = fb.solve(method, problem, fb.Clients(inner=inner, outer=outer), *start, **given)
+    assert kind == "shared" or any(np.any(result.own(i)["weight"]) for i in range(len(size)))
     seconds = result.history["seconds"]
     return {"ms": 1e3 * (seconds[-1] - seconds[1]) / (ROUNDS - stretch), "mb": peak_mb()}
 
 
-def main(clients: int = 1_000_000, passes: int = 3) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        sizes = (1_000, clients)
-        for size in sizes:
-            write_clients(Path(folder, str(size)), np.full(size, 2 * SAMPLES), population(size))
-        contenders = {f"{size:,}": partial(in_process, measure, f"{folder}/{size}") for size in sizes}
-        measured = turns(contenders, passes)
-    best = {name: min(one["ms"] for one in runs) for name, runs in measured.items()}
-    head("clients", "ms a round: median (minimum to maximum)", "minimum relative to 1,000 clients", "peak memory, GiB")
-    for name, runs in measured.items():
-        memory = max(one["mb"] for one in runs) / 1024
-        row(name, spread((one["ms"] for one in runs), ".1f"), f"{best[name] / best['1,000']:.2f}", f"{memory:.2f}")
+def main(kinds: tuple[str, ...] = tuple(SIZES), largest: int = 1_000_000, passes: int = 3) -> None:
+    head("y", "clients", "ms a round", "ratio", "peak memory, MiB")
+    for kind in kinds:
+        with tempfile.TemporaryDirectory() as folder:
+            sizes = [size for size in SIZES[kind] if size <= largest]
+            for size in sizes:
+                write_clients(Path(folder, str(size)), np.full(size, 2 * shape(kind)[1]), population(kind, size))
+            contenders = {f"{size:,}": partial(in_process, measure, kind, f"{folder}/{size}") for size in sizes}
+            measured = turns(contenders, passes)
+        best = [min(one["ms"] for one in runs) for runs in measured.values()]
+        for (name, runs), least in zip(measured.items(), best, strict=True):
+            memory = max(one["mb"] for one in runs)
+            row(kind, name, spread((one["ms"] for one in runs), ".1f"), f"{least / best[0]:.2f}", f"{memory:,.0f}")
