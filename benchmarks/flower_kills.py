@@ -7,9 +7,8 @@ is restarted with its database, and the run is submitted to it again. Flower reg
 state of the clients, so each client has a folder for its state. SuperNodes and workers are restarted by their
 supervisor.
 
-The table has the process that was killed, in which exchange, and how many seconds after its start; the seconds to the
-end of the first exchange that began after the kill; and the largest difference of x and y from the undisturbed run, at
-the end of the run.
+The table has for each run the killed processes, with the numbers of the exchanges that had begun, and the largest
+difference of x and y from the undisturbed run, at the end of the run.
 """
 
 import os
@@ -36,7 +35,6 @@ from fedbilevel.flower.launch import children  # noqa: E402
 
 QUICK = {"times": 2}
 BUSY = "import os\nfor _ in range(os.cpu_count() - 1):\n    if os.fork() == 0:\n        break\nwhile True:\n    pass"
-VICTIMS = ("server", "SuperLink", "SuperNode", "worker")
 ROUNDS = 12
 EACH = 6  # the number of kills in one run
 ALGORITHM = "two-phase"  # a method whose clients keep a state
@@ -47,6 +45,7 @@ COMMANDS = {
     "SuperNode": "fedbilevel.flower.launch.supernode serve",
     "worker": "fedbilevel.flower.launch.private",
 }
+KINDS = tuple(COMMANDS)
 
 
 class Moment(NamedTuple):
@@ -57,11 +56,6 @@ class Moment(NamedTuple):
     exchange: int  # the number of the exchange in the run: 0, 1, …
     after: float
 
-    def cells(self):
-        """Return the cells of a row that describe this moment."""
-        whose = f" of client {self.client}" if self.victim in ("SuperNode", "worker") else ""
-        return f"{self.victim}{whose}", *divmod(self.exchange, EXCHANGES), f"{self.after:.2f}"
-
 
 def plan(times, seed, longest):
     """Return the moments of each run.
@@ -69,23 +63,12 @@ def plan(times, seed, longest):
     Over all runs, each kind of process is killed equally often, at most `longest` seconds after an exchange begins.
     """
     rng = random.Random(seed)
-    victims = [VICTIMS[k % len(VICTIMS)] for k in range(times)]
-    rng.shuffle(victims)
-    runs = []
+    drawn = [KINDS[k % len(KINDS)] for k in range(times)]
+    rng.shuffle(drawn)
     for first in range(0, times, EACH):
-        some = victims[first : first + EACH]
+        some = drawn[first : first + EACH]
         places = sorted(rng.sample(range(ROUNDS * EXCHANGES - 2), len(some)))
-        runs.append(
-            [Moment(v, rng.randrange(CLIENTS), e, rng.uniform(0, longest)) for v, e in zip(some, places, strict=True)]
-        )
-    return runs
-
-
-def undisturbed(trial):
-    """Make a run without kills. Return its x and y, and the median seconds of an exchange."""
-    run = trial.play(ALGORITHM, [], **CONFIG)
-    seconds = [line["seconds"] for line in exchanges_of(run.out / "exchanges.jsonl")]
-    return arrays(run), float(np.median(seconds))
+        yield [Moment(v, rng.randrange(CLIENTS), e, rng.uniform(0, longest)) for v, e in zip(some, places, strict=True)]
 
 
 def arrays(run):
@@ -93,60 +76,43 @@ def arrays(run):
     return [np.asarray(result.x), np.asarray(result.y)]
 
 
-def complete(log):
-    """Return the numbers of the exchanges that all clients answered, in the order of time."""
-    found, answered = [], set()
+def is_begun(out, exchange):
+    """Return whether the run has a checkpoint, and all clients have answered `exchange` of its exchanges."""
+    log, done, answered = out / "exchanges.jsonl", {-1}, set()
     for line in exchanges_of(log) if log.exists() else []:
         answered = set(line["answered"]) | (answered if line["attempt"] else set())
         if answered == set(range(CLIENTS)):
-            found.append(line["round"] * EXCHANGES + line["exchange"])
-    return found
+            done.add(line["round"] * EXCHANGES + line["exchange"])
+    return (out / "checkpoint.npz").exists() and exchange - 1 in done
 
 
 def play(trial, moments, expected):
-    """Make a run with all these kills.
-
-    Returns:
-        for each kill, the seconds to the end of the first exchange that began after it and that all clients answered;
-        and the largest difference of x and y from `expected`.
-    """
-    out, seconds = trial.out(), []
+    """Make a run with all these kills. Return the largest difference of x and y from `expected`."""
+    out = trial.out()
     run = trial.submit(ALGORITHM, [], out, **CONFIG)
-    log = out / "exchanges.jsonl"
     for moment in moments:
-        begun = partial(is_begun, out, moment.exchange)
-        run.wait(begun, f"{moment.cells()} is not reached", LONGEST)
+        run.wait(partial(is_begun, out, moment.exchange), f"{moment} is not reached", LONGEST)
         time.sleep(moment.after)
-        after, killed = len(complete(log)) + 2, time.monotonic()  # an exchange that begins after the kill
-        os.kill(process(trial, moment), signal.SIGKILL)
+        run.wait(partial(victims, trial, moment), f"{moment} finds no process", LONGEST)  # it may be starting
+        (pid,) = victims(trial, moment)
+        os.kill(pid, signal.SIGKILL)
         if moment.victim in ("server", "SuperLink"):
             run.give_up()
             if moment.victim == "SuperLink":
                 trial.federation.superlink.wait(30)
                 trial.federation.restart_superlink(120)
-                gone(trial, COMMANDS["server"])
-            run, after = trial.submit(ALGORITHM, [], out, **CONFIG), len(complete(log)) + 1
-        run.wait(
-            lambda after=after: len(complete(log)) >= after, f"it does not continue after {moment.cells()}", LONGEST
-        )
-        seconds.append(time.monotonic() - killed)
+                await_end(trial, COMMANDS["server"])
+            run = trial.submit(ALGORITHM, [], out, **CONFIG)
     run.finish()
-    pairs = zip(arrays(run), expected, strict=True)
-    return seconds, max(float(np.max(np.abs(a - b))) for a, b in pairs)
+    return max(float(np.max(np.abs(a - b))) for a, b in zip(arrays(run), expected, strict=True))
 
 
-def is_begun(out, exchange):
-    """Return whether the run has a checkpoint, and `exchange` of its exchanges have ended."""
-    return (out / "checkpoint.npz").exists() and (exchange == 0 or exchange - 1 in complete(out / "exchanges.jsonl"))
-
-
-def process(trial, moment):
-    """Return the process to kill."""
+def victims(trial, moment):
+    """Return the process to kill, or nothing if it does not run."""
     if moment.victim == "SuperLink":
-        return trial.federation.superlink.pid
+        return [trial.federation.superlink.pid]
     among = children.family(trial.federation.nodes[moment.client].pid) if moment.victim != "server" else trial.pids()
-    (found,) = running(among, COMMANDS[moment.victim])
-    return found
+    return running(among, COMMANDS[moment.victim])
 
 
 def running(pids, command):
@@ -155,7 +121,7 @@ def running(pids, command):
     return [pid for pid in pids if command in words[pid] and "fedbilevel.flower.launch.children" not in words[pid]]
 
 
-def gone(trial, command, seconds=120):
+def await_end(trial, command, seconds=120):
     """Wait until no process of the trial runs a command.
 
     This is needed since a server takes a while to notice that its SuperLink has ended.
@@ -167,32 +133,24 @@ def gone(trial, command, seconds=120):
         time.sleep(0.1)
 
 
-def outcomes(trial, moments, expected):
-    """Return after how many of its kills a run continued to the expected result, and a row for each kill."""
-    try:
-        seconds, difference = play(trial, moments, expected)
-    except Exception as error:  # noqa: BLE001  the error is reported, and the next run is made
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        trial.renew()
-        return 0, [(*moment.cells(), type(error).__name__, "", load()) for moment in moments]
-    pairs = zip(moments, seconds, strict=True)
-    rows = [(*moment.cells(), f"{took:.1f}", f"{difference:.1e}", load()) for moment, took in pairs]
-    return len(moments) * (difference <= SAME), rows
-
-
 def main(times: int = 30, seed: int = 0) -> None:
     good = 0
     with tempfile.TemporaryDirectory() as folder, Trial(Path(folder), None, forgetful=None) as trial:
         busy = children.spawn([sys.executable, "-c", BUSY])
         try:
-            expected, typical = undisturbed(trial)
+            run = trial.play(ALGORITHM, [], **CONFIG)
+            expected, lines = arrays(run), exchanges_of(run.out / "exchanges.jsonl")
+            typical = float(np.median([line["seconds"] for line in lines]))
             print(f"undisturbed: {typical:.2f} s an exchange")
-            head("killed", "round", "exchange", "after, s", "to continue, s", "difference", "load")
+            head("killed after exchanges", "difference", "load")
             for moments in plan(times, seed, typical):
-                same, rows = outcomes(trial, moments, expected)
-                good += same
-                for cells in rows:
-                    row(*cells)
+                try:
+                    difference: object = play(trial, moments, expected)
+                    good += len(moments) * (difference <= SAME)
+                except Exception as error:  # noqa: BLE001  the error is reported, and the next run is made
+                    difference = f"{type(error).__name__}: {error}"
+                    trial.renew()
+                row(", ".join(f"{moment.victim} {moment.exchange}" for moment in moments), difference, load())
         finally:
             children.stop([busy], grace=0)
     print(f"{good} of {times} kills changed nothing; processes left: {trial.left() or 'none'}")

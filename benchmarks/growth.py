@@ -15,6 +15,7 @@ three largest sizes, both axes logarithmic. A size that fails or takes over thre
 
 import subprocess
 from statistics import median
+from time import process_time
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from matplotlib.figure import Figure
 
 import fedbilevel as fb
 from benchmarks.harness import head, in_process, row
-from benchmarks.machine import peak_mb, processor_seconds
+from benchmarks.machine import peak_mb
 
 SECONDS = 180
 DECADES = {"clients": range(1, 7), "cohorts": range(1, 7), "unknowns": range(2, 8)}
@@ -56,9 +57,9 @@ def measure(axis: str, size: int) -> dict[str, float]:
     drawn = [rng.standard_normal((s["clients"], s["samples"], s["dim"]), np.float32) for _ in range(2)]
     given = fb.Bilevel(outer, inner), fb.Clients(*drawn), jnp.zeros(s["dim"]), jnp.zeros(s["dim"])
     method, cohort = fb.SimFBO(local_steps=s["local_steps"], batch_size=None), s["cohort"]
-    began = processor_seconds()
+    began = process_time()
     fb.solve(method, *given, rounds=1, cohort=cohort)
-    first = processor_seconds() - began
+    first = process_time() - began
     probe = fb.solve(method, *given, rounds=4, cohort=cohort, eval_every=2).history["seconds"]
     stretch = int(np.clip(0.2 / max(float(probe[-1] - probe[-2]) / 2, 1e-6), 1, 300))
     seconds = fb.solve(method, *given, rounds=5 * stretch, cohort=cohort, eval_every=stretch).history["seconds"]

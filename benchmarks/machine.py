@@ -43,12 +43,6 @@ def peak_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def processor_seconds() -> float:
-    """Return the user and system time of this process so far, in seconds."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
 def gemm_rate(size: int = 1024, repeats: int = 10) -> float:
     """Return the best GFLOP/s of the float32 product of two size×size matrices.
 
