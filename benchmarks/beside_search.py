@@ -37,7 +37,7 @@ import pandas as pd
 from joblib import Memory
 
 import fedbilevel as fb
-from benchmarks.harness import difference, head, interval, row
+from benchmarks.harness import estimate, head, interval, row
 from benchmarks.sites import aids
 from fedbilevel.data import in_order_of_time, load_heart
 from fedbilevel.data.loaders import FLAMBY, HOSPITALS, TRAINING, stratified
@@ -314,7 +314,7 @@ def main(
             for kind in ("validation", "test"):
                 change, shared = changes(found, of, kind)
                 mean = np.mean([getattr(end, kind) for end in found[of]])
-                cells += [f"{mean:.4f}", "" if method == "SimFBO" else difference(change, shared)]
+                cells += [f"{mean:.4f}", "" if method == "SimFBO" else estimate(change, shared)]
             row(*of, *cells, f"{100 * np.mean([end.accuracy for end in found[of]]):.1f}")
     if picture:
         draw(found, Path(picture))

@@ -16,12 +16,12 @@ interval over seeds; and the share of the weight that the nine clients have at t
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
 import fedbilevel as fb
-from benchmarks.harness import difference, head, row
+from benchmarks.harness import compare, head
 from fedbilevel.core.ragged import Ragged
 from fedbilevel.tasks import Task
 from fedbilevel.tasks.client_weights import client_weights, weights
@@ -85,19 +85,11 @@ def measured(problem: str, seed: int, exchanges: int) -> dict[str, tuple[float, 
     return found
 
 
-def main(problems: Sequence[str] = tuple(CHANGES), seeds: int = 5, exchanges: int = 300) -> None:
-    """Print a table of all problems and arms.
-
-    Args:
-        problems: the ways in which clients are bad.
-        seeds: the number of seeds, at least 2.
-        exchanges: the number of exchanges of each run.
-    """
+def main(problems: tuple[str, ...] = tuple(CHANGES), seeds: int = 5, exchanges: int = 300) -> None:
     warnings.simplefilter("ignore", fb.errors.NumericalWarning)  # runs with fixed weights may end above their start
-    head("problem", "weights", "test accuracy, %", "minus chosen, points", "weight of the bad clients, %")
+    columns = "test accuracy, %", "minus chosen, points", "weight of the bad clients, %", "minus chosen, points"
+    head("problem", "weights", *columns)
     for problem in problems:
         each = [measured(problem, seed, exchanges) for seed in range(seeds)]
         table = {arm: 100 * np.array([one[arm] for one in each]) for arm in ARMS}
-        for arm, of in table.items():
-            minus = "" if arm == "chosen" else difference(of[:, 0] - table["chosen"][:, 0], form="+.1f")
-            row(problem, arm, f"{of[:, 0].mean():.1f}", minus, f"{of[:, 1].mean():.1f}")
+        compare((problem,), table, "chosen", (".1f", ".1f"))

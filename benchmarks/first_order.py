@@ -7,12 +7,7 @@ passes:
 
 temporary  what XLA plans for temporary arrays of one compiled round, MB; it is the same in every pass
 peak       the peak memory of the process, MB, everything that it imports included; on a GPU, of the device
-first      processor seconds of the first round: tracing, compilation and the round
-round      seconds of a later round by the clock
-processor  processor seconds of a later round
-
-The last column has the ratio of F2SA's seconds to SimFBO's in the same turn, by the clock: the median, the least and
-the largest.
+processor  processor seconds of a round, without the first two
 """
 
 from functools import partial
@@ -26,7 +21,7 @@ import optax
 
 import fedbilevel as fb
 from benchmarks import transformer
-from benchmarks.harness import head, in_process, medians, row, seconds, spread, turns
+from benchmarks.harness import head, in_process, medians, row, turns
 from benchmarks.machine import peak_mb
 from fedbilevel.engines.engine import first_carry
 from fedbilevel.tasks import networks
@@ -73,28 +68,22 @@ def measure(name: str, method: str, rounds: int) -> dict[str, float]:
     (posed, y0), clients, x0 = problem(name), fb.Clients(samples, dict(samples)), jnp.zeros(CLASSES)
     algorithm = getattr(fb, method)(local_steps=LOCAL_STEPS, batch_size=BATCH, client_lr=1e-3, server_lr=1e-3)
     carry = first_carry(algorithm, posed, clients, x0, y0)
-    began = process_time()
     run = fb.Local(devices=1).start(algorithm, posed, clients, CLIENTS, jax.random.key(1), carry)
-    carry, *_ = run.advance(carry, 1)
-    first = process_time() - began
-    carry, *_ = run.advance(carry, 1)  # the first round is not timed
+    for _ in range(2):  # not timed
+        carry, *_ = run.advance(carry, 1)
     began = process_time()
-    each = seconds(lambda: jax.block_until_ready(run.advance(carry, rounds)[0].state)) / rounds
+    jax.block_until_ready(run.advance(carry, rounds)[0].state)
     processor = (process_time() - began) / rounds
     temporary = run.program.compiled.memory_analysis().temp_size_in_bytes / 1e6
     run.close()
-    return {"temporary": temporary, "peak": peak_mb(), "first": first, "round": each, "processor": processor}
+    return {"temporary": temporary, "peak": peak_mb(), "processor": processor}
 
 
 def main(kinds: tuple[str, ...] = NETWORKS, passes: int = 5, rounds: int = 3) -> None:
-    head("y", "method", "temporary", "peak", "first", "round", "processor", "round, F2SA to SimFBO")
+    head("y", "method", "temporary", "peak", "processor")
     for name in kinds:
         methods = METHODS[1:] if name == IN_BLOCKS else METHODS
         found = turns({method: partial(in_process, measure, name, method, rounds) for method in methods}, passes)
-        for method in methods:
-            m, ratios = medians(found[method]), ""
-            if method == "F2SA" and "SimFBO" in found:
-                pairs = zip(found["SimFBO"], found["F2SA"], strict=True)
-                ratios = spread((b["round"] / a["round"] for a, b in pairs), ".2f")
-            sizes = f"{m['temporary']:.1f}", f"{m['peak']:.0f}"
-            row(name, method, *sizes, f"{m['first']:.1f}", f"{m['round']:.3f}", f"{m['processor']:.3f}", ratios)
+        for method, runs in found.items():
+            m = medians(runs)
+            row(name, method, f"{m['temporary']:.1f}", f"{m['peak']:.0f}", f"{m['processor']:.3f}")

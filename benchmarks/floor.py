@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 from time import process_time
 from typing import Any
 
@@ -26,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fedbilevel as fb
-from benchmarks.harness import head, in_process, medians, row, seconds, turns
+from benchmarks.harness import head, in_process, medians, round_ms, row, seconds, turns
 from benchmarks.machine import peak_mb
 from benchmarks.peers import afbo, fednest, fism, lfednest, problems, rabo, simfbo
 
@@ -219,11 +220,10 @@ def measure(name: str, who: str, cores: bool) -> dict[str, float]:
         out[call] = process_time() - began
     out["traces"] = traces(p.inner if s.kind == "fism" else p.outer, lambda: play(0.8, 2, s.rounds))
     if who == "library":
-        times = solve(1.0, 0, 6 * s.timed, eval_every=s.timed).history["seconds"]
-        each = np.diff(np.asarray(times, float))[1:] / s.timed  # the first stretch warms up
+        out["round"] = round_ms(solve(1.0, 0, 6 * s.timed, eval_every=s.timed).history["seconds"], s.timed)
     else:
-        each = [seconds(lambda: play(1.0, 0, s.timed)) / s.timed for _ in range(5)]
-    return {**out, "round": 1e3 * float(np.median(each)), "memory": peak_mb()}
+        out["round"] = 1e3 * median(seconds(lambda: play(1.0, 0, s.timed)) for _ in range(5)) / s.timed
+    return {**out, "memory": peak_mb()}
 
 
 def traces(loss: Callable[..., Any], call: Callable[[], Any]) -> int:

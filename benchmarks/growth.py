@@ -14,7 +14,6 @@ three largest sizes, both axes logarithmic. A size that fails or takes over thre
 """
 
 import subprocess
-from statistics import median
 from time import process_time
 from typing import Any
 
@@ -23,7 +22,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import fedbilevel as fb
-from benchmarks.harness import head, in_process, row
+from benchmarks.harness import head, in_process, round_ms, row
 from benchmarks.machine import peak_mb
 
 SECONDS = 180
@@ -63,8 +62,7 @@ def measure(axis: str, size: int) -> dict[str, float]:
     probe = fb.solve(method, *given, rounds=4, cohort=cohort, eval_every=2).history["seconds"]
     stretch = int(np.clip(0.2 / max(float(probe[-1] - probe[-2]) / 2, 1e-6), 1, 300))
     seconds = fb.solve(method, *given, rounds=5 * stretch, cohort=cohort, eval_every=stretch).history["seconds"]
-    each = np.diff(np.asarray(seconds, float))[1:] / stretch  # the first stretch is not counted
-    return {"first": first, "round": 1e3 * median(each), "memory": peak_mb()}
+    return {"first": first, "round": round_ms(seconds, stretch), "memory": peak_mb()}
 
 
 def fitted(points: dict[int, dict[str, float]], measure: str) -> tuple[list[int], float, list[float]]:

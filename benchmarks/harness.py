@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from statistics import median
@@ -41,6 +41,16 @@ def seconds(call: Callable[[], Any]) -> float:
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
+
+
+def round_ms(seconds: Sequence[float], rounds: int) -> float:
+    """Return the milliseconds of a round: the median over the stretches of a run, but for the first, which warms up.
+
+    Args:
+        seconds: the column of the history with the seconds at the ends of stretches.
+        rounds: the number of rounds of a stretch.
+    """
+    return 1e3 * float(np.median(np.diff(np.asarray(seconds, float))[1:])) / rounds
 
 
 def in_process(
@@ -94,9 +104,9 @@ def interval(values: np.ndarray, shared: float | np.ndarray = 0.0) -> np.ndarray
     return student.ppf(0.975, count - 1) * values.std(0, ddof=1) * np.sqrt(1 / count + shared)
 
 
-def difference(change: np.ndarray, shared: float = 0.0, form: str = "+.4f") -> str:
-    """Return a text with the mean of paired differences, and half of its 95 % interval."""
-    return f"{change.mean():{form}} ± {interval(change, shared):{form.lstrip('+')}}"
+def estimate(values: np.ndarray, shared: float = 0.0, form: str = "+.4f") -> str:
+    """Return a text with the mean of values, such as differences, and half of its 95 % interval."""
+    return f"{values.mean():{form}} ± {interval(values, shared):{form.lstrip('+')}}"
 
 
 def head(*columns: str) -> None:
@@ -109,6 +119,25 @@ def head(*columns: str) -> None:
 def row(*cells: object) -> None:
     """Print a row of a table."""
     print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+def compare(
+    label: Iterable[object], found: Mapping[str, np.ndarray], to: str, forms: Iterable[str], shared: float = 0.0
+) -> None:
+    """Print a row for each method: the mean of each measure, and its paired difference to a method.
+
+    Args:
+        label: the cells that come before the method's name.
+        found: by method, an array (splits, measures).
+        to: the method to which the differences are; its own are left out.
+        forms: the format of each measure.
+        shared: as in `interval`.
+    """
+    for name, of in found.items():
+        cells = []
+        for values, base, form in zip(of.T, found[to].T, forms, strict=True):
+            cells += [f"{values.mean():{form}}", "" if name == to else estimate(values - base, shared, f"+{form}")]
+        row(*label, name, *cells)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from scipy.optimize import minimize
 
 import fedbilevel as fb
 from benchmarks import sites
-from benchmarks.harness import difference, head, row
+from benchmarks.harness import compare, head
 from fedbilevel.data import shards
 from fedbilevel.data.characters import load_characters
 from fedbilevel.tasks.images import load_rows
@@ -286,8 +286,4 @@ def main(sets: tuple[str, ...] = tuple(SETS), splits: tuple[int, ...] = (0, 1, 2
             ends = [f"{arm} {rows[-1][0]:.2f}, {rows[-1][1]:.2f}, {rows[-1][2]:.4f}" for arm, rows in found.items()]
             print(f"{name}, split {split}: {'; '.join(ends)}", flush=True)
         table = {arm: np.array(rows) for arm, rows in found.items()}
-        for arm, rows in table.items():
-            cells = []
-            for column, form in enumerate((".1f", ".1f", ".4f")):
-                cells += [f"{rows[:, column].mean():{form}}", difference(rows[:, column] - table["pulled"][:, column])]
-            row(name, len(at.test.rows), arm, *cells)
+        compare((name, len(at.test.rows)), table, "pulled", (".1f", ".1f", ".4f"))

@@ -30,7 +30,7 @@ import numpy as np
 import optuna
 
 import fedbilevel as fb
-from benchmarks.harness import difference, head, row
+from benchmarks.harness import compare, head
 from benchmarks.privacy import DELTA, MULTIPLIERS
 from fedbilevel.tasks.images import load_rows
 from fedbilevel.tasks.networks import cross_entropy
@@ -107,7 +107,7 @@ def end(split: Split, x: Any, y: Any) -> End:
     )
 
 
-def terms(epsilon: float | None, clip: float) -> fb.Privacy | None:
+def terms(epsilon: int, clip: float) -> fb.Privacy | None:
     return fb.Privacy(clip, MULTIPLIERS[epsilon] * EXCHANGES**0.5, DELTA) if epsilon else None
 
 
@@ -115,7 +115,7 @@ BILEVEL, SINGLE = fb.Bilevel(outer, inner), fb.SingleLevel(trained)
 START = np.zeros(SOURCES), np.zeros((FEATURES + 1, 1))
 
 
-def by_simfbo(split: Split, number: int, epsilon: float | None, setting: tuple[float, ...]) -> End:
+def by_simfbo(split: Split, number: int, epsilon: int, setting: tuple[float, ...]) -> End:
     x, y, clip = setting
     sizes = fb.XYV(x=x, y=y, v=y)
     method = fb.SimFBO(local_steps=1, batch_size=None, client_lr=sizes, server_lr=sizes)
@@ -127,7 +127,7 @@ def by_simfbo(split: Split, number: int, epsilon: float | None, setting: tuple[f
     return end(split, run.x, run.y)
 
 
-def by_search(trials: int, split: Split, number: int, epsilon: float | None, setting: tuple[float, ...]) -> End:
+def by_search(trials: int, split: Split, number: int, epsilon: int, setting: tuple[float, ...]) -> End:
     """Return the result of the trial with the least validation loss. A reply of FedAvg is a direction times lr."""
     lr, clip = setting
     method, rounds = fb.FedAvg(lr=lr, local_steps=1, batch_size=None), EXCHANGES // trials
@@ -146,10 +146,10 @@ def by_search(trials: int, split: Split, number: int, epsilon: float | None, set
     return min(ends)
 
 
-def ends_of(method: Callable[..., End], values: Sequence[Any], epsilon: float | None, splits: dict[int, Split]) -> Any:
-    """Return the chosen setting, and the results with it, an array (splits, 4)."""
+def ends_of(method: Callable[..., End], values: Sequence[Any], epsilon: int, splits: dict[int, Split]) -> np.ndarray:
+    """Return the results with the chosen setting, an array (splits, 4)."""
     chosen = min(values, key=lambda setting: method(splits[TUNING], TUNING, epsilon, setting).validation)
-    return chosen, np.array([method(at, number, epsilon, chosen) for number, at in splits.items() if number != TUNING])
+    return np.array([method(at, number, epsilon, chosen) for number, at in splits.items() if number != TUNING])
 
 
 def main(
@@ -158,25 +158,11 @@ def main(
     epsilons: tuple[int, ...] = (0, 8, 3),
 ) -> None:
     """Print the comparison for each number of clients and each ε; 0 means that there is no noise."""
-    columns = (
-        "validation loss",
-        "difference",
-        "test loss",
-        "difference",
-        "test accuracy",
-        "weight of swapped",
-        "steps, clip",
-    )
-    head("clients", "ε", "method", *columns)
+    measures = "validation loss", "test loss", "test accuracy", "weight of swapped"
+    head("clients", "ε", "method", *(column for measure in measures for column in (measure, "difference")))
     for count in clients:
         drawn = {number: split_of(number, count) for number in (*splits, TUNING)}
         for epsilon in epsilons:
-            simfbo = ends_of(by_simfbo, SETTINGS, epsilon or None, drawn)
-            found = {"SimFBO": simfbo}
-            for name, trials in TRIALS.items():
-                found[name] = ends_of(partial(by_search, trials), STEPS, epsilon or None, drawn)
-            for name, (steps, of) in found.items():
-                validation, test, accuracy, swapped = of.mean(0)
-                apart = [difference(of[:, column] - simfbo[1][:, column]) for column in (0, 1)]
-                cells = f"{validation:.3f}", apart[0], f"{test:.3f}", apart[1], f"{accuracy:.3f}", f"{swapped:.2f}"
-                row(count, epsilon or "none", name, *cells, steps)
+            found = {"SimFBO": ends_of(by_simfbo, SETTINGS, epsilon, drawn)}
+            found |= {name: ends_of(partial(by_search, k), STEPS, epsilon, drawn) for name, k in TRIALS.items()}
+            compare((count, epsilon or "none"), found, "SimFBO", (".4f", ".4f", ".3f", ".2f"))

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 import fedbilevel as fb
-from benchmarks.harness import head, in_process, row, spread, turns
+from benchmarks.harness import head, in_process, round_ms, row, spread, turns
 from benchmarks.machine import peak_mb
 from fedbilevel.data import open_clients, write_clients
 from fedbilevel.tasks import networks
@@ -81,8 +81,7 @@ def measure(kind: str, path: str) -> dict[str, float]:
     given = {"rounds": ROUNDS, "cohort": COHORT, "eval_every": stretch, "engine": engine, "progress": False}
     result = fb.solve(method, problem, fb.Clients(inner=inner, outer=outer), *start, **given)
     assert kind == "shared" or any(np.any(result.own(i)["weight"]) for i in range(len(size)))
-    seconds = result.history["seconds"]
-    return {"ms": 1e3 * (seconds[-1] - seconds[1]) / (ROUNDS - stretch), "mb": peak_mb()}
+    return {"ms": round_ms(result.history["seconds"], stretch), "mb": peak_mb()}
 
 
 def main(kinds: tuple[str, ...] = tuple(SIZES), largest: int = 1_000_000, passes: int = 3) -> None:

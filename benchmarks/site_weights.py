@@ -17,7 +17,7 @@ import pandas as pd
 
 import fedbilevel as fb
 from benchmarks import sites
-from benchmarks.harness import difference, head, row
+from benchmarks.harness import estimate, head, row
 from benchmarks.sites import Table, dealt
 from fedbilevel.tasks.tables import tables
 
@@ -79,5 +79,5 @@ def main(
         for measure in ("validation", "loss", "score"):
             without, change = (np.array([one[measure] for one in run]) for run in runs)
             change = change - without
-            cell = difference(change, len(test.site) / len(train.site))
+            cell = estimate(change, len(test.site) / len(train.site))
             row(name, len(np.unique(whole.site)), len(whole.site), measure, f"{without.mean():.4f}", cell)

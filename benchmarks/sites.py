@@ -31,7 +31,7 @@ from scipy.optimize import minimize
 from sklearn.linear_model import LogisticRegressionCV
 
 import fedbilevel as fb
-from benchmarks.harness import ROOT, difference, head, row
+from benchmarks.harness import ROOT, compare, head
 from fedbilevel import data
 from fedbilevel.data import files
 
@@ -241,11 +241,10 @@ def main(sets: tuple[str, ...] = tuple(SETS), splits: tuple[int, ...] = tuple(ra
         whole = SETS[name]()
         parts = [dealt(whole, split) for split in splits]
         found = {
-            method: np.array([measured(call(train, test), test) for train, test in parts])
+            method: np.array([[measured(call(train, test), test)] for train, test in parts])
             for method, call in METHODS.items()
         }
         shared = float(np.mean([len(test.site) / len(train.site) for train, test in parts]))
-        for method, values in found.items():
-            cell = "" if method == "one penalty" else difference(values - found["one penalty"], shared)
-            measure = "log loss" if whole.target.ndim == 1 else "concordance"
-            row(name, len(np.unique(whole.site)), len(whole.site), measure, method, f"{values.mean():.4f}", cell)
+        measure = "log loss" if whole.target.ndim == 1 else "concordance"
+        label = name, len(np.unique(whole.site)), len(whole.site), measure
+        compare(label, found, "one penalty", [".4f"], shared)

@@ -25,7 +25,7 @@ import numpy as np
 import fedbilevel as fb
 from benchmarks import floor
 from benchmarks.contest import python_with
-from benchmarks.harness import head, in_process, row, turns
+from benchmarks.harness import head, in_process, round_ms, row, turns
 from benchmarks.machine import gemm_rate
 
 ENGINES = {"XLA's defaults": (1, False), "tune_cpu(1)": (1, True), "tune_cpu(2)": (2, True)}  # name: (devices, tuned)
@@ -46,7 +46,7 @@ def library(method: str, engine: str, timed: int) -> float:
         fb.tune_cpu(devices)
     solve, _ = floor.of_library(setting(method), floor.problem_of(setting(method), np.float32))
     seconds = solve(1.0, 0, 3 * timed, engine=fb.Local(devices=devices), eval_every=timed).history["seconds"]
-    return 1e3 * float(np.diff(seconds)[1:].mean()) / timed  # the first stretch warms up
+    return round_ms(seconds, timed)
 
 
 def write(s: floor.Setting, dtype: str, file: str) -> None:

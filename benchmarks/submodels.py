@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 import fedbilevel as fb
-from benchmarks.harness import head, row, turns
+from benchmarks.harness import head, round_ms, row, turns
 from fedbilevel.engines import submodels
 from fedbilevel.engines.recorder import known_flops
 from fedbilevel.tasks import Task, few_shot, hyper_representation
@@ -118,14 +118,14 @@ def cost(measure: Callable[[Task, Any], dict[str, float]], make: Make, setting: 
 def time(make: Make, setting: Setting, passes: int, rounds: int) -> None:
     """Print the median time of a round, compared with FedMBO's on whole models."""
 
-    def seconds(task: Task, algorithm: Any) -> float:
-        return float(np.median(np.diff(play(task, algorithm, rounds).history["seconds"])[1:]))
+    def measure(task: Task, algorithm: Any) -> float:
+        return round_ms(play(task, algorithm, rounds).history["seconds"], 1)
 
-    times = turns({name: partial(seconds, *run) for name, run in contenders(make, setting).items()}, passes)
+    times = turns({name: partial(measure, *run) for name, run in contenders(make, setting).items()}, passes)
     head("method, models", "ms", "of FedMBO's, %", "pass by pass")
     for name, own in times.items():
         each = [100 * b / a for a, b in zip(times["FedMBO, whole"], own, strict=True)]
-        row(name, f"{1e3 * median(own):.1f}", f"{median(each):.0f}", ", ".join(f"{one:.0f}" for one in each))
+        row(name, f"{median(own):.1f}", f"{median(each):.0f}", ", ".join(f"{one:.0f}" for one in each))
 
 
 def coverage(seeds: range) -> None:

@@ -26,10 +26,11 @@ import numpy as np
 import optax
 
 import fedbilevel as fb
+from benchmarks.harness import estimate, head, row
 from fedbilevel.tasks import Task, hyper_cleaning, loss_tuning
 
 warnings.simplefilter("ignore")
-QUICK = {"problems": ["hyper_cleaning"], "seeds": 1, "exchanges": 40}
+QUICK = {"problems": ["hyper_cleaning"], "methods": ["SimFBO"], "seeds": 2, "exchanges": 40}
 ADAM, AT_ONCE = 1_000, 1_500  # the steps that train a new network, and the largest number of samples in a step
 X_LR = (0.1, 0.3, 1.0, 3.0)
 PENALTY, PROXIMITY = (1.0, 10.0), (1.0, 10.0)
@@ -89,23 +90,16 @@ def accuracy_of(task: Task) -> str:
     return next(name for name in task.metrics if "accuracy" in name)
 
 
-def row_of(result: fb.Result | None, task: Task) -> tuple[float, float, bool]:
+def cells_of(task: Task, result: fb.Result | None) -> tuple[float, float, bool]:
     """Return the accuracy and the weights' AUC (NaN if x has no weights) at the end, and whether the run was stable."""
     if result is None:
         return float("nan"), float("nan"), False
-    row = result.history.rows[-1]
-    whole = [float(np.mean([task.problem.outer(x, y, task.clients.outer.row(i)) for i in range(len(task.clients))]))
-             for x, y in ((task.x0, task.y0), (result.x, result.y))]  # fmt: skip
-    return float(row[accuracy_of(task)]), float(row.get("auc", "nan")), "halvings" not in row and whole[1] < whole[0]
-
-
-def interval(numbers: np.ndarray) -> str:
-    """Return a text with the mean and the least of some numbers.
-
-    For five numbers it has half of the mean's 95 % interval, by Student's t.
-    """
-    half = f" ± {2.776 * np.std(numbers, ddof=1) / np.sqrt(5):.4f}" if len(numbers) == 5 else ""
-    return f"{np.mean(numbers):.4f}{half} (least {np.min(numbers):.4f})"
+    last = result.history.rows[-1]
+    start, end = (
+        np.mean([task.problem.outer(x, y, task.clients.outer.row(i)) for i in range(len(task.clients))])
+        for x, y in ((task.x0, task.y0), (result.x, result.y))
+    )
+    return float(last[accuracy_of(task)]), float(last.get("auc", "nan")), "halvings" not in last and bool(end < start)
 
 
 def main(
@@ -115,33 +109,32 @@ def main(
     exchanges: int = 300,
     hidden: int = 16,
 ) -> None:
+    columns = "accuracy", "least", "anew", "AUC of the weights", "stable", "CPU s"
+    head("problem", "method", "setting", "rounds", "samples", *columns)
     for problem in problems:
         tuning, tasks = made(problem, 100, hidden, 0.25), [made(problem, seed, hidden, 0.0) for seed in range(seeds)]
-        print(f"\n{problem}\n  x0: anew {interval(np.array([anew(task, task.x0) for task in tasks]))}", flush=True)
+        first = np.array([anew(task, task.x0) for task in tasks])
+        row(problem, "x0", "", "", "test", "", "", estimate(first, form=".4f"), "", "", "")
         for name in methods:
-            compare(name, tuning, tasks, exchanges)
+            compare(problem, name, tuning, tasks, exchanges)
 
 
-def compare(name: str, tuning: Task, tasks: list[Task], exchanges: int) -> None:
-    """Print a line for each setting of a method on the tuning task, and a line for the best setting on all tasks."""
+def compare(problem: str, name: str, tuning: Task, tasks: list[Task], exchanges: int) -> None:
+    """Print a row for each setting of a method on the tuning task, and a row for the best setting on all tasks."""
     tried = settings(name)
     first, _ = run(tried[0][1], tuning, 1, 0)
     assert first is not None
     rounds = exchanges // first.ledger.exchanges
-    found = [row_of(run(method, tuning, rounds, 0)[0], tuning) for _, method in tried]
-    for (words, _), (accuracy, auc, stable) in zip(tried, found, strict=True):
-        print(f"  {name:8} {words:28} held-out accuracy {accuracy:.4f}, AUC {auc:.4f}, stable {stable}", flush=True)
-    words, method = tried[int(np.nanargmax([accuracy for accuracy, *_ in found]))]
-    ends, times, again = [], [], []
-    for seed, task in enumerate(tasks):
-        result, cpu = run(method, task, rounds, seed)
-        ends.append(row_of(result, task))
-        times.append(cpu)
-        again.append(float("nan") if result is None else anew(task, result.x))
-    accuracy, auc, stable = (np.array(column, float) for column in zip(*ends, strict=True))
-    print(
-        f"{name:8} {words:28} {rounds} rounds: test accuracy {interval(accuracy)}, "
-        f"anew {interval(np.array(again))}, AUC {np.mean(auc):.4f}, stable {int(stable.sum())} of {len(tasks)}, "
-        f"{np.median(times):.1f} CPU s",
-        flush=True,
-    )
+    held_out = []
+    for words, method in tried:
+        accuracy, auc, stable = cells_of(tuning, run(method, tuning, rounds, 0)[0])
+        held_out.append(accuracy)
+        row(problem, name, words, rounds, "held-out", f"{accuracy:.4f}", "", "", f"{auc:.4f}", stable, "")
+    words, method = tried[int(np.nanargmax(held_out))]
+    runs = [(task, *run(method, task, rounds, seed)) for seed, task in enumerate(tasks)]
+    ends = np.array([(*cells_of(task, result), seconds) for task, result, seconds in runs])
+    again = np.array([np.nan if result is None else anew(task, result.x) for task, result, _ in runs])
+    accuracy, least = estimate(ends[:, 0], form=".4f"), f"{ends[:, 0].min():.4f}"
+    cells = accuracy, least, estimate(again, form=".4f"), f"{ends[:, 1].mean():.4f}"
+    stable = f"{ends[:, 2].sum():.0f} of {len(tasks)}"
+    row(problem, name, words, rounds, "test", *cells, stable, f"{np.median(ends[:, 3]):.1f}")
