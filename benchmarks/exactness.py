@@ -67,10 +67,6 @@ def main(rounds: int = 6000) -> None:
         ratios = ", ".join(f"{a / b:.2f}" for a, b in pairwise(errors[:-1]))
         row(method.__name__, name, *(f"{one:.1e}" for one in errors), ratios)
 
-    task = quadratic()
-    a, b = (limit(m(local_steps=4, batch_size=3, server_lr=0.01), task, 50) for m in (fb.SimFBO, fb.ShroFBO))
-    print(f"\nEqual τ_i: SimFBO and ShroFBO differ by at most {np.max(np.abs(a - b)):.1e} after 50 rounds (aim: 1e-12)")
-
     task, work = quadratic(clients=8, condition=5), 20
     print(f"\nκ = 5, τ = {work}, full batches, clients' steps 0.1 on y and v, 0.01 on x: relative errors of x")
     head("method", "relative error of x")

@@ -10,8 +10,6 @@ second   processor seconds of a second call, with other step sizes and another s
 traces   how often the user's loss is traced in a third call
 round    milliseconds of a round once everything is compiled, by the clock
 memory   peak of the process in MB, everything that it imports included; on a GPU, of the device
-
-With --check, nothing is measured. Instead, iterates are compared after 12 rounds of full batches, in float64.
 """
 
 import sys
@@ -68,7 +66,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "quadratic": {"samples": (8, 8)},
     "location": {"targets": 43},
 }
-CHECKED = 12  # the number of rounds with --check
+CHECKED = 12  # the number of rounds after which `compared` compares iterates
 FIRST = 3  # the number of answers for which AFBO waits
 CLOCK = [1.0 + 0.37 * i for i in range(18)]  # the seconds that clients need for an answer
 ROWS = {
@@ -277,13 +275,7 @@ def difference(a: Any, b: Any) -> float:
 FORMS = {"first": ".2f", "second": ".3f", "traces": ".0f", "round": ".3f", "memory": ".0f"}
 
 
-def main(rows: tuple[str, ...] = tuple(ROWS), passes: int = 3, cores: bool = False, check: bool = False) -> None:
-    if check:
-        jax.config.update("jax_enable_x64", True)
-        head("row", "apart", "after a way of")
-        for name in rows:
-            row(name, *(f"{one:.1e}" for one in compared(name)))
-        return
+def main(rows: tuple[str, ...] = tuple(ROWS), passes: int = 3, cores: bool = False) -> None:
     head("row", "first, s", "second, s", "traces", "round, ms", "memory, MB")
     for name in rows:
         contenders = {who: partial(in_process, measure, name, who, cores) for who in ("library", "peer")}

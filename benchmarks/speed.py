@@ -78,7 +78,7 @@ def check(method: str, folder: Path) -> float:
     """Return the largest difference of the numbers at which the library and PyTorch end."""
     problem, end = str(folder / "small.npz"), str(folder / "end.npz")
     in_process(small, method, problem, end, environment={"JAX_ENABLE_X64": "1"})
-    theirs, ours = peer(method, problem, floor.CHECKED), np.load(end)
+    theirs, ours = peer(method, problem, floor.CHECKED, "1"), np.load(end)
     apart = max(float(np.max(np.abs(theirs[name] - ours[name]))) for name in ours.files)
     assert apart < APART, f"PyTorch does not compute what the library does: {apart}"
     return apart

@@ -14,8 +14,6 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import fedbilevel as fb
-from fedbilevel.engines import in_flight
-from fedbilevel.engines.costs import Sums
 from fedbilevel.engines.virtual_time import TICK, ClockState
 
 CLIENTS, SECONDS = 5, 24.0
@@ -39,31 +37,21 @@ def play(n: int) -> tuple[list[Work], list[float], dict[Work, int]]:
     Return all work, the ends of exchanges, and the exchange in which each reply counted.
     """
     pace, now = CLOCK.pace(CLIENTS), ClockState.start()
-    zero = jnp.zeros((), jnp.int32)
-    nothing = Sums(None, zero, {}, zero, zero, zero)
-    since, left = jnp.zeros((2, CLIENTS), jnp.int32)
-    lane = in_flight.PhaseQueue(zero, since, nothing, nothing, zero)
-    queues = in_flight.InFlight(jnp.full(CLIENTS, in_flight.IDLE, jnp.int32), left, {"work": lane})
-    works: dict[int, Work] = {}  # by client: the last work
+    busy: list[Work] = []
     done: list[Work] = []
-    ends: list[float] = []
+    ends = [0.0]
     counted: dict[Work, int] = {}
-    time = 0.0
-    while time < SECONDS:
-        exchange = len(ends) + 1
-        plan = in_flight.first(queues, pace, now, "work", n, jnp.full(CLIENTS, UNITS), None)
+    while ends[-1] < SECONDS:
         lasts = np.asarray(pace.durations(now, jnp.arange(CLIENTS), jnp.full(CLIENTS, UNITS))) * TICK
-        for client in np.flatnonzero(plan.asked).tolist():
-            works[client] = Work(client, exchange, time, time + lasts[client])
-            done.append(works[client])
-        counted |= {works[client]: exchange for client in np.flatnonzero(plan.arriving).tolist()}
-        time += float(plan.ticks) * TICK
-        ends.append(time)
-        now = now.later(pace, plan.ticks)
-        since = jnp.where(plan.asked | plan.arriving, lane.exchanges, lane.since)
-        lane = lane._replace(exchanges=lane.exchanges + 1, since=since)
-        queues = in_flight.InFlight(plan.kind, plan.left, {"work": lane})
-    return done, ends, counted
+        idle = sorted({*range(CLIENTS)} - {work.client for work in busy})
+        asked = [Work(client, len(ends), ends[-1], ends[-1] + lasts[client]) for client in idle]
+        done += asked
+        busy = sorted(busy + asked, key=lambda work: work.ends)
+        arriving, busy = busy[:n], busy[n:]
+        counted |= dict.fromkeys(arriving, len(ends))
+        now = now.later(pace, jnp.int32(round((arriving[-1].ends - ends[-1]) / TICK)))
+        ends.append(arriving[-1].ends)
+    return done, ends[1:], counted
 
 
 def draw(panel: Any, n: int) -> None:
