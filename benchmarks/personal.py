@@ -74,17 +74,13 @@ class Split(NamedTuple):
 
 
 def filled(clients: Sequence[tuple[np.ndarray, np.ndarray]]) -> Part:
-    most, width = max(len(labels) for _, labels in clients), clients[0][0].shape[1]
-    part = Part(
-        np.zeros((len(clients), most, width)), np.zeros((len(clients), most), int), np.zeros((len(clients), most))
-    )
-    for i, (rows, labels) in enumerate(clients):
-        part.rows[i, : len(rows)], part.labels[i, : len(rows)], part.weights[i, : len(rows)] = (
-            rows,
-            labels,
-            1 / len(rows),
-        )
-    return part
+    most = max(len(labels) for _, labels in clients)
+
+    def stacked(arrays: Sequence[np.ndarray]) -> np.ndarray:
+        return np.stack([np.pad(a, [(0, most - len(a)), *[(0, 0)] * (a.ndim - 1)]) for a in arrays])
+
+    rows, labels = map(stacked, zip(*clients, strict=True))
+    return Part(rows, labels, stacked([np.full(len(mine), 1 / len(mine)) for _, mine in clients]))
 
 
 def pixels(images: np.ndarray) -> np.ndarray:
@@ -194,15 +190,8 @@ def bilevel(own: bool, pulled: bool, at: Split) -> Models:
     samples = [{name: field[:, None] for name, field in part._asdict().items()} for part in (at.valid, at.train)]
     start = np.zeros((at.train.rows.shape[2], at.classes))
     y0 = {"shared": start, "own": start} if pulled else start
-    found = fb.solve(
-        fb.SimFBO(local_steps=1, batch_size=None),
-        problem,
-        fb.Clients(*samples),
-        np.full(2 if pulled else 1, START),
-        y0,
-        rounds=EXCHANGES,
-        progress=False,
-    )
+    method, x0 = fb.SimFBO(local_steps=1, batch_size=None), np.full(2 if pulled else 1, START)
+    found = fb.solve(method, problem, fb.Clients(*samples), x0, y0, rounds=EXCHANGES, progress=False)
     return np.asarray(everyones(of(found.y)))
 
 

@@ -17,7 +17,7 @@ import pandas as pd
 
 import fedbilevel as fb
 from benchmarks import sites
-from benchmarks.harness import estimate, head, row
+from benchmarks.harness import compare, head
 from benchmarks.sites import Table, dealt
 from fedbilevel.tasks.tables import tables
 
@@ -25,45 +25,27 @@ QUICK = {"sets": ["lung"], "splits": [0, 1], "rounds": 20}
 
 
 def frame_of(part: Table) -> pd.DataFrame:
-    target = (
-        {"outcome": part.target}
-        if part.target.ndim == 1
-        else dict(zip(["outcome", "event"], part.target.T, strict=True))
-    )
+    columns = part.target if part.target.ndim == 2 else part.target[:, None]
+    target = dict(zip(("outcome", "event"), columns.T, strict=False))
     return part.features.assign(**target, patient_=part.patient, site=part.site)
 
 
-def measured(whole: Table, split: int, weighted: bool, rounds: int) -> dict[str, float]:
-    """Return the measurements at the end of a run on this split."""
+def measured(whole: Table, split: int, weighted: bool, rounds: int) -> tuple[float, float, float]:
+    """Return the validation loss, the test loss and the score at the end of a run on this split."""
     train, test = map(frame_of, dealt(whole, split))
     survival = whole.target.ndim == 2
     with tempfile.TemporaryDirectory() as folder, jax.enable_x64(True):
         for site, rows in train.groupby("site"):
             rows.drop(columns="site").to_csv(Path(folder) / f"{site}.csv", index=False)
         test.to_csv(Path(folder) / "test.csv", index=False)
-        task = tables(
-            folder=folder,
-            outcome="survival" if survival else "binary",
-            patient="patient_",
-            categorical=whole.categorical,
-            site_weights=weighted,
-            test=0.0,
-        )
-        method, engine = fb.SimFBO(local_steps=1, batch_size=None), fb.Local(devices=1)
-        last = fb.solve(
-            method,
-            task.problem,
-            task.clients,
-            task.x0,
-            task.y0,
-            rounds=rounds,
-            metrics=task.metrics,
-            eval_every=rounds,
-            engine=engine,
-            progress=False,
-        ).history.rows[-1]
-    score = "test_concordance" if survival else "test_accuracy"
-    return {"validation": last["outer_loss"], "loss": last["test_loss"], "score": last[score]}
+        columns = {"patient": "patient_", "categorical": whole.categorical}
+        outcome = "survival" if survival else "binary"
+        task = tables(folder=folder, outcome=outcome, site_weights=weighted, test=0.0, **columns)
+        given = task.problem, task.clients, task.x0, task.y0
+        options = {"metrics": task.metrics, "eval_every": rounds, "engine": fb.Local(devices=1), "progress": False}
+        run = fb.solve(fb.SimFBO(local_steps=1, batch_size=None), *given, rounds=rounds, **options)
+        last = run.history.rows[-1]
+    return last["outer_loss"], last["test_loss"], last["test_concordance" if survival else "test_accuracy"]
 
 
 def main(
@@ -71,13 +53,14 @@ def main(
 ) -> None:
     warnings.simplefilter("ignore")
     print(f"splits {', '.join(map(str, splits))}, {rounds} rounds")
-    head("data", "sites", "rows", "measure", "without weights", "with weights, minus without")
+    measures = "validation", "loss", "score"
+    head("data", "sites", "rows", "weights", *(cell for measure in measures for cell in (measure, "difference")))
     for name in sets:
         whole = sites.SETS[name]()
-        runs = [[measured(whole, split, weighted, rounds) for split in splits] for weighted in (False, True)]
+        found = {
+            weights: np.array([measured(whole, split, weights == "chosen", rounds) for split in splits])
+            for weights in ("none", "chosen")
+        }
         train, test = dealt(whole, splits[0])
-        for measure in ("validation", "loss", "score"):
-            without, change = (np.array([one[measure] for one in run]) for run in runs)
-            change = change - without
-            cell = estimate(change, len(test.site) / len(train.site))
-            row(name, len(np.unique(whole.site)), len(whole.site), measure, f"{without.mean():.4f}", cell)
+        label = name, len(np.unique(whole.site)), len(whole.site)
+        compare(label, found, "none", 3 * [".4f"], len(test.site) / len(train.site))
