@@ -23,26 +23,16 @@ from fedbilevel.flower.launch.supernode import environment
 
 QUICK = {"engines": ["in-process"], "clients": [2], "repetitions": 2}
 PROJECT = """
-[build-system]
-requires = ["hatchling"]
-build-backend = "hatchling.build"
 [project]
 name = "cost"
 version = "1.0.0"
 description = "Exchanges and bare messages, in turn"
 license = "Apache-2.0"
 dependencies = []
-[tool.hatch.build.targets.wheel]
-packages = ["."]
 [tool.flwr.app]
 publisher = "fedbilevel"
-[tool.flwr.app.components]
-serverapp = "cost.server:app"
-clientapp = "cost.client:app"
-[tool.flwr.app.config]
-clients = 2
-floats = 400000
-repetitions = 5
+components = { serverapp = "cost.server:app", clientapp = "cost.client:app" }
+config = { clients = 2, floats = 400000, repetitions = 5 }
 """
 
 ECHO = """

@@ -117,11 +117,21 @@ class Peer:
         first = gradient(y, batch, twice=True)
         return added(torch.autograd.grad(first, y, p), p, 2 * self.ridge)
 
-    def hypergradient(self, loss: Tensor, x: Layer, y: Layer, p: Layer, batch: Batch) -> Layer:
-        """Return df/dx - d2g/dxy p, by one reverse pass over f - <dg/dy, p>; the ridge has no mixed derivative."""
-        first = gradient(y, (units(x, batch[0]), batch[1]), twice=True)
-        pairing = sum((d * part).sum() for d, part in zip(first, p, strict=True))
-        return torch.autograd.grad(loss - pairing, x)
+    def outer_step(self, x: Layer, y: Layer, clients: list[int], p_of: Callable[[int, Tensor, Layer], Layer]) -> Layer:
+        """Return x after a step along the mean of df/dx - d2g/dxy p, with p = p_of(client, its f, y).
+
+        A reverse pass over f - <dg/dy, p> gives a client's part; the ridge has no mixed derivative.
+        """
+        replies = []
+        for client in clients:
+            here, head = leaves(x), leaves(y)
+            loss = outer(here, head, self.batch("outer", client))
+            p = p_of(client, loss, head)
+            images, labels = self.batch("inner", client)
+            first = gradient(head, (units(here, images), labels), twice=True)
+            pairing = sum((d * part).sum() for d, part in zip(first, p, strict=True))
+            replies.append(torch.autograd.grad(loss - pairing, here))
+        return added(x, mean(replies), -self.steps[2])
 
     def plain_steps(self, y: Layer, batches: Iterable[Batch]) -> Layer:
         """Return y after one step for each batch."""
@@ -153,26 +163,19 @@ class Peer:
         y = mean([self.corrected_steps(y, q, batches) for batches in drawn])
         b = over(lambda batch: gradient(leaves(y), batch), "outer")
         p = self.series(b, lambda p: over(lambda batch: self.product(y, p, batch)))
-        replies = []
-        for client in clients:
-            here, head = leaves(x), leaves(y)
-            loss = outer(here, head, self.batch("outer", client))
-            replies.append(self.hypergradient(loss, here, head, p, self.batch("inner", client)))
-        return added(x, mean(replies), -self.steps[2]), y
+        return self.outer_step(x, y, clients, lambda *_: p), y
 
     def lfednest(self, state: State) -> State:
         """Return the state after one round."""
         (x, y), clients = state, self.clients()
         drawn = [[self.hidden(x, "inner", client) for _ in range(self.local_steps)] for client in clients]
         y = mean([self.plain_steps(y, batches) for batches in drawn])
-        replies = []
-        for client in clients:
-            here, head = leaves(x), leaves(y)
-            loss = outer(here, head, self.batch("outer", client))
+
+        def own(client: int, loss: Tensor, head: Layer) -> Layer:
             b = torch.autograd.grad(loss, head, retain_graph=True)
-            p = self.series(b, lambda p, c=client, head=head: self.product(head, p, self.hidden(x, "inner", c)))
-            replies.append(self.hypergradient(loss, here, head, p, self.batch("inner", client)))
-        return added(x, mean(replies), -self.steps[2]), y
+            return self.series(b, lambda p: self.product(head, p, self.hidden(x, "inner", client)))
+
+        return self.outer_step(x, y, clients, own), y
 
 
 def units(x: Layer, images: Tensor) -> Tensor:
