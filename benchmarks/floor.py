@@ -7,12 +7,10 @@ turn. XLA's cache on disk is off. The table has medians over the passes (library
 
 first    processor seconds of the first call: tracing, compilation and the rounds
 second   processor seconds of a second call, with other step sizes and another seed
-traces   how often the user's loss is traced in a third call
 round    milliseconds of a round once everything is compiled, by the clock
 memory   peak of the process in MB, everything that it imports included; on a GPU, of the device
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -67,6 +65,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "location": {"targets": 43},
 }
 CHECKED = 12  # the number of rounds after which `compared` compares iterates
+RADIUS = 1e30  # of v: it is never reached
+PEERS = {"simfbo": simfbo, "fednest": fednest, "lfednest": lfednest, "afbo": afbo, "rabo": rabo, "fism": fism}
 FIRST = 3  # the number of answers for which AFBO waits
 CLOCK = [1.0 + 0.37 * i for i in range(18)]  # the seconds that clients need for an answer
 ROWS = {
@@ -105,42 +105,38 @@ def problem_of(s: Setting, dtype: Any) -> Any:
     return getattr(problems, s.data["task"])(**{k: v for k, v in s.data.items() if k != "task"}, dtype=dtype)
 
 
+def steps_of(s: Setting, scale: float) -> tuple[float, ...]:
+    """Return the step sizes of a row, multiplied by a factor; for SimFBO, the radius of v is behind them."""
+    if s.kind == "fism":  # the others are exponents and a penalty
+        return scale * s.steps[0], *s.steps[1:]
+    return *(scale * step for step in s.steps), *([RADIUS] if s.kind == "simfbo" else [])
+
+
 def hand_written(s: Setting, p: Any) -> Play:
     """Return the hand-written program for a row."""
-    shared = {"local_steps": s.local_steps, "batch_size": s.batch}
+    walk = {"local_steps": s.local_steps, "batch_size": s.batch}
+    nested = {**walk, "terms": s.terms}
     alone = s.one_by_one and jax.default_backend() == "cpu"  # one client's products use the whole processor
     asking = {"cohort": s.cohort, "one_by_one": alone}
-    nested = {**shared, "terms": s.terms}
-    if s.kind == "fism":
-        run = fism.program(p)
-        data = jax.tree.map(jnp.asarray, (p.data, p.mask))
-        steps = s.steps[1:]
-        return lambda scale, _, rounds: jax.block_until_ready(
-            run((p.x, p.x), *data, (s.steps[0] * scale, *steps), None, rounds)
-        )
+    options: dict[str, Any] = {
+        "simfbo": {**walk, **asking},
+        "fednest": {**nested, **asking, "random": s.random},
+        "lfednest": {**nested, **asking, "random": s.random},
+        "afbo": {**nested, "wait_for": FIRST, "ticks": np.round(np.array(CLOCK) * 1e4).astype(np.int32)},
+        "rabo": {**nested, "kept": [int(c * s.data.get("hidden", 0)) for c in CAPACITIES]},
+        "fism": {},
+    }
+    run = PEERS[s.kind].program(p, **options[s.kind])
     data, start = jax.tree.map(jnp.asarray, (p.data, p.weights)), (p.x, p.y)
     if s.kind == "rabo":
         each = len(p.weights) // len(CAPACITIES)
         classes = [slice(i * each, (i + 1) * each) for i in range(len(CAPACITIES))]
         data = tuple([jax.tree.map(lambda a, c=c: a[c], part) for c in classes] for part in data)
-        kept = [int(c * s.data["hidden"]) for c in CAPACITIES]
-        run = rabo.program(p, kept=kept, **nested)
-    elif s.kind == "afbo":
-        run = afbo.program(p, wait_for=FIRST, **nested)
-    elif s.kind == "simfbo":
-        run, start = simfbo.program(p, **shared, **asking), (p.x, p.y, jax.tree.map(jnp.zeros_like, p.y))
-    else:
-        run = {"fednest": fednest, "lfednest": lfednest}[s.kind].program(p, random=s.random, **nested, **asking)
 
     def play(scale: float, seed: int, rounds: int) -> Any:
-        steps: Any = tuple(scale * step for step in s.steps)
-        if s.kind == "simfbo":
-            steps = steps[:3], steps[3:], 1e30
-        elif s.kind == "afbo":
-            steps = *steps, jnp.asarray(np.round(np.array(CLOCK) * 1e4).astype(np.int32))
-        return run(start, *data, steps, jax.random.key(seed), rounds)[:2]
+        return jax.block_until_ready(run(start, *data, steps_of(s, scale), jax.random.key(seed), rounds)[:2])
 
-    return lambda scale, seed, rounds: jax.block_until_ready(play(scale, seed, rounds))
+    return play
 
 
 def of_library(s: Setting, p: Any) -> tuple[Callable[..., Any], Play]:
@@ -176,13 +172,13 @@ def of_library(s: Setting, p: Any) -> tuple[Callable[..., Any], Play]:
 
 def algorithm(s: Setting, scale: float) -> Any:
     """Return the library's method for a row."""
-    t = [scale * step for step in s.steps]
+    t = steps_of(s, scale)
     walk: Any = {"local_steps": s.local_steps}
     if s.kind == "simfbo":
-        return fb.SimFBO(batch_size=s.batch, client_lr=fb.XYV(*t[:3]), server_lr=fb.XYV(*t[3:]), **walk)
+        return fb.SimFBO(batch_size=s.batch, client_lr=fb.XYV(*t[:3]), server_lr=fb.XYV(*t[3:6]), **walk)
     if s.kind == "fism":
-        _, a, weight, b = s.steps
-        return fb.FISM(lr=t[0], lr_decay=a, regularization=weight, regularization_decay=b)
+        lr, a, weight, b = t
+        return fb.FISM(lr=lr, lr_decay=a, regularization=weight, regularization_decay=b)
     solver = fb.parts.Neumann(terms=s.terms, step=t[-2], sampling="random" if s.random else None)
     rest = {"batch_size": s.batch, "outer_lr": t[-1]}
     if s.kind == "fednest":
@@ -216,31 +212,11 @@ def measure(name: str, who: str, cores: bool) -> dict[str, float]:
         began = process_time()
         play(scale, seed, s.rounds)
         out[call] = process_time() - began
-    out["traces"] = traces(p.inner if s.kind == "fism" else p.outer, lambda: play(0.8, 2, s.rounds))
     if who == "library":
         out["round"] = round_ms(solve(1.0, 0, 6 * s.timed, eval_every=s.timed).history["seconds"], s.timed)
     else:
         out["round"] = 1e3 * median(seconds(lambda: play(1.0, 0, s.timed)) for _ in range(5)) / s.timed
     return {**out, "memory": peak_mb()}
-
-
-def traces(loss: Callable[..., Any], call: Callable[[], Any]) -> int:
-    """Count how often a call runs a loss in Python.
-
-    The count is made from outside, since a loss that counts would be a new function each time.
-    """
-    count = 0
-
-    def watch(frame: Any, event: str, _: Any) -> None:
-        nonlocal count
-        count += event == "call" and frame.f_code is loss.__code__
-
-    sys.setprofile(watch)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 def small(name: str) -> Setting:
@@ -263,7 +239,7 @@ def compared(name: str) -> tuple[float, float]:
     p = problem_of(s, np.float64)
     scale = 0.1 if "network" in s.data else 1.0  # with the few samples of `small`, networks need shorter steps
     ours, theirs = of_library(s, p)[1](scale, 0, CHECKED), hand_written(s, p)(scale, 0, CHECKED)
-    return difference(ours, theirs), difference(theirs, (p.x, p.x if s.kind == "fism" else p.y))
+    return difference(ours, theirs), difference(theirs, (p.x, p.y))
 
 
 def difference(a: Any, b: Any) -> float:
@@ -272,14 +248,13 @@ def difference(a: Any, b: Any) -> float:
     return max(float(jnp.max(jnp.abs(u - v)) / jnp.maximum(jnp.max(jnp.abs(v)), 1)) for u, v in pairs)
 
 
-FORMS = {"first": ".2f", "second": ".3f", "traces": ".0f", "round": ".3f", "memory": ".0f"}
+FORMS = {"first": ".2f", "second": ".3f", "round": ".3f", "memory": ".0f"}
 
 
 def main(rows: tuple[str, ...] = tuple(ROWS), passes: int = 3, cores: bool = False) -> None:
-    head("row", "first, s", "second, s", "traces", "round, ms", "memory, MB")
+    head("row", "first, s", "second, s", "round, ms", "memory, MB")
     for name in rows:
         contenders = {who: partial(in_process, measure, name, who, cores) for who in ("library", "peer")}
         ours, theirs = map(medians, turns(contenders, passes).values())
-        cells = [f"{ours[key]:{form}}, {theirs[key]:{form}}" for key, form in FORMS.items()]
-        ratios = [f", **{ours[key] / theirs[key]:.2f}**" if key != "traces" else "" for key in FORMS]
-        row(name, *(cell + ratio for cell, ratio in zip(cells, ratios, strict=True)))
+        pairs = [(form, ours[key], theirs[key]) for key, form in FORMS.items()]
+        row(name, *(f"{a:{form}}, {b:{form}}, **{a / b:.2f}**" for form, a, b in pairs))

@@ -8,12 +8,12 @@ from benchmarks.peers.common import move
 from benchmarks.peers.lfednest import descent, hypergradient
 
 
-def program(problem, *, wait_for, local_steps, batch_size, terms):
-    """Return run((x, y), data, weights, (η, β, Neumann step, α, ticks of an answer), key, rounds) -> (x, y)."""
+def program(problem, *, wait_for, ticks, local_steps, batch_size, terms):
+    """Return run((x, y), data, weights, (η, β, Neumann step, α), key, rounds) -> (x, y); an answer takes `ticks`."""
 
     @jax.jit
     def run(start, data, weights, steps, key, rounds):
-        client_lr, lr, shrink, outer_lr, lasts = steps
+        client_lr, lr, shrink, outer_lr = steps
         count, none = len(weights), jnp.zeros(len(weights), jnp.int32)
 
         def once(r, carry):
@@ -25,12 +25,12 @@ def program(problem, *, wait_for, local_steps, batch_size, terms):
                 change = descent(problem, x, y, own, jax.random.fold_in(first, i), local_steps, batch_size, walk)
                 return jax.tree.map(lambda a: -a / walk, change)
 
-            g, *under_way = exchange(0, gradients, *under_way, lasts, wait_for, data, weights)
+            g, *under_way = exchange(0, gradients, *under_way, ticks, wait_for, data, weights)
             y = move(y, lr, g)
             outer = lambda own, i: hypergradient(  # noqa: E731
                 problem, x, y, own, jax.random.fold_in(second, i), batch_size, terms, shrink, False
             )
-            h, *under_way = exchange(1, outer, *under_way, lasts, wait_for, data, weights)
+            h, *under_way = exchange(1, outer, *under_way, ticks, wait_for, data, weights)
             return move(x, outer_lr, h), y, *under_way
 
         empty = [jax.tree.map(lambda a: jnp.zeros((count, *a.shape), a.dtype), one) for one in (start[1], start[0])]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 
 def program(problem):
-    """Return run((x, average), data, mask, (γ₁, a, λ₁, b), None, rounds) -> (x, average); mask is (M, n)."""
+    """Return run((x, average), data, mask, (γ₁, a, λ₁, b), key, rounds) -> (x, average); mask is (M, n)."""
 
     @jax.jit
     def run(start, data, mask, steps, _, rounds):

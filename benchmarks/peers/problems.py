@@ -148,5 +148,5 @@ def location(clients=8, targets=1000, dim=10, seed=0, dtype=np.float32):
 
     return SimpleNamespace(
         outer=lambda x: jnp.sum((x - anchor) ** 2) / 2, inner=distances, project=lambda x: jnp.clip(x, -10, 10),
-        data=data, sizes=sizes, mask=np.arange(most) < sizes[:, None], x=jnp.asarray(start),
+        data=data, sizes=sizes, weights=np.arange(most) < sizes[:, None], x=jnp.asarray(start), y=jnp.asarray(start),
     )  # fmt: skip

@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 
-from benchmarks.peers.common import asked, dot, mean, move
+from benchmarks.peers.common import asked, dot, mean, move, zeros
 
 
 def program(problem, *, local_steps, batch_size, cohort=None, one_by_one=False):
-    """Return run((x, y, v), data, weights, (client's steps, server's steps, radius), key, rounds) -> (x, y, v)."""
+    """Return run((x, y), data, weights, (three client's steps, three server's, radius), key, rounds) -> (x, y, v)."""
 
     def directions(iterate, outer_batch, inner_batch):
         x, y, v = iterate
@@ -20,8 +20,8 @@ def program(problem, *, local_steps, batch_size, cohort=None, one_by_one=False):
         return dx, dy, jax.tree.map(jnp.negative, minus_dv)
 
     @jax.jit
-    def run(iterate, data, weights, steps, key, rounds):
-        local, server, radius = steps
+    def run(start, data, weights, steps, key, rounds):
+        local, server, radius = steps[:3], steps[3:6], steps[6]
 
         def once(r, iterate):
             ids, w, keys = asked(jax.random.fold_in(key, r), jnp.arange(len(weights)), weights, cohort)
@@ -49,6 +49,6 @@ def program(problem, *, local_steps, batch_size, cohort=None, one_by_one=False):
             norm = jnp.sqrt(dot(v, v))
             return x, y, jax.tree.map(lambda a: a * jnp.where(norm > radius, radius / norm, 1), v)
 
-        return jax.lax.fori_loop(0, rounds, once, iterate)
+        return jax.lax.fori_loop(0, rounds, once, (*start, zeros(start[1])))
 
     return run
