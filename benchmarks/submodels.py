@@ -138,7 +138,7 @@ def coverage(seeds: range) -> None:
         return np.array([run.history["test_accuracy"] for run in runs])
 
     found = {10: accuracies(())}
-    found |= {least: accuracies((0.25,), policy="covered", min_coverage=least) for least in (1, 2)}
+    found |= {least: accuracies(10 * (0.25,), policy="covered", min_coverage=least) for least in (1, 2)}
     enough = {least: of >= 0.9 * found[10][:, -1].mean() for least, of in found.items()}
     assert all(there.any(axis=1).all() for there in enough.values()), "a run that never gets there has no such round"
     rounds = {least: there.argmax(axis=1) for least, there in enough.items()}
