@@ -153,20 +153,20 @@ def contenders(
     """Return the functions that measure each contender, by the contender's name."""
     environment = {"STRETCH": str(rounds)}
     measure = partial(partial, in_process, environment=environment)
-    found = {"library": measure(library, model, cohort), "vmap": measure(by_hand, model, cohort, "vmap")}
+    found = {"library": measure(library, model, cohort), "by hand, vmap": measure(by_hand, model, cohort, "vmap")}
     cores = [1]
     if jax.default_backend() == "cpu":
         cores = sorted({1, os.cpu_count() or 1})
         flags = f"--xla_force_host_platform_device_count={cores[-1]} --xla_cpu_multi_thread_eigen=false"
-        found["scan"] = measure(by_hand, model, cohort, "scan")
+        found["by hand, scan"] = measure(by_hand, model, cohort, "scan")
         sharded = {**environment, "XLA_FLAGS": flags}
-        found["shard_map"] = partial(in_process, by_hand, model, cohort, "shard_map", environment=sharded)
+        found["by hand, shard_map"] = partial(in_process, by_hand, model, cohort, "shard_map", environment=sharded)
     for devices in cores:
         for chunk in chunks:
             if chunk <= -(-cohort // devices):
                 found[f"library, {devices=}, {chunk=}"] = measure(library, model, cohort, devices, chunk)
     if others and model == "2nn" and cohort == COHORT:
-        found |= {", ".join(PINS[name][:2]): partial(by_other, name, environment) for name in others}
+        found |= {PINS[name][0]: partial(by_other, name, environment) for name in others}
         threads = dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"), "1")
         found["products"] = partial(in_process, products, environment=threads)
     return found
