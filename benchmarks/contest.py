@@ -4,8 +4,9 @@ There are 100 clients with 600 samples of MNIST's size each, which make 30 local
 The programs by hand compute clients side by side (vmap), in turn (scan), or on as many devices as there are cores
 (shard_map, in turn on each device). Every measurement is a process of its own. --rounds is the number of rounds between
 two readings of the clock, of which there are five. The cold start is the time from the beginning of the process to the
-end of the first round, with imports and compilation, and without a cache; "first call" leaves out the imports. The loss
-after all rounds is of 1,000 samples; batches are drawn by other keys, so the losses agree only roughly.
+end of the first round, with imports and compilation, and without a cache; "first call" leaves out the imports. So the
+program by hand does not import the library for the 2NN, but does for the CNN. The loss after all rounds is of 1,000
+samples; batches are drawn by other keys, so the losses agree only roughly.
 
 --others torch pfl fedjax also runs peers/with_NAME.py, for the 2NN and cohorts of 10. Each has an environment of its
 own, `.venv-peers/NAME`, which is made the first time (3 GB in total, more with PyTorch for GPUs). 30 steps are one pass
@@ -33,16 +34,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.figure import Figure
 
-import fedbilevel as fb
 from benchmarks.harness import ROOT, head, in_process, medians, row, seconds, spread, turns
 from benchmarks.machine import peak_mb
 from benchmarks.peers import fedavg, work
 from benchmarks.peers.work import BATCH, CLIENTS, COHORT, LR, STEPS
-from fedbilevel.tasks import networks
 
-MODELS = {"2nn": (networks.mlp, (784,), (200, 200)), "cnn": (networks.cnn, (28, 28, 1), (8, 16, 64))}
+MODELS = ("2nn", "cnn")
 TORCH = ["torch==2.13.0", "numpy==2.4.6"]
 PINS = {
     "torch": TORCH,
@@ -57,14 +55,24 @@ Loss = Callable[[Any, Any], Any]
 
 def model_of(name: str) -> tuple[Any, Loss]:
     """Return the starting parameters, and the loss, a function (parameters, batch)."""
-    make, shape, hidden = MODELS[name]
-    network = make(shape, hidden, 10)
 
-    def loss(parameters: Any, batch: Any) -> Any:
-        images = batch["image"].reshape(-1, *shape)
-        return jnp.mean(networks.cross_entropy(network.logits(*parameters, images), batch["label"]))
+    def entropy(logits: Any, label: Any) -> Any:
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), label[:, None], axis=1))
 
-    return network.init(jax.random.key(0)), loss
+    def of_2nn(x: Any, batch: Any) -> Any:
+        hidden = jax.nn.relu(batch["image"] @ x[0] + x[1])
+        return entropy(jax.nn.relu(hidden @ x[2] + x[3]) @ x[4] + x[5], batch["label"])
+
+    if name == "2nn":
+        return work.start(), of_2nn
+    from fedbilevel.tasks import networks
+
+    cnn = networks.cnn((28, 28, 1), (8, 16, 64), 10)
+
+    def of_cnn(parameters: Any, batch: Any) -> Any:
+        return entropy(cnn.logits(*parameters, batch["image"].reshape(-1, 28, 28, 1)), batch["label"])
+
+    return cnn.init(jax.random.key(0)), of_cnn
 
 
 def samples(arrays: tuple[np.ndarray, np.ndarray]) -> dict[str, np.ndarray]:
@@ -73,6 +81,8 @@ def samples(arrays: tuple[np.ndarray, np.ndarray]) -> dict[str, np.ndarray]:
 
 def library(model: str, cohort: int, devices: int | None = None, chunk: int | None = None) -> dict[str, float]:
     """Measure the library in this process. With None, the library chooses the devices or the chunk."""
+    import fedbilevel as fb
+
     fb.tune_cpu(devices)
     data, clock = samples(work.data()), work.Clock()
     start, loss = model_of(model)
@@ -113,10 +123,10 @@ def python_with(name: str) -> str:
     return python
 
 
-def by_other(name: str, environment: dict[str, str]) -> dict[str, float]:
+def by_other(name: str, stretch: dict[str, str]) -> dict[str, float]:
     """Measure another library in its environment."""
     program = Path(work.__file__).with_name(f"with_{name}.py")
-    started = {**os.environ, **environment, "STARTED": str(time.time())}
+    started = {**os.environ, **stretch, "STARTED": str(time.time())}
     command = [python_with(name), str(program)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=LIMIT, env=started)
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"ms"')))
@@ -151,29 +161,33 @@ def contenders(
     model: str, cohort: int, rounds: int, chunks: tuple[int, ...], others: tuple[str, ...]
 ) -> dict[str, Callable[[], Any]]:
     """Return the functions that measure each contender, by the contender's name."""
-    environment = {"STRETCH": str(rounds)}
-    measure = partial(partial, in_process, environment=environment)
+    stretch = {"STRETCH": str(rounds)}
+
+    def measure(function: Callable[..., Any], *arguments: Any, **environment: str) -> Callable[[], Any]:
+        return partial(in_process, function, *arguments, environment={**stretch, **environment})
+
     found = {"library": measure(library, model, cohort), "by hand, vmap": measure(by_hand, model, cohort, "vmap")}
     cores = [1]
     if jax.default_backend() == "cpu":
         cores = sorted({1, os.cpu_count() or 1})
         flags = f"--xla_force_host_platform_device_count={cores[-1]} --xla_cpu_multi_thread_eigen=false"
         found["by hand, scan"] = measure(by_hand, model, cohort, "scan")
-        sharded = {**environment, "XLA_FLAGS": flags}
-        found["by hand, shard_map"] = partial(in_process, by_hand, model, cohort, "shard_map", environment=sharded)
+        found["by hand, shard_map"] = measure(by_hand, model, cohort, "shard_map", XLA_FLAGS=flags)
     for devices in cores:
         for chunk in chunks:
             if chunk <= -(-cohort // devices):
                 found[f"library, {devices=}, {chunk=}"] = measure(library, model, cohort, devices, chunk)
     if others and model == "2nn" and cohort == COHORT:
-        found |= {PINS[name][0]: partial(by_other, name, environment) for name in others}
+        found |= {PINS[name][0]: partial(by_other, name, stretch) for name in others}
         threads = dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"), "1")
-        found["products"] = partial(in_process, products, environment=threads)
+        found["products"] = measure(products, **threads)
     return found
 
 
 def draw(measured: dict[str, list[dict[str, float]]], file: str) -> None:
     """Draw the times of a round and of the cold start: bars for medians, dots for passes, a line for their range."""
+    from matplotlib.figure import Figure
+
     shown = {name: measured[name] for name in reversed(measured) if name != "products"}
     figure = Figure(figsize=(8, 0.45 * len(shown) + 1.1), dpi=120, layout="tight")
     axes = figure.subplots(1, 2, sharey=True)

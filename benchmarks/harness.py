@@ -17,7 +17,6 @@ from statistics import median
 from typing import Any, TypeVar
 
 import numpy as np
-from scipy.stats import t as student
 
 ROOT = Path(__file__).resolve().parent.parent
 Measured = TypeVar("Measured")
@@ -100,6 +99,8 @@ def interval(values: np.ndarray, shared: float | np.ndarray = 0.0) -> np.ndarray
     divided by the number of training samples. The variance of the mean over J splits is s²(1/J + shared), by Nadeau and
     Bengio (Machine Learning 52, 2003), in place of s²/J.
     """
+    from scipy.stats import t as student  # here, since contenders are timed with what they import
+
     count = len(values)
     return student.ppf(0.975, count - 1) * values.std(0, ddof=1) * np.sqrt(1 / count + shared)
 
