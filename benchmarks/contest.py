@@ -219,17 +219,8 @@ def main(
 ) -> None:
     for name in others:
         python_with(name)
-    head(
-        "model",
-        "cohort",
-        "contender",
-        "ms a round",
-        "the library's, divided by this",
-        "cold start, s",
-        "first call, s",
-        "memory, MB",
-        "loss",
-    )
+    columns = "the library's, divided by this", "cold start, s", "first call, s", "memory, MB", "loss"
+    head("model", "cohort", "contender", "ms a round", *columns)
     for model in models:
         for cohort in cohorts:
             measured = turns(contenders(model, cohort, rounds, chunks, others), passes)
