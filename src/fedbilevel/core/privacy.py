@@ -228,7 +228,7 @@ def private_part(update: PyTree) -> PyTree:
 
 
 def vector_of(update: PyTree, xp: Any = np) -> Any:
-    """Return all numbers of an update as one vector, in float64, or with JAX in the float type of the run."""
+    """Return all numbers of an update as one vector: in float64 if `xp` is NumPy, in JAX's float type if it is JAX."""
     return xp.concatenate([xp.zeros(0), *(xp.asarray(leaf).astype(float).ravel() for leaf in jax.tree.leaves(update))])
 
 

@@ -107,7 +107,7 @@ class IterativeRegularization(Algorithm):
         return Asks(everyone=self.tolerance is not None)
 
     def allows_with(self, phase: str) -> Allows:
-        """Return the optional features: late replies to the phase, unless there is a tolerance; no submodels."""
+        """Return the optional features: replies to `phase` may be late if there is no tolerance; no submodels."""
         several = No("its tolerance compares F at one x, and late replies have F at earlier x")
         return Allows(
             late=(phase,) if self.tolerance is None else several,
