@@ -256,7 +256,10 @@ class Telling(Layer):
         return found if self.column is None else found._replace(columns={"mine": np.asarray(self.column)})
 
 
-REFUSED = {"metric": ("", ANY, "the metric 'mine' "), "column": ("the column 'mine' of findings", "2 numbers")}
+REFUSED = {
+    "metric": ("", ANY, "the metric 'mine' ", "", "Telling.reply"),
+    "column": ("the column 'mine' of findings", "2 numbers"),
+}
 
 
 @pytest.mark.parametrize("engine", [None, fb.Reference()])
@@ -330,7 +333,7 @@ def test_what_cannot_be_together_says_why():
         ),
         (
             lambda: fb.solve(layered(fb.ADBO(wait_for=2), EveryReply()), *few, rounds=1),
-            ("", ANY, "ADBO: "),
+            ("", ANY, "first replies", "", "ADBO"),
         ),
         (
             lambda: played(BareReply()),

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from fedbilevel.core.client import Clients
-from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.ragged import Ragged
 from refusals import refuses
 
@@ -25,73 +24,65 @@ def flat(start, size, total=10):
 
 
 SAMPLES = {
-    "empty client in a list": ([np.zeros((2, 2)), np.zeros((0, 2))], {}, "client 1 has no samples"),
-    "arrays without clients": (GOOD[:0], {}, "has 0 clients"),
-    "empty client by size": (GOOD, {"sizes": [4, 0, 4]}, "client 1 has no samples"),
-    "size beyond what is stored": (GOOD, {"sizes": [4, 5, 4]}, r"\b5 .* 4 samples"),
-    "a NaN": (with_value(np.nan), {}, r"NaN .* sample 2 of client 1, entry \[1\] \(counted from 0\)$"),
+    "empty client in a list": ([np.zeros((2, 2)), np.zeros((0, 2))], {}, "", "client 1 has no samples"),
+    "arrays without clients": (GOOD[:0], {}, "", "0 clients"),
+    "empty client by size": (GOOD, {"sizes": [4, 0, 4]}, "", "client 1 has no samples"),
+    "size beyond what is stored": (GOOD, {"sizes": [4, 5, 4]}, "", "a size of 5 exceeds the 4 samples"),
+    "a NaN": (with_value(np.nan), {}, "", "NaN or infinity, first in sample 2 of client 1, entry [1]"),
     "a NaN in a list": (
         [np.zeros((2, 2)), np.full((1, 2), np.nan)],
         {},
-        r"NaN .* sample 0 of client 1, entry \[0\] \(counted from 0\)$",
+        "",
+        "NaN or infinity, first in sample 0 of client 1, entry [0]",
     ),
-    "a NaN in the padding": (
-        with_value(np.nan),
-        {"sizes": [4, 2, 4]},
-        r"NaN .* row 6 .*, entry \[1\] \(counted from 0\)$",
-    ),
-    "a list of numbers": ([{"u": np.zeros((2, 2)), "t": [1, 2]}], {}, r"\['t'\] of client 0 is a list .*np\.asarray"),
-    "strings": (
-        [{"t": np.arange(2)}, {"t": np.array(["a", "b"])}],
+    "a NaN in the padding": (with_value(np.nan), {"sizes": [4, 2, 4]}, "", "NaN or infinity, first in row 6 "),
+    "a list of numbers": ([{"u": np.zeros((2, 2)), "t": [1, 2]}], {}, "['t'] of client 0", "np.asarray"),
+    "strings": ([{"t": np.arange(2)}, {"t": np.array(["a", "b"])}], {}, "['t'] of client 1", "holds strings"),
+    "objects": ([{"t": np.array([1.0, None])}], {}, "['t'] of client 0", "holds Python objects"),
+    "PRNG keys": ([{"k": jax.random.split(jax.random.key(0), 3)}], {}, "['k'] of client 0", "key_data"),
+    "a tuple of clients": (tuple(ENTRIES), {}, "", "[0] (4, 2), [1] (1, 2)"),
+    "a dict of clients": (dict(zip("abc", ENTRIES, strict=True)), {}, "", "a dict: list(samples.values())"),
+    "lists of unequal lengths": ([{"t": [[1.0], [1.0, 2.0]]}], {}, "['t'] of client 0", "different lengths"),
+    "a masked array": ([np.ma.array([1.0, 2.0], mask=[0, 1])], {}, " of client 0", ".filled"),
+    "no arrays": ([None, None], {}, " of client 0", "no arrays"),
+    "a NaN in one leaf": ({"u": GOOD, "t": with_value(np.nan)}, {}, "['t']", "NaN"),
+    "leaves of different lengths": ({"u": GOOD, "t": GOOD[:, :3]}, {}, "", "['t'] (3, 3, 2), ['u'] (3, 4, 2)"),
+    "a number for samples": ([{"u": np.zeros(3), "t": 1.0}], {}, " of client 0", "['t'] (), ['u'] (3,)"),
+    "one leading axis": (np.zeros(3), {}, "", "shape (3,)"),
+    "entries of different structure": (
+        [[np.zeros(2)], (np.zeros(2),)],
         {},
-        r"\['t'\] of client 1 holds strings; .*integers",
+        "",
+        "client 1 is a PyTreeDef((*,)), client 0 a",
     ),
-    "objects": ([{"t": np.array([1.0, None])}], {}, r"\['t'\] of client 0 holds Python objects"),
-    "PRNG keys": (
-        [{"k": jax.random.split(jax.random.key(0), 3)}],
-        {},
-        r"\['k'\] of client 0 holds PRNG keys; .*key_data",
-    ),
-    "a tuple of clients": (tuple(ENTRIES), {}, r"\[0\] \(4, 2\), .* tuple: list\(samples\)$"),
-    "a dict of clients": (dict(zip("abc", ENTRIES, strict=True)), {}, r"dict: list\(samples.values\(\)\)$"),
-    "lists of unequal lengths": (
-        [{"t": [[1.0], [1.0, 2.0]]}],
-        {},
-        r"\['t'\] of client 0 is a list .* different lengths",
-    ),
-    "a masked array": ([np.ma.array([1.0, 2.0], mask=[0, 1])], {}, r"of client 0 .* masked array.*\.filled"),
-    "no arrays": ([None, None], {}, "client 0 .* no arrays"),
-    "a NaN in one leaf": ({"u": GOOD, "t": with_value(np.nan)}, {}, r"\['t'\] holds NaN"),
-    "leaves of different lengths": ({"u": GOOD, "t": GOOD[:, :3]}, {}, r"\['t'\] \(3, 3, 2\), \['u'\] \(3, 4, 2\)"),
-    "a number for samples": ([{"u": np.zeros(3), "t": 1.0}], {}, r"client 0 .*\['t'\] \(\), \['u'\] \(3,\)"),
-    "one leading axis": (np.zeros(3), {}, r"shape \(3,\)"),
-    "entries of different structure": ([[np.zeros(2)], (np.zeros(2),)], {}, r"client 1 is a .*\(\(\*,\)\), client 0 a"),
-    "an extra key": ([TWO, TWO | {"w": np.zeros(2)}], {}, r"client 1 has \['w'\].*client 0"),
-    "a key missing in the first": ([{"u": TWO["u"]}, TWO, TWO], {}, r"client 0 lacks \['t'\].*client 1"),
+    "an extra key": ([TWO, TWO | {"w": np.zeros(2)}], {}, "", "client 1 has ['w']"),
+    "a key missing in the first": ([{"u": TWO["u"]}, TWO, TWO], {}, "", "client 0 lacks ['t']"),
     "other features": (
         [TWO, TWO, TWO | {"u": np.zeros((2, 5))}],
         {},
-        r"\['u'\] .*\(5,\) in client 2, \(2,\) in client 0$",
+        "",
+        "['u'] is of shape (5,) in client 2, (2,) in client 0",
     ),
-    "a row beyond the end": (flat([0, 8], [3, 3]), {}, "row 1 .*10"),
-    "a row before the beginning": (flat([-1, 3], [3, 3]), {}, r"row 0 .*-1"),
+    "a row beyond the end": (flat([0, 8], [3, 3]), {}, "", "row 1 (start 8, size 3)"),
+    "a row before the beginning": (flat([-1, 3], [3, 3]), {}, "", "row 0 (start -1, size 3)"),
     "flat leaves of different lengths": (
         Ragged({"u": np.zeros(9), "t": np.zeros(6)}, np.array([0, 3]), np.array([3, 4])),
         {},
-        r"\['t'\] \(6,\), \['u'\] \(9,\)",
+        "",
+        "['t'] (6,), ['u'] (9,)",
     ),
 }
+"""For each case: samples, options, the place within the samples that begins the message, and a part of the message."""
 
 
 @pytest.mark.parametrize("field", ["outer", "inner"])
 @pytest.mark.parametrize("case", SAMPLES)
 def test_bad_samples_are_refused(case, field):
-    data, options, words = SAMPLES[case]
+    data, options, place, fact = SAMPLES[case]
     other = {"outer": "inner", "inner": "outer"}[field]
     options = {f"{field}_{name}": value for name, value in options.items()}
-    with pytest.raises(ConfigurationError, match=words) as raised:
+    with refuses("", fact=fact, where=f"Clients.{field}{place}"):
         Clients(**{field: data, other: GOOD}, **options)
-    assert f"Clients.{field}" in str(raised.value)
 
 
 @pytest.mark.parametrize("field", ["outer", "inner"])
@@ -107,17 +98,17 @@ def test_no_clients_and_wrong_sizes_are_refused(field):
 
 def test_a_number_beyond_the_precision_of_jax_is_named():
     """A number above the largest float32, 3.4e38, is named if JAX computes in float32."""
-    words = r"-1e\+39, .* float32, .* sample 2 of client 1, entry \[1\] \(counted from 0\)$"
+    fact = "-1e+39, which is infinite in float32, first in sample 2 of client 1, entry [1]"
     with jax.enable_x64(False):
         Clients(with_value(-3e38))
-        with pytest.raises(ConfigurationError, match=words):
+        with refuses("", fact=fact, where="Clients.outer"):
             Clients(with_value(-1e39))
     with jax.enable_x64(True):
         Clients(with_value(-1e39))
 
 
 def test_both_losses_need_the_same_clients():
-    with pytest.raises(ConfigurationError, match="outer has 2 clients and inner has 3"):
+    with refuses("", fact="outer has 2 clients and inner has 3", where="Clients"):
         Clients(GOOD[:2], GOOD)
 
 
@@ -175,5 +166,5 @@ def test_a_data_frame_is_the_dict_of_its_columns():
         "label": [0, 1, 1],
     }
     assert clients.outer.values["label"].dtype == int
-    with pytest.raises(ConfigurationError, match=r"Clients\.outer\['label'\] of client 0 .*strings"):
+    with refuses("", fact="strings", where="Clients.outer['label'] of client 0"):
         Clients([Frame(label=["a", "b"])])

@@ -140,7 +140,9 @@ def test_a_split_of_a_torch_dataset_is_a_list_of_clients(torch):
 def test_torch_items_that_make_no_array_are_refused(torch):
     ragged = of_pairs(torch, item=lambda i: (np.ones(1 + i // 2), "ab"[i % 2]))
     assert "client 0, a Pairs, cannot become arrays: item[0] has shape (1,) in one sample and (2,) in" in said([ragged])
-    assert "Clients.outer[1] of client 0 holds strings" in said([of_pairs(torch, item=lambda i: (1.0, "ab"[i % 2]))])
+    assert "Clients.outer[1] of client 0: it holds strings" in said(
+        [of_pairs(torch, item=lambda i: (1.0, "ab"[i % 2]))]
+    )
     assert "a Pairs, cannot become arrays" in said([of_pairs(torch, item=lambda i: 1.0 if i else {"u": 1.0})])
     assert "client 0 is a Tensor, which NumPy cannot convert" in said([torch.ones(3, 1, dtype=torch.bfloat16)])
 
@@ -200,13 +202,13 @@ def test_one_dataset_of_hugging_face_is_divided_by_the_call_that_is_said(hugging
 def test_words_in_a_dataset_of_hugging_face_are_encoded_by_the_call_that_is_said(datasets):
     dataset = datasets.Dataset.from_dict({"site": SITES, "t": T.tolist()})
     text = said([dataset])
-    assert text.startswith("Clients.outer['site'] of client 0 holds strings; encode them as integers")
+    assert text.startswith("Clients.outer['site'] of client 0: it holds strings; encode them as integers")
     names = {"dataset": dataset}
     exec(text.rpartition(": ")[2], names)
     codes = [sorted(set(SITES)).index(site) for site in SITES]
     assert held(fb.Clients([names["dataset"]]), "site") == [codes]
     missing = datasets.Dataset.from_dict({"t": [1, None]})
-    assert "Clients.outer['t'] of client 0 holds Python objects" in said([missing])
+    assert "Clients.outer['t'] of client 0: it holds Python objects" in said([missing])
     ragged = datasets.Dataset.from_dict({"u": [[1.0], [1.0, 2.0]]})
     assert "cannot become arrays: u has shape (1,) in one sample and (2,) in another: pad the samples" in said([ragged])
 
@@ -260,7 +262,7 @@ def test_rows_without_a_group_are_not_lost(pd):
 def test_words_in_a_frame_are_encoded_by_the_call_that_is_said(kind, frame):
     frame["site"] = frame["site"].astype(kind)
     text = said(frame.groupby("t"))
-    assert text.startswith("Clients.outer['site'] of client 0 holds strings; encode them as integers, the same for")
+    assert text.startswith("Clients.outer['site'] of client 0: it holds strings; encode them as integers, the same for")
     exec(text.rpartition(": ")[2], {"frame": frame})
     codes = np.array([sorted(set(SITES)).index(site) for site in SITES])
     assert held(fb.Clients(frame.groupby("t")), "site") == [codes[t == T].tolist() for t in (0, 1, 2)]
@@ -268,7 +270,7 @@ def test_words_in_a_frame_are_encoded_by_the_call_that_is_said(kind, frame):
 
 def test_what_is_missing_in_a_frame_is_refused(pd):
     for column in ([1.0, np.nan], pd.array([1, None], dtype="Int64")):
-        assert "Clients.outer['u'] holds NaN or infinity, first in sample 1" in said([pd.DataFrame({"u": column})])
+        assert "Clients.outer['u']: it holds NaN or infinity, first in sample 1" in said([pd.DataFrame({"u": column})])
 
 
 def test_frames_of_polars():
@@ -294,7 +296,7 @@ def test_a_dataset_is_known_by_its_class_of_a_loaded_module_alone(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", module)
     assert held(fb.Clients([Dataset([np.ones(1)])])) == [[[1.0]]]  # before the module has such a class
     module.Dataset = Dataset
-    assert "Clients.outer is one Dataset for all clients; divide it among the clients: [dataset.shard(" in said(
+    assert "Clients.outer: it is one Dataset for all clients; divide it among the clients: [dataset.shard(" in said(
         Dataset()
     )
 
@@ -388,7 +390,7 @@ def test_both_sides_of_a_split_have_a_sample(fraction, sizes):
         ([np.ones(3), np.ones(1)], {"seed": 0}, ("", ANY, "Clients.split: client 1 ")),
         ([np.ones(3)], {"seed": 0, "fraction": 1.0}, ("fraction", 1.0, "0 and 1")),
         ([np.ones(3)], {"seed": -1}, ("seed", -1, "from 0")),
-        ([np.array(["a", "b"])], {"seed": 0}, ("", ANY, "Clients.samples of client 0 ")),
+        ([np.array(["a", "b"])], {"seed": 0}, ("", ANY, "strings", "", "Clients.samples of client 0")),
     ],
 )
 def test_what_split_cannot_divide_is_refused(samples, options, refusal):

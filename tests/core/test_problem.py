@@ -32,9 +32,8 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_a_loss_returns_one_real_number(which, case):
     problem = fb.Bilevel(**{"outer": good, "inner": good, which: BAD[case]})
-    got = {"a vector": r"shape \(1,\); .*jnp\.mean", "a value per sample": r"shape \(", "nothing": "None"}
-    said = f"the {which} loss .* returned .*{got.get(case, '')}"
-    with pytest.raises(ConfigurationError, match=said):
+    got = {"a vector": "an array of shape (1,)", "a value per sample": "an array of shape (", "nothing": "None"}
+    with refuses("", fact=f"it returned {got.get(case, '')}", where=f"the {which} loss"):
         check_losses(problem, jnp.ones(()), jnp.ones(2), SAMPLES[0], SAMPLES[0])
 
 
@@ -87,15 +86,15 @@ def test_a_misspelt_argument_is_answered_with_the_nearest(make, of, got, near):
             ("argument of solve", "round", "", "rounds"),
         ),
         (lambda: fb.solve(1, 2, 3, 4, rounds=5, seed=6), ("argument of solve", "seed", "", "key")),
-        (lambda: fb.solve(1, 2, 3, 4), ("", ANY, "'rounds'")),
-        (lambda: fb.solve(1, 2, 3, 4, 5, 6), ("", ANY, "solve: too many positional arguments")),
-        (lambda: fb.Clients.split(SAMPLES), ("", ANY, "'seed'")),
+        (lambda: fb.solve(1, 2, 3, 4), ("", ANY, "'rounds'", "", "solve")),
+        (lambda: fb.solve(1, 2, 3, 4, 5, 6), ("", ANY, "too many positional arguments", "", "solve")),
+        (lambda: fb.Clients.split(SAMPLES), ("", ANY, "'seed'", "", "Clients.split")),
         (lambda: fb.Clients.split(SAMPLES, sed=0), ("argument of Clients.split", "sed", "", "seed")),
         (
             lambda: fb.Bilevel(good),
-            ("", ANY, "'inner'"),
+            ("", ANY, "'inner'", "", "Bilevel"),
         ),
-        (lambda: fb.SimFBO(0.1), ("", ANY, "batch_size")),
+        (lambda: fb.SimFBO(0.1), ("", ANY, "batch_size", "", "SimFBO")),
     ],
 )
 def test_a_call_that_does_not_fit_is_answered_in_one_sentence(call, refusal):
@@ -193,5 +192,5 @@ def test_what_a_compositional_loss_makes_of_zero_padding_is_left_out():
 def test_a_minimax_problem_has_one_set_of_samples():
     problem = fb.Minimax(lambda x, y, batch: jnp.mean(batch["a"]) * x @ y - y @ y + x @ x)
     samples = {"a": np.ones((2, 3))}
-    with pytest.raises(ConfigurationError, match=r"Minimax .*Clients\.inner"):
+    with refuses("", fact="a Minimax problem has one loss: leave Clients.inner out"):
         fb.solve(fb.FedNest(), problem, fb.Clients(samples, samples), jnp.ones(2), jnp.ones(2), rounds=1)

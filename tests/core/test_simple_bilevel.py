@@ -73,7 +73,7 @@ SOLVED = {
         lambda: solved(outer=lambda x: half_square(x) + jnp.sqrt(jnp.sum(x))),
         ("SimpleBilevel.outer", ANY, "finite there"),
     ),
-    "H of many values": (lambda: solved(outer=lambda x: x), ("", ANY, "(2,)")),
+    "H of many values": (lambda: solved(outer=lambda x: x), ("", ANY, "(2,)", "", "the outer loss")),
     "X scaled": (lambda: solved(project=lambda x: x / 2), ("", ANY, "projected again")),
     "X not convex": (
         lambda: solved(project=lambda x: x / jnp.linalg.norm(x + 1e-9)),

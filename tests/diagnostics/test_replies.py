@@ -84,7 +84,7 @@ def test_each_phase_of_a_method_has_its_lines():
 
 @pytest.mark.parametrize(("algorithm", "privacy", "refusal"), [
     (Constant(), 3, ("privacy", 3, "fedbilevel.Privacy")),
-    (fb.SimFBO(), fb.Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5), ("", ANY, "privacy: SimFBO ")),
+    (fb.SimFBO(), fb.Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5), ("", ANY, "SimFBO ", "", "privacy")),
 ])  # fmt: skip
 def test_terms_that_are_not_allowed_are_refused_before_a_round_is_played(algorithm, privacy, refusal, monkeypatch):
     monkeypatch.setattr("fedbilevel.diagnostics.replies.Reference", None)

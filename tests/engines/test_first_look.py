@@ -12,8 +12,9 @@ import fedbilevel as fb
 import hospital_files
 from fedbilevel.core.tree import split
 from fedbilevel.engines.first_look import ALIKE, FirstLook, first_look
-from fedbilevel.errors import ConfigurationError, InfluenceWarning
+from fedbilevel.errors import InfluenceWarning
 from fedbilevel.tasks import TASKS
+from refusals import refuses
 
 pytestmark = pytest.mark.checked  # the tests are about the checks before a run
 
@@ -332,11 +333,11 @@ def test_labels_beyond_the_classes_are_refused_or_warned_of(name):
     The labels are 1, 2, 3 for three classes, or -1, which JAX treats as the last class or as none.
     """
     assert said_of(CLASSES, LOOK_UPS[name]) == []
-    words = r"Clients\.outer\['c'\] in sample \d+ of client \d .*the outer loss .*entry {} .* 0 to 2\. "
+    words = r"Clients\.outer\['c'\]: the value in sample \d+ of client \d .*the outer loss .*entry {} .* 0 to 2\. "
     if name == "one_hot":  # a label that is in no class may be intended
         assert re.match(words.format(3), said_of(CLASSES + 1, LOOK_UPS[name])[0])
     else:
-        with pytest.raises(ConfigurationError, match=words.format(3)):
+        with refuses("", fact="entry 3 of an axis whose entries are 0 to 2", where="Clients.outer['c']"):
             said_of(CLASSES + 1, LOOK_UPS[name])
     outer, inner = said_of(np.where(CLASSES == 2, -1, CLASSES), LOOK_UPS[name])
     assert re.match(words.format(-1), outer)
@@ -358,5 +359,5 @@ def test_padding_is_no_sample():
 def test_diagnose_and_check_say_it_too(look):
     with pytest.warns(InfluenceWarning, match="x does not change y"):
         look(WRONG["the wrong order"][0], fb.Clients(SAMPLES), X, Y)
-    with pytest.raises(ConfigurationError, match=r"Clients\.outer\['c'\] .*entry 3 .* 0 to 2\. "):
+    with refuses("", fact="entry 3 of an axis whose entries are 0 to 2", where="Clients.outer['c']"):
         look(entropy(LOOK_UPS["vmap"]), fb.Clients({"u": U, "c": CLASSES + 1}), *SCORES)

@@ -90,19 +90,19 @@ def not_a_folder(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_refused_and_changes_nothing(tmp_path, settings):
     before = settings()
-    with pytest.raises(fb.errors.ConfigurationError, match=r"file/programs: Not a directory"):
+    with refuses("", fact="Not a directory", where=str(tmp_path / "file" / "programs")):
         fb.Local.keep_on_disk(not_a_folder(tmp_path))
     assert settings() == before
 
 
 def test_a_full_disk_no_space_and_a_missing_package_are_refused(tmp_path, monkeypatch, settings):
     monkeypatch.setattr(machine.tempfile, "TemporaryFile", lambda dir: open("/dev/full", "wb"))  # noqa: SIM115
-    with pytest.raises(fb.errors.ConfigurationError, match="No space left on device"):
+    with refuses("", fact="No space left on device", where=str(tmp_path)):
         fb.Local.keep_on_disk(tmp_path)
     with refuses("megabytes", 0):
         fb.Local.keep_on_disk(tmp_path, megabytes=0)
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(fb.errors.ConfigurationError, match=r'filelock.*pip install "\.\[cli\]"'):
+    with refuses("", fact='filelock, which is not installed: in a clone of the repository, pip install ".[cli]"'):
         fb.Local.keep_on_disk()
 
 

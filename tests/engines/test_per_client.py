@@ -118,7 +118,7 @@ def test_a_mapped_sample_that_is_not_finite_is_refused(tmp_path):
     rows = [{"a": np.ones((n, 3))} for n in SIZES]
     rows[2]["a"][1, 1] = np.inf
     clients = fb.Clients(mapped(tmp_path, "outer", rows))
-    with pytest.raises(fb.errors.ConfigurationError, match=r"\['a'\] .*NaN .* sample 1 of client 2"):
+    with refuses("", fact="NaN or infinity, first in sample 1 of client 2", where="Clients.outer['a']"):
         PerClientEvaluation({"m": PerClient(METRICS["error"])}, clients, (None, None))(0, jnp.ones(2), jnp.ones(3))
 
 

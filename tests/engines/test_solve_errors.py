@@ -75,11 +75,11 @@ WRONG = {
     ),
     "no return": (
         {"problem": fb.Bilevel(lambda x, y, batch: None, inner)},
-        ("", ANY, "without `return`?"),
+        ("", ANY, "without `return`?", "", "the outer loss"),
     ),
     "a loss and more": (
         {"problem": fb.Bilevel(outer, lambda *given: (inner(*given), given[1]))},
-        ("", ANY, "5 numbers: 0 () float"),
+        ("", ANY, "5 numbers: 0 () float", "", "the inner loss"),
     ),
     "a callback without a list": ({"callbacks": fb.stop_when("m", above=1)}, ("callbacks", ANY, "list")),
     "callbacks that are used up": ({"callbacks": iter([print])}, ("callbacks", ANY, "list")),

@@ -13,7 +13,8 @@ from test_f2sa import once
 import fedbilevel as fb
 from fedbilevel.core.tree import split
 from fedbilevel.engines.first_look import first_look
-from fedbilevel.errors import ConfigurationError
+from fedbilevel.errors import UnsupportedError
+from refusals import raises_with
 
 pytestmark = pytest.mark.checked  # the tests are about a check before a run
 
@@ -22,7 +23,6 @@ FEATURES, CLASSES = 6, 3
 SAMPLES = {"u": RNG.normal(size=(4, 8, FEATURES)), "c": RNG.integers(0, CLASSES, (4, 8))}
 MODEL = np.zeros((FEATURES, CLASSES))
 PAIR = {"own": MODEL, "shared": MODEL}
-WORDS = r"\bthe inner loss in y .*Bilevel\.own.*stop_gradient.*MR-MTL"
 fixed = jax.lax.stop_gradient
 
 
@@ -142,7 +142,7 @@ def look(inner, y, kind, own=lambda path: path == "own", samples=SAMPLES):
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("case", ASYMMETRIC)
 def test_what_acts_in_one_direction_is_refused(case, kind):
-    with pytest.raises(ConfigurationError, match=WORDS):
+    with raises_with(UnsupportedError, "Bilevel.own"):
         look(*ASYMMETRIC[case], kind)
 
 
@@ -178,7 +178,7 @@ def beside_fixed(inner):
 def test_y_may_have_leaves_that_are_no_floating_arrays(leaf):
     y = {**PAIR, leaf: FIXED[leaf]}
     look(beside_fixed(SYMMETRIC["MR-MTL"][0]), y, np.float64)
-    with pytest.raises(ConfigurationError, match=WORDS):
+    with raises_with(UnsupportedError, "Bilevel.own"):
         look(beside_fixed(ASYMMETRIC["Ditto"][0]), y, np.float64)
 
 
@@ -195,7 +195,7 @@ def test_solve_refuses_ditto_and_runs_mr_mtl(method):
     """`solve` refuses Ditto and runs MR-MTL; F2SA also runs if JAX cannot differentiate the gradient."""
     arguments = fb.Clients(SAMPLES), 0.0, PAIR
     own = lambda path: path == "own"  # noqa: E731
-    with pytest.raises(ConfigurationError, match=WORDS):
+    with raises_with(UnsupportedError, "Bilevel.own"):
         fb.solve(method, fb.Bilevel(outer, ASYMMETRIC["Ditto"][0], own=own), *arguments, rounds=1)
     inner = squares if isinstance(method, fb.F2SA) else SYMMETRIC["MR-MTL"][0]
     assert fb.solve(method, fb.Bilevel(outer, inner, own=own), *arguments, rounds=1).rounds == 1

@@ -98,7 +98,7 @@ def test_runs(content: str, run: Run, tmp_path: Path) -> None:
     for name in ("history.jsonl", "summary.json"):
         whole = (folder / name).read_text()
         (folder / name).write_text(content)
-        one_sentence(run("compare", folder), 2, f"{folder / name} is damaged", found)
+        one_sentence(run("compare", folder), 2, f"{folder / name}: it is damaged", found)
         (folder / name).write_text(whole)
 
 

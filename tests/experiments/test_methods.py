@@ -56,7 +56,7 @@ def test_a_method_keeps_its_place_and_so_its_colour(compared, tmp_path) -> None:
     groups = experiments.compare_algorithms("quadratic", TWO[::-1], settings=SETTINGS, seeds=[0, 1], out=folder)
     assert [group.name for group in groups] == TWO
     (folder / "methods.json").write_text("{}")
-    with refuses("", fact=f"{folder / 'methods.json'} is damaged: it must be a JSON list"):
+    with refuses("", fact="a JSON list", where=str(folder / "methods.json")):
         experiments.load_groups([folder])
 
 
@@ -78,7 +78,7 @@ def test_the_folder_of_another_comparison_is_refused(compared, run) -> None:
             f"{compared} contains {compared / 'centralised' / 'seed-1'}, which is not one of these runs",
         ),
         (["--seeds", "0,1", "--set", "local_steps=2"], "differs in algorithm.local_steps: 5 there, 2 now"),
-        ([], "runs/simfbo: that folder is not empty"),
+        ([], "runs/simfbo: the folder is not empty"),
     ):
         code, _, error = run(*command, *more)
         assert (code, words in error) == (2, True)

@@ -77,7 +77,7 @@ def test_all_wrong_terms_are_named_at_once():
 
 
 def test_a_federation_takes_no_terms_from_a_spec():
-    with pytest.raises(ConfigurationError, match=r"^\[privacy\] .*node configuration"):
+    with refuses("", fact="node configuration", where="[privacy]"):
         require_real(spec(*TERMS))
 
 

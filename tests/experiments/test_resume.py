@@ -85,7 +85,7 @@ def test_a_run_is_extended_and_meanwhile_nothing_marks_it_as_finished(tmp_path, 
     environment = json.loads((short / "environment.json").read_text())
     (short / "environment.json").write_text("[]")
     said = run("run", "--resume", short, "--rounds", 50)[2]
-    assert "environment.json is damaged: a list was found" in said
+    assert "environment.json: it is damaged: a list was found" in said
     assert said.count("is damaged") == 1
     (short / "environment.json").write_text(json.dumps({**environment, "jax": "another"}))
 

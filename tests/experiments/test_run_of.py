@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from fedbilevel import experiments
-from fedbilevel.errors import CheckpointError, ConfigurationError
+from fedbilevel.errors import CheckpointError
 from fedbilevel.experiments import Folder, TaskCache, run_of
 from fedbilevel.experiments.runner import task_of
-from refusals import raises_with
+from refusals import raises_with, refuses
 
 SMALL = ["clients=3", "samples=[2, 2]", "dim_y=2", "run.rounds=6", "run.eval_every=2"]
 SPEC = experiments.configure(task="quadratic", settings=SMALL)
@@ -42,7 +42,7 @@ def test_a_damaged_environment_is_refused(tmp_path) -> None:
     run_of(SPEC, tmp_path, task_of)
     for damage in ("{", "[]", '{"code": 3}'):
         Folder(tmp_path).environment.write_text(damage)
-        with pytest.raises(ConfigurationError, match=r"environment\.json is damaged"):
+        with refuses("", fact="it is damaged", where=str(tmp_path / "environment.json")):
             run_of(SPEC, tmp_path, never)
 
 

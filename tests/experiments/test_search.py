@@ -89,11 +89,11 @@ def test_a_search_goes_on_with_its_study_and_draws_on_as_it_would_have(played, t
     part = searched(tmp_path / "part", 6)
     assert part.rows == whole.rows
     assert len(played) == 12
-    said = r"study\.journal .*seeds .*\[0\] .*\[1\]"
-    with pytest.raises(ConfigurationError, match=said):
+    journal = str(tmp_path / "part" / "study.journal")
+    with refuses("", fact="seeds was [0] and is now [1]", where=journal):
         searched(tmp_path / "part", 6, seeds=[1])
-    said = r"--search server_lr\.x .*'0\.001:1:log' .*'0\.001:2:log'.* --out$"
-    with pytest.raises(ConfigurationError, match=said):
+    said = "--search server_lr.x was '0.001:1:log' and is now '0.001:2:log'; choose another --out"
+    with refuses("", fact=said, where=journal):
         searched(tmp_path / "part", 6, {**SPACE, "server_lr.x": Range(0.001, 2, log=True)})
 
 

@@ -25,7 +25,7 @@ from test_site import greeted, request
 
 import fedbilevel as fb
 from fedbilevel.cli import main
-from fedbilevel.core.errors import CheckpointError, ConfigurationError
+from fedbilevel.core.errors import CheckpointError
 from fedbilevel.core.privacy import Privacy
 from fedbilevel.experiments.study import client_app as app_of_study
 from fedbilevel.experiments.study import serve
@@ -34,7 +34,7 @@ from fedbilevel.flower.client.audit import Audit
 from fedbilevel.flower.client.site import ClientRuntime, client_app
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.wire import METRICS, digest
-from refusals import raises_with
+from refusals import raises_with, refuses
 from site_tables import SITES, study, tables
 
 STEPS = federations.Steps()
@@ -358,8 +358,9 @@ def test_the_command_says_what_is_there(audit, capsys):
     assert main(command) == 0
     assert main([*command, "--holds", hashes[2]]) == 2
     assert "the hash of a line of" in capsys.readouterr().err
-    with pytest.raises(ConfigurationError, match=r"audit\.jsonl is missing"):
-        Audit(audit.path.parent / "none").verify()
+    none = Audit(audit.path.parent / "none")
+    with refuses("", fact="is missing", where=str(none.path)):
+        none.verify()
 
 
 def test_lines_that_are_missing_at_the_end_are_noticed_by_the_count_of_requests(tmp_path, capsys):

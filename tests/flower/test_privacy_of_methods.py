@@ -3,6 +3,7 @@
 Tests check which numbers are noised, and that a simulation under privacy has the numbers of a federation.
 """
 
+import re
 from collections import Counter
 from dataclasses import replace
 from typing import ClassVar
@@ -224,16 +225,16 @@ def bookkeeping(case, state):
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_method_that_noise_would_spoil_is_refused_by_name(case):
     algorithm, why = REFUSED[case]
-    said = f"Site.privacy: {type(algorithm).__name__} does not support noisy replies: .*{why}"
-    with pytest.raises(NoiseError, match=said):
+    with raises_with(NoiseError, f"{type(algorithm).__name__} does not", where="Site.privacy") as error:
         check_noise("Site.privacy", algorithm)
+    assert re.search(why, str(error.value))
 
 
 def test_both_sides_are_told_why_a_method_is_refused(tmp_path):
     """If noise would spoil a method, the client gets an error at once, and the server's error has the same reason."""
     privacy = Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
     algorithm = fixed(fb.FedNest(hypergradient=GLOBAL_CG))
-    with pytest.raises(NoiseError, match="FedNest"):
+    with raises_with(NoiseError, "FedNest", where="Site.privacy"):
         federations.site(algorithm, 0, privacy=privacy, folder=tmp_path)
     grid = InProcess(federations.app(algorithm, privacy=privacy, folder=tmp_path), 6)
     with raises_with(ExchangeError, "Site.privacy: FedNest does not support noisy replies", replies=0) as error:

@@ -16,6 +16,7 @@ from fedbilevel.flower.client.site import ClientRuntime
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.refusal import Code, Refusal, in_words
 from fedbilevel.flower.server.terms import Terms
+from refusals import refuses
 
 STEPS = federations.Steps()
 TERMS = Terms(join=1.0, deadline=5.0)
@@ -74,7 +75,7 @@ def test_a_status_is_that_of_the_last_word_and_survives_a_line_that_was_cut(tmp_
     Client 1 has replied since it was refused, and client 3 has not. The advice for client 3 is the library's own, and
     not the text in the file. Two lines are wrong, and the last one was cut.
     """
-    with pytest.raises(fb.errors.ConfigurationError, match=r"exchanges\.jsonl does not exist"):
+    with refuses("", fact="does not exist", where=str(tmp_path / "exchanges.jsonl")):
         Status.of(Folder(tmp_path))
     late, odd = Refusal(Code.LATE, "no reply").told(), {"code": "new", "why": "x\ny", "how": "send keys"}
     lines = [

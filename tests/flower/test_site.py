@@ -376,7 +376,7 @@ def test_an_account_belongs_to_one_client_and_never_begins_anew(tmp_path):
     assert PrivacyAccount.from_json(kept).total == 1
     account.unlink()
     assert asked(runtime).refused == "ConfigurationError; the client's log says more"
-    with pytest.raises(fb.errors.ConfigurationError, match=r"account\.json is missing"):
+    with refuses("", fact="is missing", where=str(account)):
         make(1)
     assert not account.exists()
     account.write_text(kept)

@@ -483,7 +483,7 @@ def _audit(options: argparse.Namespace) -> int:
     audit = Audit(options.folder)
     report = audit.verify(options.holds)
     if report.broken:
-        raise ConfigurationError(f"{audit.path}: {report.broken}")
+        raise ConfigurationError(report.broken, where=str(audit.path))
     require(not options.holds or report.found, "--holds", options.holds, f"the hash of a line of {audit.path}")
     said = [f"{report.count} lines in an unbroken chain, from {report.first} to {report.latest}"]
     said += [f"line {number} was cut: its process was killed" for number in report.cut]

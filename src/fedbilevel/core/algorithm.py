@@ -222,7 +222,9 @@ class Listed(Part):
         mark = (
             f" of a {type(holder).__name__} that is not a field: make it a field" if isinstance(holder, Part) else mark
         )
-        raise ConfigurationError(f"{self.label}: an exchange takes one of its phases {sorted(phases)}, got {got}{mark}")
+        raise ConfigurationError(
+            f"an exchange takes one of its phases {sorted(phases)}, got {got}{mark}", where=self.label
+        )
 
 
 class Algorithm(Listed):

@@ -40,7 +40,7 @@ def check_arguments(function: Callable[..., Any]) -> None:
         inspect.signature(function).bind("self", "client", "message", "key")
     except TypeError:
         name, takes = function.__qualname__.rpartition("<locals>.")[2], inspect.signature(function)
-        raise ConfigurationError(f"{name}: a phase takes (self, client, message, key), got {takes}") from None
+        raise ConfigurationError(f"a phase takes (self, client, message, key), got {takes}", where=name) from None
 
 
 def checked_init(algorithm: Server, x: PyTree, y: PyTree) -> Any:
@@ -55,11 +55,11 @@ def checked_init(algorithm: Server, x: PyTree, y: PyTree) -> Any:
         state = algorithm.init(x, y)
     if not (hasattr(state, "x") and hasattr(state, "y")):
         needs = "it must return a state with the attributes x and y, such as a NamedTuple State(x, y)"
-        raise ConfigurationError(f"{where} returned {described(state)}: {needs}")
+        raise ConfigurationError(f"it returned {described(state)}: {needs}", where=where)
     for name, start in {"x": x, "y": y}.items():
         wrong = "" if start is None else difference(getattr(state, name), start)
         if wrong:
-            raise ConfigurationError(f"{where}: the state's {name} must be like {name}0: {wrong}")
+            raise ConfigurationError(f"the state's {name} must be like {name}0: {wrong}", where=where)
     return state
 
 
@@ -73,7 +73,8 @@ def checked_round(algorithm: Server, fed: Fed, state: Any, key: Array) -> Any:
     with explained(where):
         new = algorithm.round(fed, state, key)
     if wrong := difference(new, state):
-        raise ConfigurationError(f"{where} must return a state with the shapes and dtypes that init returned: {wrong}")
+        text = f"it must return a state with the shapes and dtypes that init returned: {wrong}"
+        raise ConfigurationError(text, where=where)
     return new
 
 
@@ -99,7 +100,8 @@ def reply_of(where: str, phase: Phase, client: Client, message: PyTree, key: Arr
     with explained(where):
         reply = phase(client, message, key)
     if not isinstance(reply, Reply):
-        raise ConfigurationError(f"{where} returned {described(reply)}: it must return a Reply(update){SEVERAL}")
+        text = f"it returned {described(reply)}: it must return a Reply(update){SEVERAL}"
+        raise ConfigurationError(text, where=where)
     check_numbers(where, reply)
     check_state(where, reply.state, client.state)
     return reply
@@ -109,13 +111,13 @@ def check_numbers(where: str, reply: Reply, known: Collection[str] = ()) -> None
     """Refuse metrics and counts of a reply that are not single numbers; metrics in `known` may be arrays."""
     if not isinstance(reply.metrics, Mapping | None):
         got = described(reply.metrics)
-        raise ConfigurationError(f"{where}: Reply.metrics is {got}: it must be a dict of numbers by name{SEVERAL}")
+        raise ConfigurationError(f"Reply.metrics is {got}: it must be a dict of numbers by name{SEVERAL}", where=where)
     for name, value in (reply.metrics or {}).items():
         if not isinstance(name, str) or (np.shape(value) != () and name not in known):
-            raise ConfigurationError(f"{where}: the metric {name!r} is {described(value)}: it must be one number")
+            raise ConfigurationError(f"the metric {name!r} is {described(value)}: it must be one number", where=where)
     for name in ("gradients", "hvps"):
         if np.shape(count := getattr(reply, name)) != ():
-            raise ConfigurationError(f"{where}: Reply.{name} is {described(count)}: it must be one number, a count")
+            raise ConfigurationError(f"Reply.{name} is {described(count)}: it must be one number, a count", where=where)
 
 
 def check_state(where: str, new: PyTree, kept: PyTree) -> None:
@@ -124,9 +126,9 @@ def check_state(where: str, new: PyTree, kept: PyTree) -> None:
         return
     if kept is None:
         nothing = "a client that has none: init_client makes the state, and clients of a fresh cohort have no state"
-        raise ConfigurationError(f"{where}: Reply.state is {described(new)}, from {nothing}{SEVERAL}")
+        raise ConfigurationError(f"Reply.state is {described(new)}, from {nothing}{SEVERAL}", where=where)
     if wrong := difference(new, kept):
-        raise ConfigurationError(f"{where}: Reply.state must be like client.state, as init_client made it: {wrong}")
+        raise ConfigurationError(f"Reply.state must be like client.state, as init_client made it: {wrong}", where=where)
 
 
 @contextmanager

@@ -109,9 +109,8 @@ class Clients(Shown):
         require(inner is not None or inner_sizes is None, "Clients.inner_sizes", inner_sizes, "left out without inner")
         count = len(inner_rows.size)
         if len(outer_rows.size) != count:
-            raise ConfigurationError(
-                f"Clients: outer has {len(outer_rows.size)} clients and inner has {count}; they must agree"
-            )
+            text = f"outer has {len(outer_rows.size)} clients and inner has {count}; they must agree"
+            raise ConfigurationError(text, where="Clients")
         object.__setattr__(self, "outer", outer_rows)
         object.__setattr__(self, "inner", inner_rows)
         weights = inner_rows.size if isinstance(weights, str) and weights == "size" else weights
@@ -301,7 +300,7 @@ def _rows(name: str, data: PyTree, sizes: Any) -> Ragged:
         return Ragged.listed(name, data)
     rows = Ragged.stacked(name, data, sizes)
     if len(rows.size) == 0:
-        raise ConfigurationError(f"Clients.{name} has 0 clients; at least one client is needed")
+        raise ConfigurationError("it has 0 clients; at least one client is needed", where=f"Clients.{name}")
     return rows
 
 

@@ -329,7 +329,7 @@ def _require_bound(name: str, kind: str, signature: inspect.Signature, given: An
     try:
         signature.bind(*given, **named)
     except TypeError as error:
-        raise ConfigurationError(f"{name}: {error} ({kind}s: {', '.join(names)})") from None
+        raise ConfigurationError(f"{error} ({kind}s: {', '.join(names)})", where=name) from None
 
 
 def refuse_together(wrong: Iterable[ConfigurationError]) -> None:

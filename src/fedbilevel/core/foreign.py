@@ -104,21 +104,20 @@ def tree_of(field: str, data: Any, whose: str = "") -> tuple[PyTree, str]:
     named = isinstance(data, Mapping)
     if any(map(kind_of, data.values() if named else data if isinstance(data, tuple) else ())):
         call = "list(data.values())" if named else "[entry for _, entry in data]" if whose else "list(data)"
-        raise ConfigurationError(
-            f"{field}{whose} is a {called} of tables or datasets; clients must be in a list: {call}"
-        )
+        text = f"it is a {called} of tables or datasets; clients must be in a list: {call}"
+        raise ConfigurationError(text, where=f"{field}{whose}")
     if hasattr(data, "collate_fn"):
-        raise ConfigurationError(
-            f"{field}{whose} is a {called}; methods draw batches themselves, so give the dataset: loader.dataset"
-        )
+        text = f"it is a {called}; methods draw batches themselves, so give the dataset: loader.dataset"
+        raise ConfigurationError(text, where=f"{field}{whose}")
     if kind is None:
         return data, ""
     if kind.read and not hasattr(type(data), "__len__"):
-        raise ConfigurationError(f"{field}{whose} is a {called} without a length; read it first: {kind.read}")
+        text = f"it is a {called} without a length; read it first: {kind.read}"
+        raise ConfigurationError(text, where=f"{field}{whose}")
     try:
         return kind.arrays(data), kind.encode
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise ConfigurationError(f"{field}{whose}, a {called}, cannot become arrays: {error}") from error
+        raise ConfigurationError(f"a {called} cannot become arrays: {error}", where=f"{field}{whose}") from error
 
 
 def one_by_one(field: str, data: Any) -> Any:
@@ -133,7 +132,8 @@ def one_by_one(field: str, data: Any) -> Any:
         names = list(getattr(data, "columns", ("",)))
         words = [name for name in names if data[name].to_numpy().dtype.kind not in "biuf"] if names != [""] else []
         call = kind.divide.format((words or names)[0])
-        raise ConfigurationError(f"{field} is one {called} for all clients; divide it among the clients: {call}")
+        text = f"it is one {called} for all clients; divide it among the clients: {call}"
+        raise ConfigurationError(text, where=field)
     if hasattr(type(data), "partitioners"):  # flwr-datasets
         splits = data.partitioners
         require(len(splits) == 1, field, called, f'the clients of one split: fds.partitioners["{next(iter(splits))}"]')

@@ -206,31 +206,30 @@ def _array(name: str, leaf: Any, path: Any, encode: str) -> Any:
             how = "convert it to an array by np.asarray(…)"
         except ValueError:
             how = "its parts have different lengths: pad them to one length, and mark the padding under another key"
-        raise ConfigurationError(f"{name} is a {type(leaf).__name__} of plain values; {how}")
+        raise ConfigurationError(f"it is a {type(leaf).__name__} of plain values; {how}", where=name)
     if hasattr(leaf, "toarray"):
-        raise ConfigurationError(f"{name} is a sparse {type(leaf).__name__}; convert it to an array by .toarray()")
+        text = f"it is a sparse {type(leaf).__name__}; convert it to an array by .toarray()"
+        raise ConfigurationError(text, where=name)
     if isinstance(leaf, np.ma.MaskedArray):
-        raise ConfigurationError(
-            f"{name} is a masked array; fill its gaps by .filled(…), and mark them under another key"
-        )
+        text = "it is a masked array; fill its gaps by .filled(…), and mark them under another key"
+        raise ConfigurationError(text, where=name)
     if kind_of(leaf):
-        raise ConfigurationError(
-            f"{name} is a {type(leaf).__name__}; a table or dataset must be all samples of a client, not a part of them"
-        )
+        kind = type(leaf).__name__
+        text = f"it is a {kind}; a table or dataset must be all samples of a client, not a part of them"
+        raise ConfigurationError(text, where=name)
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        raise ConfigurationError(
-            f"{name} holds PRNG keys; store their jax.random.key_data, and call jax.random.wrap_key_data in the loss"
-        )
+        text = "it holds PRNG keys; store their jax.random.key_data, and call jax.random.wrap_key_data in the loss"
+        raise ConfigurationError(text, where=name)
     try:
         array = leaf if isinstance(leaf, np.ndarray | jax.Array) else as_numpy(leaf)
     except (TypeError, ValueError, RuntimeError) as error:
-        text = f"{name} is a {type(leaf).__name__}, which NumPy cannot convert to an array of numbers"
-        raise ConfigurationError(f"{text} ({error})") from error
+        text = f"it is a {type(leaf).__name__}, which NumPy cannot convert to an array of numbers ({error})"
+        raise ConfigurationError(text, where=name) from error
     words = array.dtype.kind == "O" and array.size and isinstance(np.ravel(array)[0], str)
     kind = "U" if words else array.dtype.kind
     if advice := NOT_NUMBERS.get(kind):
         how = f": {encode.format(path[-1].key)}" if kind in "UST" and encode else ""
-        raise ConfigurationError(f"{name} {advice}{how}")
+        raise ConfigurationError(f"it {advice}{how}", where=name)
     return array
 
 
@@ -262,17 +261,18 @@ def require_alike(field: str, entries: Sequence[PyTree]) -> None:
         more, less = ", ".join(sorted(keys[one] - keys[other])), ", ".join(sorted(keys[other] - keys[one]))
         differences = [f"has {more}, which client {other} lacks"] * bool(more)
         differences += [f"lacks {less}, which client {other} has"] * bool(less)
-        raise ConfigurationError(f"{field}: client {one} {'; '.join(differences)}")
+        raise ConfigurationError(f"client {one} {'; '.join(differences)}", where=field)
     structures = [jax.tree.structure(entry) for entry in entries]
     if odd := _odd_one(structures):
         one, other = odd
-        raise ConfigurationError(f"{field}: client {one} is a {structures[one]}, client {other} a {structures[other]}")
+        text = f"client {one} is a {structures[one]}, client {other} a {structures[other]}"
+        raise ConfigurationError(text, where=field)
     for key in sorted(keys[0]):
         trailing = [_shapes_by_key(entry)[key][1:] for entry in entries]
         if odd := _odd_one(trailing):
             one, other = odd
             text = f"of shape {trailing[one]} in client {one}, {trailing[other]} in client {other}"
-            raise ConfigurationError(f"{field}: a sample's {key} is {text}")
+            raise ConfigurationError(f"a sample's {key} is {text}", where=field)
 
 
 def _shapes_by_key(entry: PyTree) -> dict[str, tuple[int, ...]]:

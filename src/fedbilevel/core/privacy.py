@@ -108,7 +108,7 @@ class NoiseError(UnsupportedError):
 def check_noise(where: str, algorithm: Algorithm) -> None:
     """Refuse an algorithm that, with its present fields, does not support noisy replies; `where` begins the message."""
     if isinstance(no := algorithm.allows.noise, No):
-        raise NoiseError(f"{where}: {algorithm.label} does not support noisy replies: {no.why}")
+        raise NoiseError(f"{algorithm.label} does not support noisy replies: {no.why}", where=where)
 
 
 def positive_below(below: float, **default: Any) -> Any:

@@ -43,16 +43,15 @@ class Ragged(Shown):
         arrays = arrays_of(f"Clients.{name}", arrays)
         leading = {np.shape(leaf)[:2] for leaf in jax.tree.leaves(arrays)}
         if len(leading) != 1 or len(next(iter(leading))) != 2:
-            raise ConfigurationError(
-                f"Clients.{name}: every leaf needs the same two leading axes (clients, samples), got "
-                f"{shapes(arrays)}{hint}"
-            )
+            text = f"every leaf needs the same two leading axes (clients, samples), got {shapes(arrays)}{hint}"
+            raise ConfigurationError(text, where=f"Clients.{name}")
         clients, samples = leading.pop()
         size = np.full(clients, samples) if sizes is None else np.asarray(sizes)
         fits = size.shape == (clients,) and np.issubdtype(size.dtype, np.integer)
         require(fits, f"Clients.{name}_sizes", sizes, f"integers of shape ({clients},)")
         if size.max(initial=0) > samples:
-            raise ConfigurationError(f"Clients.{name}: a size of {size.max()} exceeds the {samples} samples stored")
+            text = f"a size of {size.max()} exceeds the {samples} samples stored"
+            raise ConfigurationError(text, where=f"Clients.{name}")
         flat = jax.tree.map(lambda leaf: np.asanyarray(leaf).reshape(-1, *np.shape(leaf)[2:]), arrays)
         return cls(flat, np.arange(clients) * samples, size.astype(np.int64)).checked(name)
 
@@ -61,9 +60,7 @@ class Ragged(Shown):
         """Make rows from a pytree for each client, with leaves of shape (samples, ...)."""
         entries = [arrays_of(f"Clients.{name}", entry, f" of client {i}") for i, entry in enumerate(entries)]
         require_alike(f"Clients.{name}", entries)
-        size = np.array(
-            [_length(f"Clients.{name}: leaves of client {i}", entry) for i, entry in enumerate(entries)], np.int64
-        )
+        size = np.array([_length(f"Clients.{name} of client {i}", entry) for i, entry in enumerate(entries)], np.int64)
         flat = jax.tree.map(lambda *leaves: np.concatenate(leaves), *entries)
         return cls(flat, np.cumsum(size) - size, size).checked(name)
 
@@ -76,14 +73,13 @@ class Ragged(Shown):
         if empty.size:
             more = f" ({empty.size} clients have none)" if empty.size > 1 else ""
             whose = f"client {empty[0]} has no samples{more}" if len(self.size) > 1 else "there is no sample"
-            raise ConfigurationError(f"Clients.{name}: {whose}; every client needs at least one sample")
-        stored = _length(f"Clients.{name}: leaves", self.values)
+            raise ConfigurationError(f"{whose}; every client needs at least one sample", where=f"Clients.{name}")
+        stored = _length(f"Clients.{name}", self.values)
         outside = np.flatnonzero((self.start < 0) | (self.start + self.size > stored))
         if outside.size:
             i = outside[0]
-            raise ConfigurationError(
-                f"Clients.{name}: row {i} (start {self.start[i]}, size {self.size[i]}) is outside the {stored} samples"
-            )
+            text = f"row {i} (start {self.start[i]}, size {self.size[i]}) is outside the {stored} samples"
+            raise ConfigurationError(text, where=f"Clients.{name}")
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.values):
             if not isinstance(leaf, np.memmap):  # memory maps are checked row by row when they are read
                 check_finite(f"Clients.{name}{jax.tree_util.keystr(path)}", leaf, self.place)
@@ -133,11 +129,11 @@ def one_sample(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((1, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
-def _length(what: str, tree: PyTree) -> int:
-    """Return the common length of the first axes of all leaves; `what` names the leaves in the error."""
+def _length(where: str, tree: PyTree) -> int:
+    """Return the common length of the first axes of all leaves; `where` names the tree in the error."""
     lengths = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(tree)}
     if len(lengths) != 1 or () in lengths:
-        raise ConfigurationError(f"{what} disagree in their leading (sample) axis: {shapes(tree)}")
+        raise ConfigurationError(f"leaves disagree in their leading (sample) axis: {shapes(tree)}", where=where)
     return int(lengths.pop()[0])
 
 
@@ -155,4 +151,4 @@ def check_finite(name: str, array: Any, place: Callable[[int], str]) -> None:
         row, *within = (int(i) for i in np.argwhere(~finite)[0])
         value, entry = array[(row, *within)], f", entry [{', '.join(map(str, within))}]" if within else ""
         what = f"{value:g}, which is infinite in {precision}" if np.isfinite(value) else "NaN or infinity"
-        raise ConfigurationError(f"{name} holds {what}, first {place(row)}{entry} (counted from 0)")
+        raise ConfigurationError(f"it holds {what}, first {place(row)}{entry} (counted from 0)", where=name)

@@ -410,7 +410,7 @@ def _by_name(make: Callable[..., Any], key: str, table: Fields, path: str) -> An
     except ConfigurationError:
         raise
     except Exception as error:  # Optax and JAX raise many kinds of errors for wrong arguments
-        raise ConfigurationError(f"{path}: {error}") from error
+        raise ConfigurationError(str(error), where=path) from error
 
 
 # ------------------------------------------------------------------------------------------------- objects to tables

@@ -96,6 +96,9 @@ def check_method(
     - With the fact `bias="nothing"`, and full batches, the method ends at the solution of a quadratic problem whose
       clients differ in losses, weights and numbers of samples.
 
+    A check counts as refused if the method declares that it does not support what is checked, or if the run raises
+    `UnsupportedError`. Every other error is a failure.
+
     Everything is computed in float64, whatever the dtypes of x0 and y0 are. States may differ by 1e-10, relative to the
     largest entry of a leaf or to 1, whichever is larger. A loss that itself computes in float32 cannot agree so well.
     Take small data of clients that differ, and that have unequal weights and numbers of samples, since equal clients

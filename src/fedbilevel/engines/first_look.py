@@ -291,12 +291,13 @@ def check_indices(name: str, program: ClosedJaxpr, rows: Ragged) -> None:
         sample = high.argmax() if beyond else low.argmin()
         if not beyond and low[sample] >= 0:
             continue
+        where = f"Clients.{name}{jax.tree_util.keystr(path)}"
         text = (
-            f"Clients.{name}{jax.tree_util.keystr(path)} {rows.place(int(places[sample]))} makes the {name} loss take "
-            f"entry {int((high if beyond else low)[sample])} of an axis whose entries are 0 to {axis.length - 1}. JAX "
+            f"the value {rows.place(int(places[sample]))} makes the {name} loss take entry "
+            f"{int((high if beyond else low)[sample])} of an axis whose entries are 0 to {axis.length - 1}. JAX "
             "silently takes another entry, NaN or none in its place: number classes from 0, in the same way for all "
             "clients, and give the model an output for each"
         )
         if axis.operation == "gather" and beyond:
-            raise ConfigurationError(text)
-        warn(DataWarning(text))  # a warning only: the user may want entries from the end, or none
+            raise ConfigurationError(text, where=where)
+        warn(DataWarning(f"{where}: {text}"))  # a warning only: the user may want entries from the end, or none

@@ -157,7 +157,8 @@ def _require_writable(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(10**6))
     except OSError as error:
-        raise ConfigurationError(f"programs cannot be kept in {folder}: {error.strerror}") from error
+        text = f"programs cannot be kept in this folder: {error.strerror}"
+        raise ConfigurationError(text, where=str(folder)) from error
 
 
 def _remove_halves(folder: Path) -> None:

@@ -162,7 +162,8 @@ def _check_free(coordinator: str, address: tuple[str, int]) -> None:
         with socket.create_server(address, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET):
             pass
     except OSError as error:
-        raise ConfigurationError(f"process 0 cannot listen at coordinator = {coordinator!r}: {error}") from error
+        allowed = f"an address at which process 0 can listen: {error}"
+        raise ConfigurationError(path="coordinator", got=coordinator, allowed=allowed) from error
 
 
 def _await_answer(coordinator: str, address: tuple[str, int], patience: float) -> None:
@@ -172,12 +173,12 @@ def _await_answer(coordinator: str, address: tuple[str, int], patience: float) -
             socket.create_connection(address, timeout=2).close()
             return
         except socket.gaierror as error:
-            said = f"coordinator = {coordinator!r}: the name {address[0]!r} is not known"
-            raise ConfigurationError(f"{said}: {error.strerror}") from error
+            allowed = f"the address of a known machine: {address[0]}: {error.strerror}"
+            raise ConfigurationError(path="coordinator", got=coordinator, allowed=allowed) from error
         except OSError as error:
             if time.monotonic() > end:
-                said = f"coordinator = {coordinator!r} does not answer in {patience:.0f} s: {error}"
-                raise ConfigurationError(f"{said}; is process 0 running?") from error
+                allowed = f"an address that answers in {patience:.0f} s: {error}; is process 0 running?"
+                raise ConfigurationError(path="coordinator", got=coordinator, allowed=allowed) from error
         time.sleep(0.2)
 
 

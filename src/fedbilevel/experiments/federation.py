@@ -343,12 +343,11 @@ def require_real(spec: Spec) -> None:
     allowed = "a method: in a federation there are no searches, which train a model for each of many trials"
     require(one_run, "algorithm", label(spec.algorithm.name), allowed)
     if spec.privacy.terms is not None:
-        text = "[privacy] is for simulations: in a federation, each client sets its privacy in its node configuration"
-        raise ConfigurationError(text)
+        text = "it is for simulations: in a federation, each client sets its privacy in its node configuration"
+        raise ConfigurationError(text, where="[privacy]")
     if spec.timed:
-        raise ConfigurationError(
-            "[clock] is for simulations: leave it out, since the clients of a federation take real time"
-        )
+        text = "it is for simulations: leave it out, since the clients of a federation take real time"
+        raise ConfigurationError(text, where="[clock]")
 
 
 def terms(config: Mapping[str, Any]) -> Any:

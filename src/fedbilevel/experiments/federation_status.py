@@ -149,7 +149,7 @@ class Status:
             there = place.exchanges.exists()
             what = "is not a regular file" if there else "does not exist: no exchange has ended, or no run has begun"
             how = "`fedbilevel flower status --connection NAME` says whether the SuperLink starts runs"
-            raise ConfigurationError(f"{place.exchanges} {what}; {how}")
+            raise ConfigurationError(f"the file {what}; {how}", where=str(place.exchanges))
         finished = place.finished or place.model.is_file()
         found = cls(place.exchanges, finished, place.exchanges.stat().st_mtime)
         for text in place.exchanges.read_text(errors="replace").splitlines():

@@ -45,11 +45,11 @@ def path_word(name: str) -> str:
 def require_free(path: Path) -> None:
     """Raise a ConfigurationError if a file or a folder that is not empty exists at a path."""
     if path.exists() and not path.is_dir():
-        raise ConfigurationError(f"cannot write a run to {path}: it is a file")
+        raise ConfigurationError("it is a file, and a run needs a folder", where=str(path))
     if path.is_dir() and any(path.iterdir()):
         begun = (path / "checkpoint.npz").exists()
         hint = f"; fedbilevel run --resume {path} continues the run in it" if begun else ""
-        raise ConfigurationError(f"cannot write a run to {path}: that folder is not empty{hint}")
+        raise ConfigurationError(f"the folder is not empty, and a run needs an empty one{hint}", where=str(path))
 
 
 COSTS = ("exchanges", "bytes_down", "bytes_up", "gradients", "hvps", "seconds")  # columns of every history
@@ -300,7 +300,7 @@ def as_damage(file: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
-        raise ConfigurationError(f"{file} is damaged: {in_a_line(error)}") from error
+        raise ConfigurationError(f"it is damaged: {in_a_line(error)}", where=str(file)) from error
 
 
 def _whole(summary: dict[str, Any]) -> dict[str, Any]:

@@ -166,7 +166,7 @@ def _module(place: str) -> ModuleType:
         what = file or f"module {place!r}"
         raise ConfigurationError(f"{what} cannot be imported: {error}") from error
     if file and Path(module.__file__ or "").resolve() != file:
-        raise ConfigurationError(f"{file}: Python finds another module named {file.stem}: rename the file")
+        raise ConfigurationError(f"Python finds another module named {file.stem}: rename the file", where=str(file))
     return module
 
 

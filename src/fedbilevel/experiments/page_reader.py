@@ -80,7 +80,7 @@ class PageReader:
             why = f"it does not answer ({in_a_line(error)})"
         except ValueError as error:
             why = f"{NO_PAGE} ({in_a_line(error)})"
-        raise ConfigurationError(f"{self.shown} cannot be watched: {why}")
+        raise ConfigurationError(f"it cannot be watched: {why}", where=self.shown)
 
     def _answer(self) -> tuple[HTTPResponse, bytes]:
         """Return the answer and its content. Of an answer that is too long, only the beginning is read."""

@@ -252,7 +252,7 @@ def open_study(
                 changed = f"{name} was {was!r} and is now {now!r}" if file == name else f"{file} has changed since then"
                 option = "--out" if place == str(folder / JOURNAL) else "--storage"
                 where = without_secrets(place)
-                raise ConfigurationError(f"{where} has another search: {changed}; choose another {option}")
+                raise ConfigurationError(f"it has another search: {changed}; choose another {option}", where=where)
         study.set_user_attr("definition", definition)
     return study
 

@@ -71,7 +71,8 @@ class WindowServer(ThreadingHTTPServer):
         try:
             super().__init__((host, port), WindowRequest)
         except OSError as error:
-            raise ConfigurationError(f"--serve: {host}:{port} cannot be opened: {error.strerror or error}") from error
+            text = f"{host}:{port} cannot be opened: {error.strerror or error}"
+            raise ConfigurationError(text, where="--serve") from error
         address = ipaddress.ip_address(self.socket.getsockname()[0])
         own = "localhost" if address.is_loopback else name_of_machine()
         self.host = own if address.is_unspecified else host

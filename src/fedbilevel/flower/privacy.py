@@ -215,7 +215,8 @@ class PrivacyGuard:
             ConfigurationError: the file is missing or damaged.
         """
         if not self.account.exists():
-            raise ConfigurationError(f"{self.account} is missing: the client's ε so far is unknown; restore the file")
+            text = "the file is missing, and the client's ε so far is unknown; restore the file"
+            raise ConfigurationError(text, where=str(self.account))
         with errors_in(f"{self.account} is damaged; restore the file"):
             return PrivacyAccount.from_json(self.account.read_text(errors="replace"))
 

@@ -251,7 +251,7 @@ def _step(node: Any) -> Step:
     path, kind = (("", ""), *node.meta.get("nn_module_stack", {}).values())[-1]
     where = f"{node.target} in {path or 'forward'} ({str(kind).rpartition('.')[2]})"
     if node.op != "call_function":
-        raise ConfigurationError(f"{where}: control flow is not supported: use torch.where")
+        raise ConfigurationError("control flow is not supported: use torch.where", where=where)
     kwargs = {name: mapped(value, _plain) for name, value in node.kwargs.items() if name not in PLACEMENT}
     draws = str(node.target) in DRAWING
     return Step(node.name, _rule(node.target, where), draws, mapped(node.args, _plain), kwargs, _dtypes(node), where)
@@ -268,8 +268,8 @@ def _rule(target: Any, where: str) -> Rule:
         return max if target is torch.sym_max else min
     for refused, why in REFUSED.items():
         if name.startswith(refused):
-            raise ConfigurationError(f"{where}: it {why}")
-    raise ConfigurationError(f"{where}: this operator is not supported: write forward with others")
+            raise ConfigurationError(f"it {why}", where=where)
+    raise ConfigurationError("this operator is not supported: write forward with others", where=where)
 
 
 def _plain(value: Any) -> Any:

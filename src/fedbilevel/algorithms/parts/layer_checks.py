@@ -55,7 +55,9 @@ def checked(
         nothing += ", or this is a fresh cohort, in which layers keep nothing: `kept` is None" * (function == "reply")
         raise ConfigurationError(f"{where} keeps {described(kept)}, but {nothing}")
     if layer.kind in slots and (wrong := difference(kept, slots[layer.kind])):
-        raise ConfigurationError(f"{where}: the state that it returns must be like the state that {make} made: {wrong}")
+        raise ConfigurationError(
+            f"the state that it returns must be like the state that {make} made: {wrong}", where=where
+        )
     if function == "after_round" and (wrong := difference(what, inside)):
         raise ConfigurationError(f"{where} must return a state like `after`: {wrong}")
     if isinstance(what, Reply):
@@ -74,7 +76,7 @@ def _check_reply(layer: Any, where: str, reply: Reply, inside: Reply | None, und
     if inside is None:
         return
     if wrong := difference(reply.state, inside.state):
-        raise ConfigurationError(f"{where}: Reply.state must be like that of `run`; use reply._replace(…): {wrong}")
+        raise ConfigurationError(f"Reply.state must be like that of `run`; use reply._replace(…): {wrong}", where=where)
     if undone:
         return
     like = plain_update(where, inside.update)
@@ -87,7 +89,7 @@ def _check_total(where: str, total: Total, inside: Total | None, undone: bool) -
     """Refuse a layer's total if its update or its numbers do not have the required shapes."""
     for name in ("weight", "responders", "population"):
         if np.shape(number := getattr(total, name)) != ():
-            raise ConfigurationError(f"{where}: Total.{name} is {described(number)}: it must be one number")
+            raise ConfigurationError(f"Total.{name} is {described(number)}: it must be one number", where=where)
     if inside is not None and not undone:
         same_shapes(
             f"{where}: Total.update must have the shapes of the update that `ask` returned", total.update, inside.update
@@ -131,7 +133,7 @@ def plain_update(where: str, update: PyTree) -> PyTree:
     for part in jax.tree.leaves(update, is_leaf=lambda part: isinstance(part, Coded)):
         if isinstance(part, Coded) and not callable(part.decode):
             takes = "it must be a function of the wire that a module defines, or a frozen dataclass"
-            raise ConfigurationError(f"{where}: Coded.decode is {described(part.decode)}: {takes}")
+            raise ConfigurationError(f"Coded.decode is {described(part.decode)}: {takes}", where=where)
     return jax.eval_shape(decoded, update)
 
 

@@ -539,7 +539,7 @@ class LayersFed:
         phase = self.stack.method.phases[asked.phase]
         if asked.first is not None and asked.each:
             ends = "every reply was asked for in an exchange that ends with the first replies"
-            raise ConfigurationError(f"{self.stack.method.label}: {ends}")
+            raise ConfigurationError(ends, where=self.stack.method.label)
         if asked.first is None:
             return self.fed.sum(phase, asked.message, asked.key, fresh=asked.fresh, each=asked.each)
         n, most = asked.first

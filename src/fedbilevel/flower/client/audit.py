@@ -120,7 +120,8 @@ class Audit:
             ConfigurationError: there is no audit.
         """
         if not self.path.is_file():
-            raise ConfigurationError(f"{self.path} is missing: this is not the state folder of a site that has replied")
+            text = "the file is missing: this is not the state folder of a site that has replied"
+            raise ConfigurationError(text, where=str(self.path))
         report, number, ended = AuditReport(), 0, True
         with open(self.path, "rb") as file:
             while raw := file.readline(LONGEST + 1):

@@ -55,7 +55,7 @@ def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
     try:
         key = load_ssh_private_key(read_bytes(path), None)
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigurationError(f"{path} has no private key: {in_a_line(error)}") from error
+        raise ConfigurationError(f"it has no private key: {in_a_line(error)}", where=str(path)) from error
     fits = isinstance(key, ec.EllipticCurvePrivateKey)
     require(fits, f"the key in {path}", type(key).__name__, "an ECDSA key: ssh-keygen -t ecdsa -b 384")
     assert isinstance(key, ec.EllipticCurvePrivateKey)

@@ -60,7 +60,9 @@ def make(directory: Path, clients: int, names: Sequence[str] = ("localhost", "12
     )
     files = [found.ca, found.certificate, found.key, *found.clients, *map(found.public, range(clients))]
     if existing := [file.name for file in files if file.exists()]:
-        raise ConfigurationError(f"{directory}: {', '.join(existing)} would be overwritten; choose another directory")
+        raise ConfigurationError(
+            f"{', '.join(existing)} would be overwritten; choose another directory", where=str(directory)
+        )
     import trustme
 
     authority = trustme.CA(path_length=0)

@@ -58,12 +58,14 @@ def public_keys(directory: Path, clients: int) -> dict[int, bytes]:
             key = der_of(path.read_bytes())
         except OSError as error:
             why = error.strerror or error
-            raise ConfigurationError(f"client {client} of {clients} has no public key: {path}: {why}") from error
+            raise ConfigurationError(
+                f"client {client} of {clients} has no public key: {why}", where=str(path)
+            ) from error
         if key is None:
-            raise ConfigurationError(f"{path} has no public key in the format of OpenSSH or PEM")
+            raise ConfigurationError("it has no public key in the format of OpenSSH or PEM", where=str(path))
         if key in found.values():
             other = next(holder for holder, theirs in found.items() if theirs == key)
-            raise ConfigurationError(f"{path}: client {client} has the same key as client {other}")
+            raise ConfigurationError(f"client {client} has the same key as client {other}", where=str(path))
         found[client] = key
     return found
 
