@@ -107,6 +107,16 @@ def test_a_number_beyond_the_precision_of_jax_is_named():
         Clients(with_value(-1e39))
 
 
+@pytest.mark.parametrize("use", ["train", "val", "test_rows"])
+def test_a_use_of_samples_is_answered_with_the_losses(use):
+    with refuses("argument of Clients", use) as error:
+        Clients(**{use: GOOD})
+    assert "`outer`" in str(error.value)
+    with refuses("argument of Clients", "qqq") as error:
+        Clients(GOOD, qqq=GOOD)
+    assert "`outer`" not in str(error.value)
+
+
 def test_both_losses_need_the_same_clients():
     with refuses("", fact="outer has 2 clients and inner has 3", where="Clients"):
         Clients(GOOD[:2], GOOD)
@@ -115,7 +125,7 @@ def test_both_losses_need_the_same_clients():
 @pytest.mark.parametrize(
     ("weights", "refusal"),
     [
-        ([1.0, 1.0], ("Clients.weights", (2,), "(3,)")),
+        ([1.0, 1.0], ("Clients.weights", [1.0, 1.0], "(3,)")),
         ([1.0, -0.1, 1.0], ("Clients.weights", [1.0, -0.1, 1.0])),
         ([1.0, np.inf, 1.0], ("Clients.weights", [1.0, np.inf, 1.0])),
         ([1.0, 0.0, 1.0], ("Clients.weights", [1.0, 0.0, 1.0])),

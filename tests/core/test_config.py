@@ -1,6 +1,7 @@
 """Are hyperparameters checked when they are set, static or traced as declared, and able to follow schedules?"""
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -116,6 +117,23 @@ def test_a_misspelt_field_is_answered_with_the_nearest():
         SimFBO(sever_lr=0.1)
     with refuses("field of Example", "qqq", "['count', 'decay', 'lr', 'radius']"):
         Example(qqq=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "places"),
+    [
+        ("T", ["inner=fb.parts.SVRG(rounds=…)"]),
+        ("rounds", ["inner=fb.parts.SVRG(rounds=…)"]),
+        ("N", ["hypergradient=fb.parts.Implicit(solver=fb.parts.Neumann(terms=…))"]),
+        ("tau", ["inner=fb.parts.SVRG(local_steps=…)", "outer_steps=…"]),
+        ("a", []),
+    ],
+)
+def test_a_symbol_or_a_field_of_a_part_is_answered_with_its_place(name, places):
+    """Symbols are those of the docstrings of FedNest and its parts; "a" also begins words there."""
+    with refuses("field of FedNest", name) as error:
+        fb.FedNest(**{name: 5})
+    assert [place for place in re.split(" is set by | or |; | \\(allowed", str(error.value)) if "=" in place] == places
 
 
 def test_configurations_are_frozen_and_take_names_only():

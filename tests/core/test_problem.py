@@ -25,6 +25,7 @@ BAD = {
     "a value per sample": lambda x, y, batch: (batch @ y - x) ** 2,
     "a complex number": lambda x, y, batch: jnp.mean(batch @ y - x) * 1j,
     "nothing": lambda x, y, batch: None,
+    "a tuple": lambda x, y, batch: (jnp.mean((batch @ y - x) ** 2), {}),
 }
 
 
@@ -32,7 +33,12 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_a_loss_returns_one_real_number(which, case):
     problem = fb.Bilevel(**{"outer": good, "inner": good, which: BAD[case]})
-    got = {"a vector": "an array of shape (1,)", "a value per sample": "an array of shape (", "nothing": "None"}
+    got = {
+        "a vector": "an array of shape (1,)",
+        "a value per sample": "an array of shape (",
+        "nothing": "None",
+        "a tuple": "a tuple",
+    }
     with refuses("", fact=f"it returned {got.get(case, '')}", where=f"the {which} loss"):
         check_losses(problem, jnp.ones(()), jnp.ones(2), SAMPLES[0], SAMPLES[0])
 

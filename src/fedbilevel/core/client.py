@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -34,7 +35,6 @@ from fedbilevel.core.tree import PyTree, rows_at
 from fedbilevel.machinery.threefry import computed_once, uniform_below
 
 
-@explain_misspelt
 @dataclass(frozen=True, init=False, repr=False)
 class Clients(Shown):
     """Hold a population of M clients: their samples for both losses, their weights and their amounts of local work.
@@ -43,7 +43,8 @@ class Clients(Shown):
 
     - A list with a pytree of arrays for each client, whose first axes are samples. Clients may have different numbers
       of samples.
-    - A pytree of arrays with leading axes (client, sample).
+    - A pytree of arrays with leading axes (client, sample). For one client, the first axis has the length 1: without
+      this axis, every sample would become a client.
     - A `Ragged`, which has the samples of all clients one after the other in flat arrays, with each client's number.
     - A list of data frames or of datasets of Hugging Face, which become dicts of columns; or of datasets of PyTorch,
       each of which becomes the pytree of its items. Each item is read once. If the items are pairs, a batch has
@@ -191,6 +192,15 @@ class Clients(Shown):
         return pooled
 
 
+def _use_of_samples(cls: type, name: str) -> str:
+    """Return which samples `Clients` takes as which argument, if the wrong name of an argument is a use of samples."""
+    uses = re.match("train|val|test", name)
+    return "`outer` takes the samples for validation, and `inner` those for training" if uses else ""
+
+
+explain_misspelt(Clients, hint=_use_of_samples)
+
+
 @dataclass(frozen=True, init=False, repr=False)
 class RemoteClients(Shown):
     """Describe a population whose samples are on other machines: its number of clients, and the form of a sample.
@@ -308,7 +318,7 @@ def checked_weights(field: str, weights: Any, count: int, otherwise: str = "None
     """Return the weights of `count` clients, scaled to sum to 1; None gives equal weights."""
     weights = np.ones(count) if weights is None else weights
     p = _numbers(field, weights, f"{otherwise} or one number per client")
-    require(p.shape == (count,), field, p.shape, f"of shape {(count,)}, one per client")
+    require(p.shape == (count,), field, weights, f"of shape {(count,)}, a number for each client, and not {p.shape}")
     require(bool(np.all(np.isfinite(p)) and np.all(p > 0)), field, weights, "positive and finite")
     p = np.ldexp(p, -np.frexp(p.max())[1])  # keeps the sum finite
     require(bool(np.all(p > 0)), field, weights, "of similar size: relative to the largest, the smallest rounds to 0")

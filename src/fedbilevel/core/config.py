@@ -32,6 +32,8 @@ from fedbilevel.core.errors import (
 )
 from fedbilevel.core.tree import XYV
 
+GREEK = {"alpha": "α", "beta": "β", "gamma": "γ", "eta": "η", "tau": "τ", "mu": "μ", "lambda_": "λ"}
+"""The names by which users write the symbols of docstrings."""
 SECTION = re.compile(r"^Args:\n((?:    .*\n?)+)", re.MULTILINE)
 ENTRY = re.compile(r"^    (\w+):.*(?:\n        .*)*", re.MULTILINE)
 KINDS = {bool: "True or False", optax.GradientTransformation: "an optax optimizer, such as optax.adam(1.0)"}
@@ -229,7 +231,7 @@ def config(cls: T) -> T:
     written = vars(cls).get("__doc__")
     cls.__post_init__ = post_init  # type: ignore[attr-defined]
     made: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-    explain_misspelt(made, "field")
+    explain_misspelt(made, "field", _place_of)
     made.__setattr__ = _refuse_change
     fields = dataclasses.fields(made)
     if written:
@@ -239,6 +241,28 @@ def config(cls: T) -> T:
         data_fields=[f.name for f in fields if not f.metadata.get("static")],
         meta_fields=[f.name for f in fields if f.metadata.get("static")],
     )
+
+
+def _place_of(cls: Any, name: str) -> str:
+    """Return how to set the fields that have a name or a symbol, in a class or its parts; "" if there are none.
+
+    A symbol is the letter at the beginning of the field's entry in the docstring, such as T of `rounds: T, the number`.
+    """
+    symbol = GREEK.get(name, name)
+    found = _calls(cls, re.compile(rf" *\w+: {re.escape(symbol)}(_\w)?[,;.]"), name)
+    return f"{name} is set by {' or '.join(found)}" if found else ""
+
+
+def _calls(cls: Any, symbol: re.Pattern[str], name: str) -> list[str]:
+    """Return, as in "part=Part(field=…)", how to set the fields with a name or a symbol, in a class or its parts."""
+    entries, found = _entries(cls.__doc__ or ""), []
+    for field in dataclasses.fields(cls):
+        if field.name == name or symbol.match(entries.get(field.name, "")):
+            found.append(f"{field.name}=…")
+        elif dataclasses.is_dataclass(part := type(field.default)):
+            called = f"fb.parts.{part.__name__}" if part.__module__.startswith("fedbilevel.") else part.__name__
+            found += [f"{field.name}={called}({inner})" for inner in _calls(part, symbol, name)]
+    return found
 
 
 def _refuse_change(self: Any, name: str, value: object) -> None:
@@ -339,7 +363,7 @@ def _prepare_step_sizes(optional: bool, name: str, value: Any) -> Any:
             value = _prepare_number(f"{name}.x", value, largest)
             return XYV(value, value, value)
         else:  # placeholders of JAX are allowed; sequences are refused, since their order is ambiguous
-            refuse_no_number(name, value, "a number, or one for each of x, y and v by name")
+            refuse_no_number(name, value, "a number, or one for each of x, y and v: fb.XYV(x=…, y=…, v=…)")
             return value
     sizes, wrong = dict[str, Any](), list[ConfigurationError]()
     for part, size in value._asdict().items():

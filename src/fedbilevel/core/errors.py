@@ -1,6 +1,5 @@
 """Define errors and warnings, and helpers whose messages name the field, its value and what is allowed."""
 
-import functools
 import inspect
 import math
 import os
@@ -9,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial, wraps
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,8 +40,14 @@ __all__ = [
 ChangedValues = Mapping[str, tuple[Any, Any] | None]
 T = TypeVar("T", bound=type)
 F = TypeVar("F", bound=Callable)
+Hint = Callable[[type, str], str]
 LARGEST = 10**9  # the largest allowed count: compiled programs count in 32 bits, sometimes up to twice this number
 HERE = f"{Path(__file__).parents[1]}{os.sep}"
+
+
+def no_hint(cls: type, name: str) -> str:
+    """Return "": there is no hint for a wrong name of an argument."""
+    return ""
 
 
 class FedbilevelError(Exception):
@@ -282,26 +288,33 @@ class InUse(CheckpointError):
     holder: str = ""
 
 
-def unknown(kind: str, name: object, allowed: Iterable[str]) -> ConfigurationError:
+def unknown(kind: str, name: object, allowed: Iterable[str], hint: str = "") -> ConfigurationError:
     """Return the error for an unknown name, with the most similar valid name and all valid names.
 
     Args:
         kind: the kind of the name, such as "layout", for the message.
         name: the unknown name.
         allowed: the valid names.
+        hint: what to write in place of the name, for the message; "" if this is not known.
     """
     names = sorted(allowed)
-    return ConfigurationError(path=kind, got=name, allowed=names, near=nearest(str(name), names))
+    return ConfigurationError(hint, path=kind, got=name, allowed=names, near=nearest(str(name), names))
 
 
-def explain_misspelt(cls: T, kind: str = "argument") -> T:
-    """Make a class and its subclasses suggest the most similar name for a wrong argument, as `explain_call` does."""
+def explain_misspelt(cls: T, kind: str = "argument", hint: Hint = no_hint) -> T:
+    """Make a class and its subclasses suggest the most similar name for a wrong argument, as `explain_call` does.
+
+    Args:
+        cls: the class.
+        kind: what the class calls its arguments, for the message.
+        hint: a function of the class and the wrong argument's name that returns what to write in its place, or "".
+    """
     original: Any = cls.__init__  # type: ignore[misc]
     signature = inspect.signature(original)
 
-    @functools.wraps(original)
+    @wraps(original)
     def __init__(self: Any, *given: Any, **named: Any) -> None:
-        _require_bound(type(self).__name__, kind, signature, (self, *given), named)
+        _require_bound(type(self).__name__, kind, signature, (self, *given), named, partial(hint, type(self)))
         original(self, *given, **named)
 
     cls.__init__ = __init__  # type: ignore[misc]
@@ -315,7 +328,7 @@ def explain_call(function: F) -> F:
     """
     signature = inspect.signature(function)
 
-    @functools.wraps(function)
+    @wraps(function)
     def called(*given: Any, **named: Any) -> Any:
         _require_bound(function.__qualname__, "argument", signature, given, named)
         return function(*given, **named)
@@ -323,9 +336,17 @@ def explain_call(function: F) -> F:
     return called  # type: ignore[return-value]
 
 
-def _require_bound(name: str, kind: str, signature: inspect.Signature, given: Any, named: dict[str, Any]) -> None:
+def _require_bound(
+    name: str,
+    kind: str,
+    signature: inspect.Signature,
+    given: Any,
+    named: dict[str, Any],
+    hint: Callable[[str], str] = lambda keyword: "",
+) -> None:
     names = [parameter for parameter in signature.parameters if parameter not in ("self", "cls")]
-    refuse_together([unknown(f"{kind} of {name}", keyword, names) for keyword in named if keyword not in names])
+    wrong = [keyword for keyword in named if keyword not in names]
+    refuse_together([unknown(f"{kind} of {name}", keyword, names, hint(keyword)) for keyword in wrong])
     try:
         signature.bind(*given, **named)
     except TypeError as error:

@@ -261,7 +261,7 @@ def require_alike(field: str, entries: Sequence[PyTree]) -> None:
         more, less = ", ".join(sorted(keys[one] - keys[other])), ", ".join(sorted(keys[other] - keys[one]))
         differences = [f"has {more}, which client {other} lacks"] * bool(more)
         differences += [f"lacks {less}, which client {other} has"] * bool(less)
-        raise ConfigurationError(f"client {one} {'; '.join(differences)}", where=field)
+        raise ConfigurationError(f"client {one} {', and '.join(differences)}", where=field)
     structures = [jax.tree.structure(entry) for entry in entries]
     if odd := _odd_one(structures):
         one, other = odd

@@ -555,6 +555,8 @@ def check_losses(
                 got = "None: does it end without `return`?"
             elif getattr(shape, "shape", ()):
                 got = f"an array of shape {shape.shape}; jnp.mean reduces an array to one number"
+            elif isinstance(shape, tuple | list | dict):
+                got = f"a {type(shape).__name__}: return only the loss"
             text = f"it must return one real number (the mean over the batch); it returned {got}"
             raise ConfigurationError(text, where=f"the {name} loss")
     return programs

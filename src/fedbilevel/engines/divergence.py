@@ -162,10 +162,11 @@ def what_was_met(
         return Met()
     limit = f", so steps on y must be below 2/L = {2 / high:.3g}" if needed == 0 else ""
     bounds = "; bounds on x (project_x, in a spec run.x_bounds) keep L where it is" if high > 2 * first else ""
+    far = float(optax.tree.norm(way))
+    moves = f"an entry of {name} had moved by up to {moved[name]:.3g}, and y by {far:.3g} in norm. The"
     return Met(
-        f"an entry of {name} had moved by up to {moved[name]:.3g}, and y by {float(optax.tree.norm(way)):.3g} in norm. "
-        f"The largest curvature of the inner loss in y was L = {high:.3g} ({first:.3g} at the start)"
-        f"{limit}{bounds}"
+        f"{moves if moved[name] or far else 'the'} largest curvature of the inner loss in y was L = {high:.3g} "
+        f"({first:.3g} at the start){limit}{bounds}"
     )
 
 

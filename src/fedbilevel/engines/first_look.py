@@ -255,8 +255,8 @@ class Evidence(NamedTuple):
         twice, mixed = map(bool, found)
         if twice:
             return (
-                "a batch that contains one sample twice does not have the loss of this sample. It looks like a sum: "
-                "write .mean() in place of .sum()"
+                "a batch with two copies of a sample has another loss than this sample alone. It looks like a sum over "
+                "samples: write .mean() in place of this .sum(); a penalty, which has no samples, keeps its sum"
             )
         if mixed:
             return (
@@ -294,9 +294,9 @@ def check_indices(name: str, program: ClosedJaxpr, rows: Ragged) -> None:
         where = f"Clients.{name}{jax.tree_util.keystr(path)}"
         text = (
             f"the value {rows.place(int(places[sample]))} makes the {name} loss take entry "
-            f"{int((high if beyond else low)[sample])} of an axis whose entries are 0 to {axis.length - 1}. JAX "
-            "silently takes another entry, NaN or none in its place: number classes from 0, in the same way for all "
-            "clients, and give the model an output for each"
+            f"{int((high if beyond else low)[sample])} of an axis whose entries are 0 to {axis.length - 1}. JAX reports no "
+            "error for this. If it is a label, number the classes from 0, in the same way for all clients, and give the "
+            "model an output for each class"
         )
         if axis.operation == "gather" and beyond:
             raise ConfigurationError(text, where=where)
