@@ -33,7 +33,7 @@ def test_examples_keep_no_values():
     ("fields", "refusal"),
     [
         ({"count": 0}, ("RemoteClients.count", 0)),
-        ({"weights": [1.0, 2.0, 3.0]}, ("RemoteClients.weights", (3,), "(2,)")),
+        ({"weights": [1.0, 2.0, 3.0]}, ("RemoteClients.weights", [1.0, 2.0, 3.0], "(2,)")),
         ({"weights": "size"}, ("RemoteClients.weights", "size")),
         ({"local_steps": (3, 1)}, ("RemoteClients.local_steps", (3, 1))),
     ],
