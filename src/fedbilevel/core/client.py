@@ -433,9 +433,11 @@ class Samples:
             FloorError: the draw is refused. This happens while the phase is traced, before any of it runs.
         """
         if isinstance(count, int) and count < self.floor:
-            raise FloorError(f"a draw of {count} samples is below this client's floor of {self.floor}")
+            text = f"a draw of {count} samples is below this client's floor of {self.floor}"
+            raise FloorError(text, floor=self.floor)
         if not isinstance(count, int) and self.floor > 1:
-            raise FloorError(f"this client's floor of {self.floor} samples refuses draws whose size a server chooses")
+            text = f"this client's floor of {self.floor} samples refuses draws whose size a server chooses"
+            raise FloorError(text, floor=self.floor)
 
     def shuffled(self, key: Array) -> Array:
         """Return all samples' indices in random order, then those of the padding, as an array of shape (longest,)."""
@@ -456,7 +458,7 @@ class Samples:
         rest = 0 if drop_last or self.longest <= batch_size else self.longest % batch_size
         if 0 < rest < self.floor:
             text = f"the last batch of an epoch is below this client's floor of {self.floor} samples"
-            raise FloorError(f"{text}; drop_last=True leaves this batch out")
+            raise FloorError(f"{text}; drop_last=True leaves this batch out", floor=self.floor)
         orders = jax.vmap(lambda epoch: self.shuffled(jax.random.fold_in(key, epoch)))(jnp.arange(epochs))
         full = self.equal and (drop_last or self.longest % width == 0)
         of_losses = jax.random.fold_in(key, epochs)

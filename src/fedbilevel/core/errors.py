@@ -241,7 +241,15 @@ class ExchangeError(FedbilevelError):
 
 
 class FloorError(FedbilevelError):
-    """Report that a client refuses to draw fewer samples than its rule allows; the message has the rule and no data."""
+    """Report that a client refuses to draw fewer samples than its rule allows; the message has the rule and no data.
+
+    Attributes:
+        floor: the least number of samples that the client's rule allows in a draw; None if it is not known.
+    """
+
+    def __init__(self, text: str = "", *, floor: int | None = None) -> None:
+        super().__init__(text)
+        self.floor = floor
 
 
 class CheckError(FedbilevelError, AssertionError):
