@@ -41,6 +41,7 @@ ChangedValues = Mapping[str, tuple[Any, Any] | None]
 T = TypeVar("T", bound=type)
 F = TypeVar("F", bound=Callable)
 Hint = Callable[[type, str], str]
+"""(class, the wrong name of an argument) -> what to write in its place; "" if this is not known."""
 LARGEST = 10**9  # the largest allowed count: compiled programs count in 32 bits, sometimes up to twice this number
 HERE = f"{Path(__file__).parents[1]}{os.sep}"
 

@@ -295,8 +295,8 @@ def check_indices(name: str, program: ClosedJaxpr, rows: Ragged) -> None:
         text = (
             f"the value {rows.place(int(places[sample]))} makes the {name} loss take entry "
             f"{int((high if beyond else low)[sample])} of an axis whose entries are 0 to {axis.length - 1}. JAX "
-            "reports no error for this. If it is a label, number the classes from 0, in the same way for all clients, and "
-            "give the model an output for each class"
+            "reports no error for this. If it is a label, number the classes from 0, in the same way for all clients, "
+            "and give the model an output for each class"
         )
         if axis.operation == "gather" and beyond:
             raise ConfigurationError(text, where=where)
