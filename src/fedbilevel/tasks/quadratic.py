@@ -70,7 +70,7 @@ def inner(x: Array, y: Array, batch: dict[str, Array]) -> Array:
 
 @dataclass(frozen=True)
 class TiedUnits:
-    """A core, and the units that are tied to it.
+    """Hold a core, which all clients hold, and the units that are tied to it, which clients may leave out.
 
     Args:
         count: the number of units, U.
