@@ -204,9 +204,9 @@ def comparison(figure: Figure, claim: Claim, panel: str, than: str, runs: Runs) 
     state, note = state_of(mean, half, claim.level, within(figure, claim, second)), ""
     if failed:
         note = f"{failed}; a failed run counts with the worst value of the runs of both methods"
-        loses = mean + half < 0 if lost[0] else mean - half > 0
+        loses, reached = (mean + half < 0, other_there) if lost[0] else (mean - half > 0, there)
         decided = "holds" if claim.level is None and lost[1] else "contradicted"
-        state = state if loses and not all(lost) and state == decided else "open"
+        state = state if loses and reached and not all(lost) and state == decided else "open"
     elif not there:
         note = f"{claim.better} does not reach the value of the claim in every run"
         state = "open" if state == "holds" or not other_there else state

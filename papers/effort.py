@@ -40,9 +40,13 @@ def what_decides(figure: Figure, found: Mapping[str, Any], statement: Statement)
         hours = hours_of(figure, found, claim, needed)
         more = f"{hours:.1f} more hours" if hours >= 0.05 else "a few more minutes"
         words.append(f"{max(known)} seeds in all ({more} of runs)")
-    if hopeless := sum(count is None for _, count in needed):
+    unknown = sum(count is None and bool(one.note) for one, count in needed)
+    if hopeless := sum(count is None for _, count in needed) - unknown:
         some = f" {hopeless} of the {len(left)} open comparisons" if hopeless < len(left) else " it"
         words.append(f"even {MOST:,} seeds would not decide{some}")
+    if unknown:
+        some = f" for {unknown} of the {len(left)} open comparisons" if unknown < len(left) else ""
+        words.append(f"no estimate{some}, because runs failed or did not reach the value of the claim")
     if unplayed:
         settings = f"setting{'s' * (len(unplayed) > 1)} {' and '.join(f'“{panel}”' for panel in unplayed)}"
         words.append(f"runs in the {settings}, whose time is not counted here")

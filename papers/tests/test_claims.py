@@ -267,6 +267,9 @@ def test_what_never_gets_there_is_no_better_than_what_fails() -> None:
     there, never = history([0.1, 0.9]), history([0.1, 0.7])
     assert only(claim, [there, there], [None, None]).state == "holds"
     assert only(claim, [there, never], [None, None]).state == "open"
+    fast = history([0.1, 0.1, 0.9])  # reaches the value, but later than the other method's runs end
+    assert only(claim, [never, never], [fast, None]).state == "open"
+    assert only(claim, [fast, None], [never, never]).state == "open"
 
 
 def test_an_error_of_0_has_no_logarithm() -> None:

@@ -179,15 +179,18 @@ def trained(problem: Problem, clients: Clients, x: PyTree, y: PyTree, evaluation
 def reread(clients: Clients, name: str, whole: bool) -> Callable[[], Iterable[tuple[PyTree, Array]]]:
     """Return a function that yields the (samples, weights) of `blocks` on the device, for several passes.
 
-    Samples of at most HELD bytes stay on the device between the passes.
+    If the stacks of all samples have at most HELD bytes, they stay on the device between the passes.
     """
 
     def read() -> Iterator[tuple[PyTree, Array]]:
         return (on_device((stacked, weights)) for _, stacked, weights in blocks(clients, name, whole))
 
-    if nbytes(getattr(clients, name).values) > HELD:
-        return read
-    held = list(read())
+    held, size = [], 0
+    for stack in read():
+        held.append(stack)
+        size += nbytes(stack)
+        if size > HELD:
+            return read
     return lambda: held
 
 

@@ -167,7 +167,9 @@ def check_own_parts(carry: Carry) -> None:
     for name, part in (("x", x), ("y", own_leaves(carry.clients))):
         in_memory = jax.tree.map(lambda leaf: None if is_table(leaf) else leaf, part)
         if bad := nonfinite_leaves(in_memory):
-            raise diverged([f"{name}{leaf}" for leaf in bad], int(carry.round), "or a round before it")
+            raise diverged(
+                [f"{name}{'' if leaf == 'value' else leaf}" for leaf in bad], int(carry.round), "or a round before it"
+            )
 
 
 def check_simulated(clients: Any) -> None:

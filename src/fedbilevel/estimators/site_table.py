@@ -33,7 +33,7 @@ def at_site(site: str) -> Iterator[None]:
         if error.path:
             error.path += f" of {site}"
         else:
-            error.args = (f"table of {site}: {error}",)
+            error.where = f"table of {site}: {error.where}" if error.where else f"table of {site}"
         raise
 
 
