@@ -247,6 +247,10 @@ def test_failed_runs() -> None:
     assert only({"level": 0.5}, good, partly).state == "open"  # within the margin, but a method that fails is not level
     assert only({"level": 0.2}, good, partly).state == "contradicted"
     assert only({"level": 0.2}, partly, good).state == "contradicted"
+    most, low = [None, *[history([0.9])] * 9], [history([0.1])] * 10  # 0.8 apart, and in one of ten seeds 0
+    assert only({"level": 0.2}, most, low).state == "open"
+    assert only({"level": 0.2}, [history([0.1])] * 10, most).state == "open"
+    assert only({"level": 0.2}, [*low[1:], None], most).state == "open"
 
 
 def test_a_failed_run_is_as_late_as_the_latest() -> None:
@@ -260,6 +264,9 @@ def test_a_failed_run_is_as_late_as_the_latest() -> None:
     found = only(claim, fast, partly)
     assert (found.state, found.difference, found.than_mean) == ("holds", 10, 20)
     assert only(claim, partly, fast).state == "contradicted"
+    never, late = [history([0.1, 0.2, 0.3])] * 2, [history([0.1] * 10 + [0.9]), None]
+    assert only(claim, never, late).state == "open"  # A ends at exchange 20, but never reaches the value
+    assert only(claim, late, never).state == "open"
 
 
 def test_what_never_gets_there_is_no_better_than_what_fails() -> None:
