@@ -105,8 +105,9 @@ def test_refusals_name_what_to_mend():
     box = problem(SETS["box"][0])
     with refuses("x0", fact="Bilevel.project_x(x0)"):
         fb.solve(fb.SimFBO(), box, population(), -2 * jnp.ones(3), jnp.zeros(3), rounds=1)
-    with raises_with(UnsupportedError, "ADBO cannot keep x in a set (project_x)"):
+    with raises_with(UnsupportedError, "ADBO cannot keep x in a set (project_x)") as refused:
         fb.solve(fb.ADBO(), box, population(), jnp.zeros(3), jnp.zeros(3), rounds=1)
+    assert "SimFBO" in str(refused.value)  # the methods that can
     with refuses("Bilevel.project_x", ANY, "local = 'x'"):
         fb.Bilevel(box.outer, box.inner, local="x", project_x=box.project_x)
 

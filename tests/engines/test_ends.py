@@ -10,7 +10,7 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.core.problem import Padded
 from fedbilevel.engines import ends
-from fedbilevel.engines.ends import BLOCK, blocks, outer_losses, trained
+from fedbilevel.engines.ends import BLOCK, blocks, outer_losses, reread, trained
 from fedbilevel.errors import NumericalWarning
 from fedbilevel.tasks import quadratic
 
@@ -106,6 +106,23 @@ def test_y_is_trained_on_all_samples(monkeypatch, held):
     found = trained(problem.prepared(), clients, np.array(2.0), {"a": np.zeros(2)}, evaluations=100)
     expected = clients.weights @ [own.mean(0) for own in samples] + 2
     np.testing.assert_allclose(found["a"], expected, rtol=1e-4)
+
+
+def test_stacks_are_held_up_to_their_size_with_padding(monkeypatch):
+    """The samples of clients stay on the device only if their stacks, with padding, have at most HELD bytes.
+
+    99 clients with one sample and a client with 200 samples have 299 numbers of 4 bytes. Each of the 99 is padded to
+    200 numbers, so that its stack takes at least 800 bytes, and all stacks take at least 80,000 bytes.
+    """
+    clients = fb.Clients([np.zeros(size, np.float32) for size in [*[1] * 99, 200]])
+    read = []
+    monkeypatch.setattr(ends, "blocks", lambda *given: (read.append(1) or one for one in blocks(*given)))
+    for held, again in ((2000, True), (10**6, False)):
+        monkeypatch.setattr(ends, "HELD", held)
+        stacks = reread(clients, "inner", whole=False)
+        read.clear()
+        assert sum(float(jnp.sum(weights)) for _, weights in stacks()) == pytest.approx(1, rel=1e-5)
+        assert bool(read) == again
 
 
 def test_training_stops_at_its_limit():

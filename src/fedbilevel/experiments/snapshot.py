@@ -89,8 +89,7 @@ class MetricTrace:
         """Return the trace with at most `most` values.
 
         The values are divided into equal stretches. Of each stretch, the first value that is not finite is kept or, if
-        all values are finite, the last value.
-        `heights(most)`, the last value and the span do not change.
+        all values are finite, the last value. `heights(most)`, the last value and the span do not change.
         """
         size = -(-len(self.values) // most)
         parts = [self.values[start : start + size] for start in range(0, len(self.values), size)]
