@@ -79,7 +79,7 @@ WRONG = {
     ),
     "a loss and more": (
         {"problem": fb.Bilevel(outer, lambda *given: (inner(*given), given[1]))},
-        ("", ANY, "5 numbers: 0 () float", "", "the inner loss"),
+        ("", ANY, "a tuple: return only the loss", "", "the inner loss"),
     ),
     "a callback without a list": ({"callbacks": fb.stop_when("m", above=1)}, ("callbacks", ANY, "list")),
     "callbacks that are used up": ({"callbacks": iter([print])}, ("callbacks", ANY, "list")),
