@@ -2,10 +2,10 @@
 
 There are 100 clients with 600 samples of MNIST's size each, which make 30 local steps with batches of 20, in float32.
 The programs by hand compute clients side by side (vmap), in turn (scan), or on as many devices as there are cores
-(shard_map, in turn on each device). Every measurement is a process of its own. --rounds is the number of rounds between
-two readings of the clock, of which there are five. The cold start is the time from the beginning of the process to the
-end of the first round, with imports and compilation, and without a cache; "first call" leaves out the imports. So the
-program by hand does not import the library for the 2NN, but does for the CNN. The loss after all rounds is of 1,000
+(shard_map, in turn on each device). Every measurement is a process of its own. The clock is read five times, and
+--rounds is the number of rounds between two readings. The cold start is the time from the beginning of the process to
+the end of the first round, with imports and compilation, and without a cache; "first call" leaves out the imports. So
+the program by hand does not import the library for the 2NN, but does for the CNN. The loss after all rounds is of 1,000
 samples; batches are drawn by other keys, so the losses agree only roughly.
 
 --others torch pfl fedjax also runs peers/with_NAME.py, for the 2NN and cohorts of 10. Each has an environment of its
@@ -135,7 +135,8 @@ def by_other(name: str, stretch: dict[str, str]) -> dict[str, float]:
 def products() -> dict[str, float]:
     """Measure the matrix products of a round of the 2NN alone, in this process.
 
-    They are forward, for the gradient of the weights, and, but for the first layer, for that of the inputs.
+    A layer has a product in the forward pass and another one for the gradient of its weights. All layers except the
+    first also have a product for the gradient of their inputs.
     """
     rng = np.random.default_rng(0)
 

@@ -45,7 +45,7 @@ from fedbilevel.display import Display
 from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.history import LOSSES, History, Result, Row
 from fedbilevel.engines.progress import Guarded, showing
-from fedbilevel.engines.saver import FORCE
+from fedbilevel.engines.saver import advise_another_folder
 from fedbilevel.engines.solve import solve
 from fedbilevel.engines.tracking import TrackedRun, Tracking, tracked_group
 
@@ -162,8 +162,7 @@ class Solving:
             with Tracking(self.solve.keywords.get("callbacks"), run) as tracking:
                 return tracking.ended(self.solve(self.make(point), key=seed, progress=display, **saving)).history
         except CheckpointError as error:  # its remedy, resume="force", would mix the points of two sweeps
-            if error.remedy == FORCE:
-                error.remedy = "choose another folder"
+            advise_another_folder(error)
             raise
 
 

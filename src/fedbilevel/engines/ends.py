@@ -25,8 +25,8 @@ from fedbilevel.core.ragged import Ragged
 from fedbilevel.core.tree import PyTree, nbytes, on_device
 from fedbilevel.machinery.kept import compiled
 
-BLOCK = 256  # the number of samples in memory at a time, except for a loss that takes all of a client's samples, and
-HELD = 2**24  # except for inner samples of at most this many bytes in all, which stay in memory while y is trained
+BLOCK = 256  # the number of samples in memory at a time, except for a loss that takes all of a client's samples
+HELD = 2**24  # inner samples whose stacks, with padding, have at most this many bytes stay in memory while y is trained
 WORSE = 1e-3  # a smaller relative difference of two losses is treated as no change
 SETTLED = 0.1  # y counts as trained if the norm of the inner gradient is at most this share of the norm at first
 TRAINED = 1e-6  # training stops at this share, or earlier if rounding allows no further progress

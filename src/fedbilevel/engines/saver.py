@@ -138,9 +138,8 @@ class Saver:
         require_object(meta["fingerprint"], "the arguments of the run")
         before = Fingerprint(**meta["fingerprint"])
         differences = self.fingerprint.differences(before)
-        accounted = any(
-            name.endswith("privacy.noise_multiplier") for name in differences
-        )  # it must not change in a run
+        # The multiplier of the noise must not change in a run, since the count of replies assumes a single one.
+        accounted = any(name.endswith("privacy.noise_multiplier") for name in differences)
         if differences and (accounted or not force):
             text = f"{path} belongs to another run: {in_words(differences)}"
             raise CheckpointError(text, path=path, differences=differences, remedy="" if accounted else FORCE)
@@ -162,3 +161,9 @@ class Saver:
             text = f"{files.trouble(self.path)}: the run continues from {file}, round {round}"
             warn_on_first(CheckpointWarning(text, path=self.path))
         current_group().saved.path = str(self.path)
+
+
+def advise_another_folder(error: CheckpointError) -> None:
+    """Replace the remedy resume="force" of an error, for callers whose runs cannot be continued by force."""
+    if error.remedy == FORCE:
+        error.remedy = "choose another folder"

@@ -47,7 +47,7 @@ from fedbilevel.core.writing import write_text
 from fedbilevel.data import DataError
 from fedbilevel.data.table_files import read_table
 from fedbilevel.engines.checkpoint import exist
-from fedbilevel.engines.saver import FORCE
+from fedbilevel.engines.saver import advise_another_folder
 from fedbilevel.estimators.agreement import Agreement, DifferentColumnsError
 from fedbilevel.estimators.evaluation import evaluated
 from fedbilevel.estimators.model_card import StudyCosts
@@ -160,8 +160,8 @@ def serve(study: Study, grid: Any, config: Mapping[str, Any]) -> None:
         place.sweep()
     except FedbilevelError as error:
         ended = error if isinstance(error, tuple(ENDS.values())) else ExchangeError(str(error))
-        if isinstance(ended, CheckpointError) and ended.remedy == FORCE:
-            ended.remedy = "choose another folder"  # a study has no option resume="force"
+        if isinstance(ended, CheckpointError):
+            advise_another_folder(ended)  # a study has no option resume="force"
         again = f". If the study is submitted again with out='{place.path.resolve()}', {search.then()}"
         ended.append(f"sites: {names}{again if isinstance(error, ExchangeError) else ''}")
         note_end(place, ended)
