@@ -62,7 +62,11 @@ def run_of(name: str, split: int, folder: Path) -> dict[str, float]:
 
 
 def accuracies(folder: Path, splits: Sequence[int]) -> Accuracies:
-    """Return the test accuracies. The four methods that each train in one hospital alone become one."""
+    """Return the test accuracies.
+
+    The four methods that each train in a single hospital become one method, "alone". Its accuracy in a hospital is that
+    of the model that was trained there.
+    """
     found: dict[str, list[list[float]]] = {}
     for split in splits:
         last = {name: run_of(name, split, folder) for name in METHODS}

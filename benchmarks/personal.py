@@ -208,10 +208,9 @@ def minimised(objective: Callable[[Any, Any], Any], factors: Sequence[float], st
 
 
 def best(trials: Sequence[Models], at: Split, each: bool = False) -> Models:
-    """Return the trial with the least mean validation loss.
+    """Return the models of the clients from the trial with the least mean validation loss.
 
-    With `each`, every client gets the model of the trial that has the least loss on the client's own validation
-    samples.
+    With `each`, the trial is chosen for each client separately, by the loss on the validation samples of this client.
     """
     found = np.array([losses(models, *at.valid) for models in trials])
     if each:

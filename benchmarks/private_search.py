@@ -1,4 +1,4 @@
-"""A bilevel run compared with a search with the same ε for all trials, under local differential privacy.
+"""A bilevel run compared with a search whose trials together cost the same ε, under local differential privacy.
 
 Clients have 5 training and 5 validation samples of Covertype each, with ten features; the label says whether the trees
 are spruces. The clients come from 8 sources. In three sources, the two labels of training samples are swapped. The

@@ -254,11 +254,11 @@ def state_of(mean: float, half: float, level: float | None, within: float = 0.0)
     """Return the state that a confidence interval decides.
 
     Args:
-        mean, half: the middle of the interval, and half its width.
-        level: if given, the claim is that both methods are level, and it holds if the interval is within ±level. None:
-            the claim holds if the interval is above 0.
-        within: if the interval contains 0 and is within ±within, both methods are level. This is a test of equivalence
-            by two one-sided tests, each of which errs with a probability of at most 2.5 %.
+        mean, half: the middle of the interval, and half its width. level: if given, the claim is that both methods are
+            level. It holds if the interval is within ±level. None: the claim is that the first method is better. It
+            holds if the interval is above 0. within: for a claim that the first method is better. If the interval
+            contains 0 and is within ±within, the state is that both methods are level. This is a test of equivalence by
+            two one-sided tests, each of which errs with a probability of at most 2.5 %.
     """
     low, high = mean - half, mean + half
     if level is None:

@@ -69,7 +69,7 @@ def kept(figure: Figure) -> Outcome | None:
 
 
 def state_of(figure: Figure, found: Outcome | None) -> str:
-    """Return the verdict of an outcome, or STALE if the outcome is of other claims or another setting."""
+    """Return the verdict of an outcome, or STALE if the claims or the setting have changed since."""
     if found is None:
         return NOT_RUN
     return str(found["verdict"]) if found["played_for"] == figure.fingerprint(found["scale"]) else STALE

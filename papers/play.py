@@ -169,7 +169,7 @@ def best(every: Tried, played: Played, select: str) -> Choice:
 def choose(figure: Figure, scale: Scale, out: Path, say: Say) -> tuple[Mapping[tuple[str, str], Tried], Played]:
     """Run the trials of every method in every panel.
 
-    With `tuning.trials`, further points are tried if a chosen value is at an end of the values.
+    With `tuning.trials`, further points are tried if a chosen value is the smallest or the largest that was tried.
     """
     pairs = figure.pairs(scale)
     every: dict[tuple[str, str], Tried] = {pair: trials(figure, *pair, scale, out) for pair in pairs}

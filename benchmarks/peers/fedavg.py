@@ -10,7 +10,10 @@ from benchmarks.peers.common import asked, mean, move
 
 
 def program(loss, *, local_steps, batch_size, cohort, one_by_one=False, devices=1):
-    """Return run(x, data of (M, n, …), weights, lr, key, rounds) -> x."""
+    """Return a compiled function (x, data, weights, lr, key, rounds) -> x.
+
+    The arrays in `data` have the shape (clients, samples, …).
+    """
 
     def change(data, x, lr, i, key):
         def step(point, key):

@@ -116,8 +116,8 @@ def test_a_slope_can_fail(figure: Figure, claim: Claim) -> None:
 def test_a_comparison_that_nothing_contradicts_is_seen(weak: dict[str, Any]) -> None:
     """The test of comparisons fails for claims that no outcome can contradict.
 
-    These are that methods are level within 100 points, that one is first at a value at which every run starts, and that
-    one needs at most nine times as many bytes.
+    There are three such claims: that two methods differ by at most 100 points; that a method is the first to reach a
+    value at which every run starts; and that a method needs at most nine times as many bytes as another.
     """
     figure = made_up(metric="test_accuracy", claims=[{**CONTENT["claims"][0], **weak}])
     with pytest.raises(AssertionError):
@@ -125,9 +125,9 @@ def test_a_comparison_that_nothing_contradicts_is_seen(weak: dict[str, Any]) -> 
 
 
 def test_a_slope_that_nothing_contradicts_is_seen() -> None:
-    """The test of slopes must reject a claim that no slope contradicts, here that a slope is −0.5 to within 2.
+    """The test of slopes must reject a claim that no slope contradicts, here that a slope is between −2.5 and 1.5.
 
-    It makes up slopes that differ by 1 from the predicted one, which do not contradict this claim.
+    The test makes up slopes that differ by 1 from the predicted slope −0.5. They do not contradict this claim.
     """
     panels = {str(value): {"value": value} for value in (1.0, 2.0, 4.0)}
     claim = {"says": "-", "better": "SimFBO", "slope": -0.5, "within": 2.0}

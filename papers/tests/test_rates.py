@@ -1,4 +1,4 @@
-"""The stored rates of SimFBO and ShroFBO are those of the rounds in expectation, which linear algebra gives."""
+"""The stored means of SimFBO and ShroFBO agree with expected values, which are computed by linear algebra."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ def expected(spec: Any, task: Any, taus: np.ndarray) -> float:
 
 @pytest.mark.parametrize(("method", "taus"), [("SimFBO", [2]), ("ShroFBO", [1, 3])])
 def test_kept_means_are_those_of_the_linear_rounds(method: str, taus: list[int]) -> None:
-    """The stored mean over 300 rounds is that of the linear rounds, to three times the error that its seeds leave.
+    """The stored mean of ‖∇Φ‖² over 300 rounds agrees with `expected`, to three times the error that comes from few
+    seeds.
 
-    The stored curve has about every fifth round. The noise of 8 seeds leaves an error of about 4 % in the mean.
+    The stored curve contains about every fifth round. With 8 seeds, the noise causes an error of about 4 % in the mean.
     """
     (figure,) = find(["theory-rate-simfbo"])
     panel = "T = 300"
