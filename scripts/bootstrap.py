@@ -220,7 +220,9 @@ def install_uv() -> Path:
     index = mirror()
     wheel = fetch(url_on_mirror(index, url) if index else url)
     if hashlib.sha256(wheel).hexdigest() != sha256:
-        raise SetupError(f"uv {version} as fetched has not the checksum in uv.lock; nothing was installed.")
+        raise SetupError(
+            f"the checksum of the downloaded uv {version} differs from the checksum in uv.lock; nothing was installed."
+        )
     target.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         archive = Path(scratch, "uv.whl")

@@ -151,8 +151,9 @@ def test_weights_that_are_not_the_papers_are_said():
 def test_as_written(wrapped):
     """FISM equals Algorithm 1 line by line, also with `Asynchronous` if no reply is late.
 
-    Clients and their weights are unequal, f and H have kinks, x meets sides of its box, and x is a tree. `Asynchronous`
-    adds the mean up from differences, here four of size 1.
+    Clients and their weights are unequal, f and H have kinks, x meets sides of its box, and x is a tree. With
+    `Asynchronous`, the server adds up the differences between new and old replies. Here these are four differences of
+    size 1, whose rounding errors are small enough for the tolerance of `same`.
     """
     algorithm = fb.FISM(**FIELDS)
     result = run(fb.Asynchronous(algorithm, wait_for=3) if wrapped else algorithm)

@@ -439,9 +439,9 @@ def test_a_run_is_resumed_on_disk_or_in_memory(tmp_path, from_disk):
 def test_a_run_that_diverges_goes_back_to_tables_of_an_earlier_row():
     method = fb.SimFBO(**SINGLE, server_lr=0.2 * 8, client_lr=0.1)
     options = {"rounds": 60, "cohort": 2, "eval_every": 2, "on_divergence": "shrink"}
-    with pytest.warns(fb.errors.NumericalWarning, match="half the steps"):
+    with pytest.warns(fb.errors.NumericalWarning, match="half as large"):
         there = run(method, **options, engine=fb.Local(stream=True))
-    with pytest.warns(fb.errors.NumericalWarning, match="half the steps"):
+    with pytest.warns(fb.errors.NumericalWarning, match="half as large"):
         here = run(method, **options)
     assert there.history["halvings"][-1] == here.history["halvings"][-1] > 0
     np.testing.assert_allclose(flat_rows(there.y), flat_rows(here.y), rtol=1e-6)

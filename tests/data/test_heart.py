@@ -51,7 +51,7 @@ def test_columns_are_kept_or_made_into_indicators(folder, hospital):
     ],
 )
 def test_other_content_is_refused(folder, change, line, got, allowed):
-    """A file of other content is refused; `got` and `allowed` are the beginnings of the fields."""
+    """A file with other content is refused, by an error whose fields `got` and `allowed` begin with these texts."""
     file = file_of(folder, "switzerland")
     file.write_text(change(file.read_text()))
     with raises_with(data.DataError, path=f"{file}{line}") as error:

@@ -206,7 +206,7 @@ def test_a_remark_names_no_step_that_is_only_a_default(outer, options):
         warnings.simplefilter("always")
         given = {"rounds": 60, "progress": False} | options
         result = fb.solve(fb.LFedNest(batch_size=2), problem, fb.Clients(TARGETS), start, start, **given)
-    assert any("with half the steps" in str(one.message) for one in warned) == (outer is rising)
+    assert any("with step sizes half as large" in str(one.message) for one in warned) == (outer is rising)
     assert "fb.AdaptiveSteps(x_lr=0.02)" in result.remarks[0]
     assert "server_lr" not in str([one.message for one in warned])
 

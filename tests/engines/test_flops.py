@@ -169,7 +169,10 @@ def test_a_convolution_counts_what_is_inside_and_no_zeros_between_the_entries():
 
 
 class Twice(Algorithm):
-    """A method with two exchanges in a round: a full batch's sum with x, and τ products of y with a matrix."""
+    """A method with a known number of operations.
+
+    In a first exchange, clients compute a sum over all samples; in each of five others, they compute τ products with y.
+    """
 
     local_steps: int = static(default=4)
     solves = (fb.Bilevel,)

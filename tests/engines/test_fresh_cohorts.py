@@ -68,9 +68,9 @@ def rounds(request):
 
 
 def test_the_own_cohort_alone_keeps_what_it_did(rounds):
-    """Only exchanges with the round's own cohort change what a client keeps, here the number of such exchanges.
+    """Exchanges with the round's own cohort change the state of a client, and exchanges with fresh cohorts do not.
 
-    Cohorts have one client.
+    The state counts the exchanges that the client has seen. Cohorts have one client.
     """
     calls, fresh = dict.fromkeys(range(CLIENTS), 0), set()
     for (own, *others, again), took in zip(*rounds(1), strict=True):

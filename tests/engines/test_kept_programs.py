@@ -71,7 +71,7 @@ def listening():
 
 
 class Compiles(BaseException):
-    """Raised if a run has no program of an earlier run."""
+    """Raised if a run has to compile, because it finds no program of an earlier run."""
 
 
 class Stops:

@@ -1,4 +1,4 @@
-"""What remains of a run: the best row, the last finite x and y if it diverges, and continuing with half the steps."""
+"""What remains of a run: the best row, and, if the run diverges, the last finite x and y or steps half as large."""
 
 import warnings
 
@@ -155,7 +155,7 @@ def test_a_start_that_is_at_fault_is_said_at_once(recwarn):
     losses = fb.Bilevel(problem().outer, lambda x, y, batch: problem().inner(x, y, batch) + jnp.sqrt(y @ y))
     with pytest.raises(NonFiniteError, match=r"\ba derivative of the inner loss .*not finite .*start"):
         fb.solve(fb.SimFBO(batch_size=None), losses, population(), *START, rounds=5)
-    assert not [one for one in recwarn if "half the steps" in str(one.message)]
+    assert not [one for one in recwarn if "half as large" in str(one.message)]
 
 
 def warned_of(rounds, lr, **given):
@@ -249,15 +249,15 @@ def test_the_best_row_is_chosen_by_the_column_that_is_told():
 
 
 def test_half_the_steps_from_the_row_before_the_best():
-    """A diverging run returns to the row before the best one, with half the steps.
+    """A diverging run returns to the row before the best one, and continues with step sizes half as large.
 
-    The best row is the second one here. So the run returns to round 0, and equals a run with half the steps from the
-    start.
+    The best row is the second one here. So the run returns to round 0, and equals a run with steps half as large from
+    the start.
     """
     last = diverged()
     assert last.best.round == 5
     rounds = last.round + 5
-    with pytest.warns(NumericalWarning, match=r"back to round 0 with half the steps, 1 of 3 times"):
+    with pytest.warns(NumericalWarning, match=r"returns to round 0, .* half as large \(return 1 of at most 3\)"):
         shrunk = solve(rounds, on_divergence="shrink")
     assert list(shrunk.history["halvings"][-2:]) == [1, 1]
     halves = {"client_lr": fb.XYV(x=0.005, y=0.05, v=0.05), "server_lr": fb.XYV(x=STEPS.x / 2, y=0.1, v=0.1)}
@@ -302,9 +302,9 @@ def test_every_step_is_halved_and_nothing_else():
 
 def test_what_was_halved_is_halved_after_a_resumption(tmp_path):
     given = {"on_divergence": "shrink", "checkpoint": tmp_path / "run.npz"}
-    with pytest.warns(NumericalWarning, match="half the steps"):
+    with pytest.warns(NumericalWarning, match="half as large"):
         whole = solve(200, on_divergence="shrink")
-    with pytest.warns(NumericalWarning, match="half the steps"):
+    with pytest.warns(NumericalWarning, match="half as large"):
         solve(100, **given)
     again = solve(200, resume=True, **given)
     same(again, whole)
@@ -344,7 +344,7 @@ def test_a_run_that_diverges_again_and_again_ends(tmp_path):
     """
     wild = fixed(fb.SimFBO(local_steps=1, batch_size=None, server_lr=fb.XYV(x=0.1, y=1e3, v=0.1)))
     given = {"on_divergence": "shrink", "checkpoint": tmp_path / "run.npz", "checkpoint_every": 1000}
-    with pytest.warns(NumericalWarning, match="3 of 3 times"):
+    with pytest.warns(NumericalWarning, match="return 3 of at most 3"):
         result = solve(500, wild, **given)
     assert "the run diverges" in result.stopped
     assert result.round < 500

@@ -139,7 +139,10 @@ def test_checkpoints_and_results_are_told_apart(tmp_path):
 
 
 def told(callback, values, metric="m"):
-    """Return a callback's answers in a run that measures these values; None is a call between rows."""
+    """Return what a callback returns at each row of a run, if the metric has these values.
+
+    A value of None makes a call between two rows, which has no row.
+    """
     history, said = [], []
     for value in values:
         row = None if value is None else {"round": len(history), metric: value}

@@ -184,7 +184,7 @@ def test_clients_are_there_for_their_share_of_each_period():
 
 
 def test_an_exchange_waits_for_clients_to_come_back():
-    """An exchange of clients that take no time lasts until the last one is there, and the next exchange does, too."""
+    """If clients reply in no time, an exchange lasts until the last of them is available."""
     clock = fb.Clock(network=0.0, availability=[1, 1, 1, 1, 1, 0.5], period=8.0, seed=0)
     begins = int(clock.pace(6).begins[5]) * TICK
     first = 0.0 if (0 - begins) % 8 < 4 else begins

@@ -258,7 +258,7 @@ def test_the_log_of_a_site_has_what_it_told(files, caplog):
 @pytest.mark.parametrize(
     ("change", "path", "got", "fact"),
     [
-        ({"partition-id": 3}, "partition-id", 3, "0 to 2, of north, south, west"),
+        ({"partition-id": 3}, "partition-id", 3, "0 (north), 1 (south) or 2 (west)"),
         ({"site": "west"}, "site", "west", "north, the site with partition-id = 0"),
         ({"table": ""}, "table", "", ".csv, .tsv or .parquet"),
         ({"noise-multiplier": 1.0}, "noise-multiplier", "given", "left out"),

@@ -76,7 +76,8 @@ class FedBiO(LocalDirections):
         up="1 like x, 2 like y",
         hvps="2τ",
         cost="a gradient of g, and a joint pass for f's gradient and both products with ∇²g",
-        bias="drift of clients, which no step of the server reduces; clients that make more local steps count more",
+        bias="drift of clients, proportional to their step sizes, which are the only ones; clients that make more "
+        "local steps count more",
     )
     allows = Allows(late=("local_descent",), submodels=UnitPolicy(), own_y={"local_descent": own_changes("y", "v")})
 

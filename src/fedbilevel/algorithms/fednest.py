@@ -49,10 +49,10 @@ On a `Minimax` problem ∇y F is 0 at y*(x), and FedIHGP is left out. On a `Comp
 Then H = I, and so v = ∇y F. FedInn with T = 1, β = 1 and τ = 1 gives the exact inner solution, y = mean_i r_i(x).
 
 RABO is a method for clients that hold parts of a model. If every client holds the whole model, LFedNest computes the
-same numbers as RABO with full batches and one step on x, up to rounding. In the same case FedNest-SGD computes the same
-numbers as FedMBO, but makes one more exchange, the second exchange of FedOut. There each client replies with its drift
-on x, the part of its change that differs between clients (departure 1). After one step the drift is 0, so that this
-exchange changes nothing.
+same numbers as RABO with full batches and one step on x, up to rounding. With full batches and one step on x,
+FedNest-SGD also computes the same numbers as FedMBO, but makes one more exchange, the second exchange of FedOut. In
+this exchange each client replies with its drift on x: the part of its change that differs between clients (see
+departure 1 below). After one step the drift is 0, so the exchange changes nothing.
 
 In the code, the class `SVRG` is FedInn, `Implicit.estimate` in parts/hypergradients.py is FedIHGP together with h, and
 `LocalImplicit.own` in parts/hypergradients.py is the hypergradient that a client of LFedNest computes on its own.

@@ -4,9 +4,10 @@ Yifan Yang, Peiyao Xiao, Kaiyi Ji. "SimFBO: Towards Simple, Flexible and Communi
 Learning". NeurIPS 2023, arXiv:2305.19442. Algorithm 1.
 
 x is the outer variable and y is the inner variable. There are M clients. Client i has the weight p_i and the losses f_i
-and g_i, and F = Σ p_i f_i and G = Σ p_i g_i. P clients form the round's cohort C (docs/glossary.md). The vector v, of
-y's shape, follows the solution of ∇²yy G v = ∇y F, which the gradient in x needs: ∇Φ = ∇x F − ∇²xy G v. A single loop
-moves x, y and v together.
+and g_i, and F = Σ p_i f_i and G = Σ p_i g_i. P clients form the round's cohort C (docs/glossary.md). Φ is the loss that
+is minimised over x: Φ(x) is the value of F at x and at the minimiser y*(x) of G(x, ·). At y*(x) its gradient is ∇Φ = ∇x
+F − ∇²xy G v, where v solves ∇²yy G v = ∇y F. The method keeps a vector v, of y's shape, which comes closer to this
+solution during the run. A single loop moves x, y and v together.
 
 Numbers in brackets, such as (3), are those of the paper's equations. The server sends (x, y, v). Client i makes τ_i
 local steps, one after the other. Each step moves x, y and v at the same time, along the directions             (3)
@@ -15,8 +16,8 @@ local steps, one after the other. Each step moves x, y and v at the same time, a
 
 The field `local_optimizer` sets the kind of step: plain, (x, y, v) ← (x, y, v) − (η_x d_x, η_y d_y, η_v d_v); heavy
 ball; FedProx; another kind for each client (`Mixed`); or plain with local variance reduction (`Anchored`). The client
-replies with q_i = Σ_k a_k (d_x, d_y, d_v) = (start − end)/η. Here a_i is the vector of the weights of the client's τ_i
-directions. Its k-th entry a_k is 1 for plain steps, and ‖a_i‖₁ = Σ_k a_k is the sum of its entries. Let proj_r be the
+replies with q_i = Σ_k a_{i,k} (d_x, d_y, d_v) = (start − end)/η. Here a_{i,k} is the weight of the k-th of the client's
+τ_i directions. It is 1 for plain steps. The sum of the client's weights is ‖a_i‖₁ = Σ_k a_{i,k}. Let proj_r be the
 projection onto the ball of radius r about 0. The server computes
 
     SimFBO    (x, y, v) ← (x − γ_x q_x, y − γ_y q_y, proj_r(v − γ_v q_v)),   q = Σ_{i∈C} (M/P) p_i q_i          (4), (5)
@@ -26,8 +27,9 @@ With unequal τ_i SimFBO therefore solves the problem with weights p_i‖a_i‖�
 solves the original problem (Theorem 2).
 
 Messages: the server sends x, y and v. Clients reply with vectors of these three shapes. In ShroFBO they also send the
-numbers ‖a_i‖₁ and 1. The server gets only weighted sums over the cohort. The weighted sum of the ones is Σ p_i, which
-the server needs for the quotients in departure 2.
+numbers ‖a_i‖₁ and 1. The method uses only weighted sums of the replies over the cohort (in a federation, the server
+still receives each reply). The server needs Σ p_i, the weighted sum of the ones, for the quotients in departure 2
+below.
 
 Departures from the paper:
 1. A single draw of inner and of outer samples serves all three directions of a local step. Each direction is unbiased.
@@ -37,11 +39,11 @@ Departures from the paper:
    came from the present round, ρ and h would depend on the same cohort, and the product ρh would be biased, although h
    itself is unbiased.
 3. The server's step is an optax transformation of q, scaled by γ. The default is plain descent, as in the paper.
-4. In the paper's (3), a client multiplies its k-th step by a_k. But a_k is the weight of the k-th direction after all
-   steps of heavy ball or FedProx. The steps of (3) agree with those of heavy ball or FedProx only in the limit η → 0:
-   with the a_k of heavy ball the first steps of (3) would be the largest, and with the a_k of FedProx the last steps.
-   Here clients make the actual steps of heavy ball and FedProx. As in the paper, q_i is Σ_k a_k d_k, with the
-   directions d_k at the points of these steps.
+4. In the paper's (3), a client multiplies its k-th direction by a_{i,k} and makes a step of this size. But with heavy
+   ball or FedProx, a_{i,k} is the weight that the k-th direction has in the client's whole movement, when all its steps
+   are done. It is not the size of the k-th step. If it were, the first steps would be the largest with heavy ball, and
+   the last steps with FedProx. The two agree only in the limit η → 0. Here clients make the actual steps of heavy ball
+   and FedProx. As in the paper, q_i is Σ_k a_{i,k} d_k, with the directions d_k at the points of these steps.
 5. The default radius is infinity, which omits the projection in (5), since r = L_f/μ_g is not known beforehand.
    `fedbilevel diagnose` estimates it.
 6. Clients of limited capacity, which hold only a part of the model (a submodel), make their steps on this part. Every

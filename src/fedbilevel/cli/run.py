@@ -500,8 +500,9 @@ def _audit(options: argparse.Namespace) -> int:
 def _status(options: argparse.Namespace) -> int:
     """Show the progress of a federated run and its absent clients, or check that a SuperLink begins runs.
 
-    The exit code is that of `fedbilevel run`, and 5 if the SuperLink does not begin a submitted run. With --prometheus
-    it is 0 once the file is written, atomically, for the textfile collector of node_exporter.
+    The exit codes are the same as those of `fedbilevel run`. The exit code 5 also means that the SuperLink does not
+    begin a submitted run. With --prometheus, a file for the textfile collector of node_exporter is written atomically,
+    and the exit code is then 0.
     """
     from fedbilevel.core.writing import write_text
     from fedbilevel.experiments.federation_status import Status

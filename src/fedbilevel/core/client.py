@@ -45,13 +45,15 @@ class Clients(Shown):
       of samples.
     - A pytree of arrays with leading axes (client, sample). For one client, the first axis has the length 1: without
       this axis, every sample would become a client.
-    - A `Ragged`, which has the samples of all clients one after the other in flat arrays, with each client's number.
+    - A `Ragged`, which has the samples of all clients one after the other in flat arrays, and the number of samples of
+      each client.
     - A list of data frames or of datasets of Hugging Face, which become dicts of columns; or of datasets of PyTorch,
       each of which becomes the pytree of its items. Each item is read once. If the items are pairs, a batch has
       `batch[0]` and `batch[1]`.
     - A grouped pandas frame, whose groups are the clients in their order, or a partitioner of flwr-datasets.
 
-    The numbers of local steps, and other own numbers of clients, can have one of these forms:
+    The number of local steps, and the other numbers that may differ between clients (`own`), can have one of these
+    forms:
 
     - A number for all clients.
     - An array of shape (M,), with a number for each client; of shape (T, M), with a number for each round and client;

@@ -386,7 +386,7 @@ def errors_in(place: str) -> Iterator[None]:
 def diverged(names: Sequence[str], round: int, during: str = "", client: int | None = None) -> NonFiniteError:
     """Return the error for quantities of an iterate that have become NaN or infinite during a run."""
     place = [f"round {round}", *filter(None, [during]), *([] if client is None else [f"client {client}"])]
-    text = f"{', '.join(place)}: {', '.join(names)} is not finite"
+    text = f"{', '.join(place)}: {', '.join(names)} {'is' if len(names) == 1 else 'are'} not finite"
     error = NonFiniteError(text, round=round, during=during, client=client, names=names)
     error.of_iterate = True
     return error

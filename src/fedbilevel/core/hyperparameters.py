@@ -43,7 +43,10 @@ class FieldEntry(NamedTuple):
 
     @property
     def of(self) -> str | None:
-        """Return "x", "y" or "v" for one of three step sizes, and None for any other value."""
+        """Return the variable of a step size, "x", "y" or "v".
+
+        The result is None if the field does not have a step size for each of these three variables.
+        """
         return str(self.keys[-1]) if isinstance(getattr(self.holders[-1], self.field.name), XYV) else None
 
     @property

@@ -88,7 +88,10 @@ def explained(what: str, **arguments: PyTree) -> Iterator[None]:
 
 
 def _advice(error: Exception, arguments: dict[str, PyTree]) -> str:
-    """Return a remedy if PyTorch was called, or if a dict, list or tuple was used as an array; "" otherwise."""
+    """Return a remedy for frequent causes of an error in a user's function; "" for other causes.
+
+    These causes are a call of PyTorch, a dict, list or tuple that is used as an array, and a missing axis of clients.
+    """
     message = str(error)
     if _calls_torch(error):
         how = "fedbilevel.torch.from_torch(module, example) turns a module into a function that can"
@@ -101,6 +104,11 @@ def _advice(error: Exception, arguments: dict[str, PyTree]) -> str:
             if name == "batch":
                 array = "; to get one array, give a list of clients whose samples are arrays, such as frame.to_numpy()"
             return f"; {name} is a {kind} with parts such as {part}{array}"
+    if isinstance(error, IndexError) and getattr(arguments.get("batch"), "ndim", None) == 1:
+        axes = (
+            "The first two axes of an array in Clients are the client and the sample: for one client, pass rows[None]"
+        )
+        return f"; each sample of the batch is a single number. {axes}"
     return ""
 
 

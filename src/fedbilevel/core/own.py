@@ -128,9 +128,10 @@ Values = Given | Drawn | Computed
 
 
 def read(path: str, given: Any, count: int, allowed: str = FORMS) -> Values:
-    """Read one of the forms of numbers for `count` clients; `path` and `allowed` are for messages.
+    """Read the numbers that a user has given for `count` clients, in any of the forms that `Clients` accepts.
 
-    The method's field decides which numbers are allowed: see `check_own`.
+    Only the form is checked. Which numbers are allowed depends on the method's field, and `check_own` checks this.
+    `path` and `allowed` appear in the messages of errors: the name of the field, and the allowed forms in words.
     """
     if callable(given):
         return read_rule(path, given)

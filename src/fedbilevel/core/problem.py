@@ -585,4 +585,4 @@ def why_it_vanishes(problem: Problem, moves: Mapping[str, bool]) -> str:
             order = "Are the losses in the right order? Bilevel(outer, inner) takes the validation loss first"
             return f"{claim}: {why}. x moves only along the derivative of the outer loss in x. {order}"
         why = why and f"the outer loss has no derivative in x, and {why}"
-    return why and f"x will not move by derivatives: {why} ({BLOCKED})"
+    return why and f"no gradient will move x: {why} ({BLOCKED})"

@@ -108,7 +108,7 @@ class Ragged(Shown):
         return Ragged(jax.tree.map(lambda leaf: leaf[chosen], self.values), np.cumsum(size) - size, size)
 
     def joined(self) -> Ragged:
-        """Return all rows joined to one row, in order."""
+        """Return a `Ragged` with a single row, which has the samples of all rows one after the other."""
         total = int(self.size.sum())
         chosen = np.repeat(self.start - (np.cumsum(self.size) - self.size), self.size) + np.arange(total)
         values = jax.tree.map(lambda leaf: leaf[chosen], self.values)

@@ -47,7 +47,8 @@ from fedbilevel.core.tree import PyTree
 class WeightLayout(UnitLayout):
     """Hold a layout with the groups x and y, whose units are the entries of all arrays that can be cut.
 
-    A client's part of x, and of y, is {"held": (kept,), "whole": [the arrays that are never cut]}.
+    A client's part of x is a dict, and so is its part of y. Its entry "held" is a vector with the weights that the
+    client holds, and "whole" is a list of the arrays that are never cut.
     """
 
     like: Mapping[str, PyTree]  # the shapes and dtypes of "x" and of "y"

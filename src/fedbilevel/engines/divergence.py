@@ -174,13 +174,13 @@ def not_finite_at(name: str, total: WeightedLoss, x: PyTree, y: PyTree) -> str:
     """Return a text if a loss or its derivatives are not finite at the start (x, y), else ""; `name` names the loss."""
     if not np.isfinite(total.value(x, y)):
         return (
-            f"the {name} loss is not finite even at the start, whatever the steps: look for labels beyond the "
-            "classes, log(0) and 0/0"
+            f"the {name} loss is not finite even at the start, before any step: look for log(0), for 0/0, and for "
+            "labels that are not below the number of classes"
         )
     v = jax.tree.map(np.ones_like, y)
     if nonfinite_leaves((total.gradients(x, y), total.products(x, y, v))):
         return (
-            f"a derivative of the {name} loss is not finite even at the start, whatever the steps, although the loss "
+            f"a derivative of the {name} loss is not finite even at the start, before any step, although the loss "
             "itself is finite. A square root, a norm or a power at 0 causes this: start elsewhere, or add a small "
             "number inside, as in jnp.sqrt((y**2).sum() + 1e-12)"
         )

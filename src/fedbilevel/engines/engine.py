@@ -337,7 +337,10 @@ class Cohorts:
         return self.cohort.some(self.population)
 
     def fresh(self, number: Array | int) -> Cohorts:
-        """Return the object for the round's fresh cohort of this number, whose clients are drawn anew."""
+        """Return a copy for the round's fresh cohort with this number.
+
+        A round can have several of them, each with newly drawn clients.
+        """
         return replace(self, keys=self.keys.of_fresh(number))
 
     def repeated(self, i: Array | int) -> Cohorts:

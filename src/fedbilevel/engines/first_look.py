@@ -256,7 +256,8 @@ class Evidence(NamedTuple):
         if twice:
             return (
                 "a batch with two copies of a sample has another loss than this sample alone. It looks like a sum over "
-                "samples: write .mean() in place of this .sum(); a penalty, which has no samples, keeps its sum"
+                "samples: write .mean() in place of the .sum() over samples, but keep the .sum() of a penalty, because "
+                "it does not depend on samples"
             )
         if mixed:
             return (

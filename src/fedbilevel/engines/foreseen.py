@@ -47,7 +47,10 @@ def cost_of_round(algorithm: Algorithm, problem: Problem, clients: Clients, x: P
 def groups_of(
     algorithm: Algorithm, problem: Problem, clients: Clients, x: PyTree, y: PyTree
 ) -> list[tuple[CapacityClass | None, int]]:
-    """List (capacity, number of clients that have it); a capacity is None if its clients hold the whole model."""
+    """Return, for each capacity, a pair of the capacity and the number of clients that have it.
+
+    Without submodels, the only capacity is None: all clients hold the whole model.
+    """
     plan = SubmodelPlan.of(algorithm, problem, clients, x, y)
     if plan is None:
         return [(None, len(clients))]

@@ -72,7 +72,7 @@ class KeyValueStore:
         self.service.key_value_delete(key)
 
     def leave(self, process: int, why: str) -> None:
-        """Note for waiting processes that this process ends; `why` is the error, or "" if its work is done."""
+        """Tell the processes that wait for this one that it ends; `why` is the error, or "" if its work is done."""
         self.service.key_value_set(f"{LEFT}/{process}", why[:LONGEST])
 
     def who_left(self) -> str:

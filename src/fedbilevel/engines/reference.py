@@ -163,7 +163,10 @@ class ReferenceFed(PythonFed):
         return ticks
 
     def total_costs(self) -> RoundCosts:
-        """Return the costs of the round, at its end; with submodels, they include how many clients hold each entry."""
+        """Return the costs of the round, after its last exchange.
+
+        With submodels, they also contain the number of clients that hold each entry of the model.
+        """
         available = ((i, jnp.asarray(self.run.pace.ever_available(i), float)) for i, _ in self.members)
         holders = (self.models.holders(self.models.units_of(i), counts) for i, counts in available)
         return self.models.covered(self.book.costs, holders)

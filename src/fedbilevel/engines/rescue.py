@@ -85,8 +85,8 @@ class Rescue:
             warn(NumericalWarning(self.gave_up))
         else:
             self.halvings, self.latest = self.halvings + 1, self.safe
-            back = f"{why}; back to round {int(self.safe.round)} with half the steps"
-            warn(NumericalWarning(f"{back}, {self.halvings} of {self.halvings_at_most} times"))
+            back = f"the run returns to round {int(self.safe.round)}, and continues with step sizes half as large"
+            warn(NumericalWarning(f"{why}; {back} (return {self.halvings} of at most {self.halvings_at_most})"))
         self.growth = ""
         return jax.tree.map(copied, self.safe)
 

@@ -107,9 +107,9 @@ def solve(
             run has an entry that is NaN or infinite; the `result` of this error has the last finite x and y. "shrink"
             returns to the row before the best row, halves every step size, and continues with a warning. (The losses in
             a row were measured in the rounds before it, so the run may already have begun to diverge at the best row.)
-            "shrink" acts in two cases: a variable is not finite, or a loss grows and was more than 10 times its first
-            value in two consecutive rows. It can act 3 times; if a fourth time would be needed, the run ends. Once it
-            has acted, the history has a column "halvings". Abandoned rounds still count in `result.ledger`. None:
+            "shrink" acts in two cases: a variable is not finite; or a loss is more than 10 times its first value in two
+            consecutive rows, and still grows. It can act 3 times; if a fourth time would be needed, the run ends. Once
+            it has acted, the history has a column "halvings". Abandoned rounds still count in `result.ledger`. None:
             "shrink" if steps adapt, clients are simulated in one process, and there is no privacy; else "stop".
         privacy: terms of local differential privacy for every client. Each reply is clipped, and noise is added. The
             noise is drawn from the run's key, in the float type of the run. Clients report no metrics. The history has
@@ -121,8 +121,8 @@ def solve(
             whenever the history has a new row; otherwise row is None. If a run has several processes, process 0 calls
             them (docs/how-to/several-hosts.md). A callback stops the run by returning a text, which is the reason. If a
             callback raises an error, the run is saved before the error is passed on. A resumed run does not call
-            callbacks again for rounds that are already done, even if one of them returned a reason to stop there.
-            `fedbilevel.trackers` has callbacks that record runs.
+            callbacks again for rounds that are already done. So if a callback stopped the run at such a round, the
+            resumed run continues after it. `fedbilevel.trackers` has callbacks that record runs.
         checkpoint: the file to which process 0 saves the whole run, atomically, and from which the run resumes.
         checkpoint_every: the number of rounds between two checkpoints. None: a checkpoint is saved once a second, or
             less often, so that saving takes at most a tenth of the time; with `RemoteClients`, after every round. Runs
@@ -144,8 +144,8 @@ def solve(
     Raises:
         ConfigurationError: an argument is not allowed; nothing was computed.
         NumericalError: an iterate or a metric is NaN or infinite (NonFiniteError), or an assumption of the method does
-            not hold. The last good checkpoint remains, usually the checkpoint of the round before
-            (docs/explanation/engines.md).
+            not hold. The last good checkpoint remains. If the state before the failed round is still in memory, it is
+            the checkpoint of this state (docs/explanation/engines.md).
         ExchangeError: too few clients replied, even after several attempts, or another process of the run was lost
             (LostProcess of engines.process_group). The last checkpoint remains, with all rounds up to it.
         CheckpointError: a checkpoint could not be written or read; or another process is writing it (the file

@@ -141,9 +141,10 @@ class TrackedRun:
 
 
 def _without_seeds(value: Any) -> Any:
-    """Return tables without the entries called `seed` or `seeds`, and without paths that end so, such as `run.seed`.
+    """Return nested tables without seeds.
 
-    The seed of a task or a clock is often the seed of the run.
+    An entry is left out if its name, or the last part of its name, is `seed` or `seeds`, as in `run.seed`. Seeds of a
+    task and of a clock are left out too, because they are often equal to the seed of the run.
     """
     if not isinstance(value, Mapping):
         return value

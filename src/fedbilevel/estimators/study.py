@@ -243,8 +243,8 @@ class StudyModel:
     def of(cls, agreement: Agreement, estimator: Any, ask: AskSites) -> Self:
         """Make the model from a fitted estimator, without a report.
 
-        If the study has a column of patients, the sites are asked for the scores of their patients, and the errors of
-        the coefficients follow from these.
+        If the study has a column of patients, the sites are asked for the scores of their patients. The standard errors
+        of the coefficients are computed from these scores.
         """
         study = agreement.study
         if study.patient:

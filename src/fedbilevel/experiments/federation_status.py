@@ -147,9 +147,10 @@ class Status:
         """
         if not place.exchanges.is_file():
             there = place.exchanges.exists()
-            what = "is not a regular file" if there else "does not exist: no exchange has ended, or no run has begun"
+            absent = "does not exist. Either no exchange has ended yet, or no run has begun"
             how = "`fedbilevel flower status --connection NAME` says whether the SuperLink starts runs"
-            raise ConfigurationError(f"the file {what}; {how}", where=str(place.exchanges))
+            what = "is not a regular file" if there else absent
+            raise ConfigurationError(f"the file {what}. {how}", where=str(place.exchanges))
         finished = place.finished or place.model.is_file()
         found = cls(place.exchanges, finished, place.exchanges.stat().st_mtime)
         for text in place.exchanges.read_text(errors="replace").splitlines():

@@ -122,7 +122,10 @@ def _entry(titled: Any, node: Any, module: ast.Module) -> Entry:
 
 
 def _said(node: Any) -> list[ast.AST]:
-    """Return the syntax nodes in the docstring and in the assignments, such as facts, of a class, function or file."""
+    """Return the syntax nodes of a class, function or file in which it describes itself.
+
+    These are its docstring and its assignments, for example of `facts`, with all parts of both.
+    """
     return [part for one in node.body if isinstance(one, ast.Expr | ast.Assign) for part in ast.walk(one)]
 
 

@@ -361,7 +361,9 @@ def table_of(study: Study, node_config: Mapping[str, Any]) -> SiteTable:
     require(not private, f"node configuration: {', '.join(private)}", "given", allowed)
     client, count = node_config.get("partition-id"), len(study.sites)
     fits = type(client) is int and 0 <= client < count
-    require(fits, "node configuration: partition-id", client, f"0 to {count - 1}, of {', '.join(study.sites)}")
+    *rest, last = [f"{i} ({name})" for i, name in enumerate(study.sites)]
+    allowed = f"{', '.join(rest)} or {last}" if rest else last
+    require(fits, "node configuration: partition-id", client, allowed)
     name = site_name(study.sites, node_config)
     source = node_config.get("table")
     fits = isinstance(source, str) and bool(source)

@@ -63,8 +63,8 @@ def threefry(key: Array, high: Array, low: Array) -> tuple[Array, Array]:
     """Compute Threefry-2x32 with 20 rounds, for a key (2,) and counters `high` and `low`, uint32 of the same shape.
 
     With `jit`, the 140 operations are traced once for each shape, and lowered once for each program. Without `jit`,
-    they are traced at every place where a key is split, which took a tenth of the time until a small program ran. XLA
-    inlines the calls, so that the compiled program is the same.
+    they are traced at every place where a key is split. In a small program, this took a tenth of the time that passed
+    before the program could run. XLA inlines the calls, so that the compiled program is the same.
     """
     k = key[0], key[1], key[0] ^ key[1] ^ PARITY
     a, b = high + k[0], low + k[1]

@@ -382,7 +382,10 @@ def draw_episodes(images: np.ndarray, count: int, way: int, shot: int, queries: 
 
 
 def labels_of(way: int, each: int) -> Array:
-    """Return labels for `each` images of each of `way` characters, in order: way·each numbers from 0 to way − 1."""
+    """Return the labels of `each` images per character, for `way` characters in order.
+
+    The labels are way·each numbers from 0 to way − 1.
+    """
     return jnp.repeat(jnp.arange(way), each)
 
 

@@ -401,7 +401,11 @@ def normed_axes(inputs: str, outputs: str) -> dict[str, str]:
 
 
 def apply(layer: dict[str, Array], maps: Array, stride: int = 1) -> Array:
-    """Convolve maps, and apply layer norm: (maps − mean)/√(variance + ε)·gain + bias, mean and variance by image."""
+    """Convolve maps, and apply layer norm: (maps − mean)/√(variance + ε)·gain + bias.
+
+    Mean and variance are computed for each image, over all its pixels and channels. `maps` has the shape (images,
+    height, width, channels).
+    """
     maps = convolve(maps, layer["weight"], stride)
     centred = maps - jnp.mean(maps, axis=(1, 2, 3), keepdims=True)
     variance = jnp.mean(jnp.square(centred), axis=(1, 2, 3), keepdims=True)

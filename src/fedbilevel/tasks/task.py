@@ -97,7 +97,7 @@ def scattered(
 ) -> dict[str, Floats]:
     """Draw `count` samples of a client.
 
-    A sample contains the client's coefficients, with normal noise added to the coefficient `vector`.
+    A sample contains the client's coefficients. Normal noise is added to one of them, whose name is `vector`.
     """
     rows = {name: np.repeat(value[None], count, axis=0) for name, value in coefficients.items()}
     return {**rows, vector: rows[vector] + noise * rng.normal(size=rows[vector].shape)}

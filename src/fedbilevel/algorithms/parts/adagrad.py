@@ -184,14 +184,16 @@ class AdaGrad(NamedTuple):
         entries = "x was" if size == 1 else f"{some(farthest_first, size)} were"
         return (
             f"{entries} still moving steadily at the end: either the run needs more rounds, or the outer loss has no "
-            "minimum in this direction, for example if the best penalty is infinite or 0; then bound x with project_x"
+            f"minimum along {'x' if size == 1 else 'these entries'}, for example because the best penalty is infinite "
+            "or 0; in the second case bound x with project_x"
         )
 
 
 def some(entries: list[str], size: int) -> str:
-    """Return a phrase with the first SHOWN of these entries of x and their number; x has `size` entries in all."""
-    more = f" and {len(entries) - SHOWN} more" if len(entries) > SHOWN else ""
-    return f"{', '.join(entries[:SHOWN])}{more} of {size:,} entries of x"
+    """Return a phrase with the number of these entries, out of all `size` entries of x, and the first SHOWN of them."""
+    count = f"all {size:,}" if len(entries) == size else f"{len(entries):,} of {size:,}"
+    more = ", …" if len(entries) > SHOWN else ""
+    return f"{count} entries of x ({', '.join(entries[:SHOWN])}{more})"
 
 
 def with_mean(norms: Array) -> Array:

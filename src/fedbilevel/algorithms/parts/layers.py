@@ -175,7 +175,10 @@ class Layer(Around):
 
     @property
     def whole(self) -> bool:
-        """Return whether the layer needs whole replies, so that submodels are refused: true at "rule" and "coded"."""
+        """Return whether the layer needs replies with all entries of the model, as at the places "rule" and "coded".
+
+        Such a layer cannot be combined with submodels, which are therefore refused.
+        """
         return self.place in ("rule", "coded")
 
     def fits(self, method: Algorithm) -> None:

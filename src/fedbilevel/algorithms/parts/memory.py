@@ -156,8 +156,8 @@ class LastReplies(NamedTuple):
         """Return the record after an exchange; `delta` is the sum of the exchange's replies, weighted by p_i.
 
         The age of every earlier reply grows by one exchange. If a new reply replaces it, the age then falls by the
-        difference between the new and the old t_i. A client's first reply has the age t − t_i, which is
-        (t + 1) − (t_i − (−1)).
+        difference between the new and the old t_i. For a client's first reply, the old t_i counts as −1. So the age is
+        (t + 1) − (t_i − (−1)), which is t − t_i.
         """
         joins, exchanges = delta.joins.public, delta.exchanges.public
         age = self.age + self.weight + (self.exchanges + 1) * joins - exchanges

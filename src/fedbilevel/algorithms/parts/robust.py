@@ -48,7 +48,11 @@ class RobustRule(Layer):
 
     @abstractmethod
     def of(self, rows: Array, weights: Array) -> Array:
-        """Return an array of shape (d,) from the replies, of shape (P, d), and the clients' weights, of shape (P,)."""
+        """Compute the vector that replaces the mean of the replies.
+
+        Here P is the number of clients, and d the number of entries of a reply. `rows` has the shape (P, d), with a
+        reply in each row. `weights` has the shape (P,), and the result has the shape (d,).
+        """
 
 
 def require_replies(path: str, bad: int, weights: Array, least: int) -> Array:

@@ -120,11 +120,12 @@ class Streamed:
         return data, table, device_ids
 
     def places(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the places at which this process gathers the samples of the clients `ids`.
+        """Return which client's samples this process puts at which place of its array of samples.
 
         Returns:
-            For each place of this process, the id of the client whose samples are there, or −1 for an empty place; and
-            for each member in `ids`, its place in its process.
+            Two arrays. The first has an entry for each place of this process: the id of the client whose samples are at
+            this place, or −1 if the place is empty. The second has an entry for each client in `ids`: the place of the
+            client's samples, in the process that has them.
         """
         shares, flat = self.layout.shares, ids.ravel()
         if shares is None:

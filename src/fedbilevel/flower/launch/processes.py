@@ -249,7 +249,10 @@ class Federation:
     # Where things are
 
     def log(self, name: str) -> Path:
-        """Return the path of the log of a process: "superlink", or a client's SuperNode, "client-0", …"""
+        """Return the path of the log of a process.
+
+        Its name is "superlink" or, for a client's SuperNode, "client-0", "client-1" and so on.
+        """
         return self.directory / "logs" / f"{name}.log"
 
     def environment(self, name: str) -> dict[str, str]:

@@ -149,7 +149,7 @@ class Exchange:
                 self.failed[client] = Refusal(Code.STALLED, text, client)
 
     def enough(self) -> bool:
-        """Return whether enough replies have arrived for an exchange that ends with the first replies."""
+        """Return whether enough replies have arrived, if the exchange ends after a given number of replies."""
         return self.spec.first and len(self.replies) >= self.needed and not self.overdue
 
     def keep_others(self) -> None:
