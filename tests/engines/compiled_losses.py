@@ -1,4 +1,7 @@
-"""Losses that stay compiled in the engine Reference, which compiles nothing else; their derivatives take most time."""
+"""Losses that are compiled even in the engine Reference, because they take most of the time of a test.
+
+Otherwise Reference compiles nothing.
+"""
 
 from collections.abc import Callable
 from functools import cache, wraps

@@ -81,8 +81,8 @@ def test_a_converged_run_is_not_worse_than_its_start():
 def test_a_row_of_rounds_in_which_y_was_not_trained_is_no_better_than_the_end():
     """A row of rounds in which y was not trained does not count as better than the end.
 
-    The best row, of round 10, has 15.1. This is the mean of ten rounds, of which the last has 16.9. The run ends at
-    16.6.
+    The best row, of round 10, has an outer loss of 15.1. This is the mean over ten rounds, and the loss of the last of
+    them is 16.9. The run ends at 16.6.
     """
     task, result = converged(samples=(2, 3), rounds=200)
     assert float(task.metrics["relative_error"](result.x, result.y)) < 1e-6
@@ -239,9 +239,10 @@ def test_what_rows_seem_to_say_is_compared_with_all_clients():
     ids=["private", "another column", "too few gradients"],
 )
 def test_where_it_is_not_computed(options, monkeypatch):
-    """The comparison is left out under privacy, for another column, and for short runs.
+    """The comparison is left out under privacy, if `best_by` is not the outer loss, and for short runs.
 
-    Under privacy, no loss leaves a client without noise. The two evaluations must not take longer than the run.
+    Under privacy, a client sends no loss without noise. In a short run, the two evaluations would take longer than the
+    run.
     """
     monkeypatch.setattr("fedbilevel.engines.posed.outer_losses", pytest.fail)
     assert "of all clients" not in str(solve(**options).remarks)

@@ -1,4 +1,4 @@
-"""Is each metric one finite number, and are its data arguments of the compiled program, not constants in it?"""
+"""Is each metric one finite number, and does the compiled program get its data as arguments, not as constants?"""
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,7 @@ def test_a_value_that_is_not_finite_stops_and_says_where(x, value):
 
 @pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
 def test_data_of_a_metric_are_arguments_of_its_program(kind, monkeypatch):
-    """The text of a metric's program has the shape of its data, but none of the 50 000 numbers."""
+    """The text of a metric's program contains the shape of the data, but none of their 50 000 numbers."""
     data = kind(np.random.default_rng(0).normal(size=(50_000, 2)))
     programs, jit = [], jax.jit
 

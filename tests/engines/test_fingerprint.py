@@ -150,10 +150,10 @@ def test_what_differs_is_named(before, case):
 
 
 def test_an_optimizers_own_functions_count():
-    """The functions in an optimizer count.
+    """A change of a function inside an optimizer is detected.
 
-    One pair of schedules has the same name and closes over nothing. Optax's own schedules close over variables that
-    were never set.
+    The first two schedules have the same name and use no outer variables. Optax's own schedules close over variables
+    that were never set.
     """
 
     def optimizer(schedule):
@@ -168,7 +168,10 @@ def test_an_optimizers_own_functions_count():
 
 
 def test_samples_that_both_losses_read_are_not_other_ones():
-    """Inner samples that were the outer ones, and are others now, count; an equal copy is no difference."""
+    """Both losses used the same samples before, and now the inner loss has others: this change is detected.
+
+    Inner samples that are an equal copy of the outer ones do not count as a change.
+    """
 
     def samples(*sets):
         return dataclasses.replace(taken(), samples=fingerprint.of_samples(fb.Clients(*sets), current_group()))
@@ -181,7 +184,7 @@ def test_samples_that_both_losses_read_are_not_other_ones():
 
 
 def test_names_precision_and_layout_do_not_count(before):
-    """Names of functions, precision and the layout of samples do not count.
+    """Other names of functions, another precision and another layout of the samples do not count as changes.
 
     JAX computes in float64 here, so that it gets the same numbers as NumPy has.
     """
@@ -207,7 +210,10 @@ def test_neither_json_nor_other_versions_of_jax_make_another_loss(before):
 
 @pytest.mark.parametrize("dtype", [np.float64, np.uint8])
 def test_of_a_large_array_in_memory_every_number_counts(monkeypatch, dtype):
-    """For a large array in memory every number counts, also one that is not read if the array is memory-mapped."""
+    """In a large array in memory, a change of any number is detected.
+
+    The number that changes here would not be read in a memory-mapped array.
+    """
     monkeypatch.setattr(fingerprint, "WHOLE", 2**10)
     values = np.zeros((10_000, 3), dtype)
     rows = Ragged({"a": values}, np.arange(100) * 100, np.full(100, 100))
@@ -220,7 +226,7 @@ def test_of_a_large_array_in_memory_every_number_counts(monkeypatch, dtype):
 
 
 def test_the_type_and_the_shape_of_an_array_count():
-    """Type and shape of an array count: four zeros as a row, as a column and as integers have the same bytes."""
+    """Arrays with the same bytes and another type or shape differ, here four zeros as a row, a column and integers."""
     row, column, whole = np.zeros((1, 4)), np.zeros((4, 1)), np.zeros((1, 4), np.int64)
     assert len({kept.of_array(array) for array in (row, column, whole)}) == 3
 

@@ -92,7 +92,8 @@ def test_every_engine_ends_there(local, engine):
 def test_a_run_that_has_ended_is_not_taken_up_again(local, tmp_path):
     """A run that has ended is not continued.
 
-    Cut in two, it ends where it did in one piece. If it is resumed after its end, no round runs, and no row is added.
+    A run that is interrupted and resumed ends in the same round as one without an interruption. If it is resumed after
+    its end, no round runs, and no row is added.
     """
     path = tmp_path / "run"
     half = run(rounds=7, eval_every=10, checkpoint=path)
@@ -111,7 +112,7 @@ def test_a_run_that_has_ended_is_not_taken_up_again(local, tmp_path):
     [("x", -8.0, 0.01, 0.01, 1.0), ("F", -8.0, 1.0, 0.01, 0.01), ("H", 0.2, 1.0, 50.0, 0.1)],
 )
 def test_each_of_x_and_both_losses_keeps_a_run_going(decides, start, slope, preference, lr):
-    """Each of x, F and H can keep a run going: in each case another one is the last to stop changing.
+    """Each of x, F and H can be the one that keeps a run going: each case has another one that stops changing last.
 
     IRG is computed by hand on F = slope ½(x − 1)², for two clients with a sample each, and H = preference ½x². Without
     the last of the three changes, the run would end earlier.

@@ -1,4 +1,4 @@
-"""Are floating-point operations counted as by hand, and as XLA counts them where it can?"""
+"""Are floating-point operations counted correctly, by a count by hand and by XLA's count where XLA has one?"""
 
 from dataclasses import replace
 
@@ -38,9 +38,9 @@ ROUNDS = {
 
 @pytest.mark.parametrize("case", ROUNDS)
 def test_a_round_says_before_how_many_exchanges_it_has(case):
-    """The number of exchanges that is known before a round is that of a run.
+    """The number of exchanges that is predicted before a round equals the number of a run.
 
-    If the number depends on the round, it is not known.
+    If the number depends on the round, nothing is predicted.
     """
     algorithm, task = ROUNDS[case], quadratic(clients=2, samples=(8, 8))
     start = algorithm, task.problem, task.x0, task.y0, RemoteClients.of(task.clients).examples()
@@ -210,7 +210,7 @@ def by_phase(costs):
 
 
 def seen(samples):
-    """Return the cost of the sum of the samples over their axis, and then of a product by entry, as einsum does it."""
+    """Return the operations of `einsum`, which first adds up the samples, and then multiplies entry by entry."""
     return cost(lambda s, x: jnp.einsum("sf,fh->fh", s, x), shape(samples, 3), shape(3, 8))
 
 
@@ -259,7 +259,7 @@ def test_a_phase_that_branches_on_values_runs_on_the_reference_all_the_same():
 
 
 def test_a_run_counts_them(tmp_path):
-    """Two rounds of a cohort of 2 count one exchange with samples and 5 with steps, and the same after resuming."""
+    """In each of two rounds, a cohort of 2 counts one exchange with samples and 5 with steps, also in a resumed run."""
     path = tmp_path / "run"
     given = Twice(), PROBLEM, clients([6, 6, 6]), X / 100, Y / 100
     first = fb.solve(*given, rounds=1, cohort=2, checkpoint=path, count_flops=True)

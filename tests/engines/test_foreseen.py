@@ -27,7 +27,7 @@ def task_of(case, capacity=(1.0, 0.5, 0.5, 0.25)):
 
 @pytest.mark.parametrize("case", slow_but("whole models, loops", "submodels", of=METHODS))
 def test_a_round_costs_what_was_counted(case):
-    """The predicted cost of a round is that of a run.
+    """The predicted cost of a round equals the measured cost of a run.
 
     Of four clients with submodels, one holds the whole model, two hold a half, and one holds a quarter of it.
     """

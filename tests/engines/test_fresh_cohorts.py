@@ -1,6 +1,6 @@
-"""What a round asks of fresh cohorts: their members, their work, their time, and the states, which stay untouched.
+"""Exchanges with fresh cohorts: which clients are members, and what work and time each exchange takes.
 
-A client in a fresh cohort neither sees nor changes what it keeps between rounds.
+In a fresh cohort, a client neither sees nor changes the state that it keeps between rounds.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,10 @@ class State(NamedTuple):
 
 
 class Asking(authoring.Algorithm):
-    """A round asks its own cohort, two fresh ones, and its own again; y has the mean (id, kept, steps) of each."""
+    """A method whose rounds ask their own cohort, two fresh cohorts, and their own again.
+
+    y has a row for each of these exchanges: the means over its clients of id, kept number and local steps.
+    """
 
     @property
     def asks(self):

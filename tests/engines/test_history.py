@@ -45,9 +45,9 @@ def test_lines_of_json_give_back_the_same_numbers_also_from_a_file(tmp_path):
 
 
 def test_metrics_come_first_then_losses_and_only_of_these_one_value_is_the_best():
-    """Columns begin with metrics and then losses, and only these have a best value.
+    """The first columns are metrics and then losses, and only these have a best value.
 
-    Row 0 has no losses yet, and what a method reports about itself stands before them.
+    This holds although row 0 has no losses yet, and although a method's own numbers are recorded before the losses.
     """
     rows = [
         {"round": 0, "gap.worst": 1.0, "curvature": 0.0},

@@ -193,10 +193,10 @@ def test_an_error_that_nobody_catches_ends_both_with_what_it_says():
 
 
 def test_an_error_keeps_its_exit_code_though_process_0_ends_while_it_takes_leave(tmp_path):
-    """An error keeps its exit code although process 0 ends while the process with the error takes its leave.
+    """A process with an error keeps its exit code, although process 0 ends while it says that it leaves.
 
-    JAX's runtime ends this process from the thread that would bring the answer for which the process waits. Exit code 3
-    would mean that the runtime did not end it.
+    JAX's runtime then ends the process, from the thread that should bring the answer for which the process waits. Exit
+    code 3 would mean that the runtime did not end it.
     """
     there = tmp_path / "there"
     until = f"all(time.sleep(0.01) is None for _ in iter(lambda: os.path.exists({str(there)!r}), True)); os._exit(0)"
@@ -329,8 +329,8 @@ for variables in json.loads(sys.argv[1]):
 def test_auto_outside_of_a_launcher_is_refused_with_a_sentence(tmp_path):
     """`auto` without a launcher is refused with a sentence.
 
-    The places are: no job, ssh to a node of a Slurm job, its batch script, wrong variables, and a part of Kubernetes'
-    ones.
+    The cases are: no job; ssh to a node of a Slurm job; the batch script of this job; wrong variables; and only some of
+    Kubernetes' variables.
     """
     one = dict.fromkeys(SLURM, "1")
     batch = {name: value for name, value in one.items() if name != "SLURM_STEP_NODELIST"}

@@ -28,7 +28,11 @@ class Simulated:
         self.counted = {"a": [0] * CLIENTS, "b": [0] * CLIENTS}  # the exchange in which each client handed in last
 
     def first(self, kind, n, bound=None):
-        """Make an exchange; return the clients asked, whose replies count and from which exchange, and the ticks."""
+        """Simulate an exchange that waits for the first replies.
+
+        Return the clients that were asked, the replies that count with the exchange in which each was asked for, and
+        the ticks.
+        """
         number, began = self.exchanges[kind], self.time
         used, self.kept[kind] = self.kept[kind], []
         asked, answered = set(), set()
@@ -72,7 +76,7 @@ class Simulated:
         return min((max(when, self.time) for k, when, _ in self.work.values() if k == kind), default=np.inf)
 
     def next_coming(self, answered):
-        """Return when the next idle client that is away comes back."""
+        """Return the time at which the next idle client that is away becomes available."""
         away = [c for c in range(CLIENTS) if c not in self.work and c not in answered]
         later = range(self.time, self.time + PERIOD + 1)
         return min((t for c in away for t in later if self.there(c, t)), default=np.inf)
@@ -164,8 +168,9 @@ def test_everyone_is_waited_for_and_brings_what_it_worked_on():
 def test_a_bound_on_staleness_waits_for_the_old_ones():
     """With a bound s on staleness, exchange s waits for the reply to exchange 0.
 
-    Six clients take 1, and the last one 100. Without a bound, its reply to exchange 0 is used in exchange 99. With a
-    bound of s, it is used in exchange s, together with all replies that have arrived until then.
+    Six clients need one tick for a reply, and the last client needs 100. Without a bound, the reply of the last client
+    to exchange 0 is used in exchange 99. With a bound of s, this reply is used in exchange s, together with all replies
+    that have arrived until then.
     """
     pace = pace_of([1] * 6 + [100], 1.0)
     for bound in (1, 3):
@@ -181,10 +186,10 @@ def test_a_bound_on_staleness_waits_for_the_old_ones():
 def test_a_bound_on_staleness_waits_for_those_who_were_busy_with_another_request():
     """A bound on staleness also waits for clients that were busy with another request.
 
-    Six clients take 2 and one takes 10. Requests alternate, two of a and one of b. The slow client happens to be always
-    done when it is a's turn, so that after a first time it would never be asked for b again. With s = 2 it is overdue
-    s + 1 exchanges of b after its last reply. These exchanges wait for it, and no earlier ones do. (If only replies to
-    b that are under way were waited for, the gaps would be 4.)
+    Six clients need 2 ticks, and one needs 10. Requests alternate between two of kind a and one of kind b. The slow
+    client is always ready when a request of kind a is sent, so after its first reply to b it would never be asked for b
+    again. With s = 2, this client is overdue after s + 1 further exchanges of b. Then an exchange of b waits for it,
+    and no earlier exchange does. (If an exchange waited only for replies to b that are under way, the gaps would be 4.)
     """
     pace = pace_of([2] * 6 + [10], 1.0)
     for bound in (None, 2):
@@ -198,9 +203,10 @@ def test_a_bound_on_staleness_waits_for_those_who_were_busy_with_another_request
 
 
 def test_ties_go_to_the_older_request_then_to_the_lower_id():
-    """Ties go to the older request, then to the lower id.
+    """If replies arrive at the same time, the older request comes first, and then the lower id.
 
-    No client needs any time. All clients are asked, and the first three count, then the next three.
+    Here no client needs any time. All clients are asked. The first exchange counts the first three replies, and the
+    next exchange the next three.
     """
     pace = pace_of([0] * CLIENTS, 1.0)
     queues, counted = opened(), []

@@ -1,6 +1,6 @@
-"""A later run of the same program finds the compiled program of an earlier one, and no other run does.
+"""A run finds the compiled program of an earlier run if its own program is the same, and only then.
 
-The numbers are those of a run on its own.
+Its numbers are the same as if it had compiled the program itself.
 """
 
 from functools import partial
@@ -188,7 +188,10 @@ def test_what_a_library_makes_is_known_by_its_numbers(make):
 
 
 def defined_again(calls):
-    """Return the losses of a notebook's cell, or of a search's objective, which are new functions each time."""
+    """Return two losses, which are new functions at each call.
+
+    A cell of a notebook, or the objective of a search, makes them anew in the same way.
+    """
 
     def first(x, y, batch):
         calls.append(1)
@@ -224,9 +227,9 @@ def test_submodels_of_other_seeds_share_a_program():
 
 @pytest.mark.slow
 def test_the_rounds_that_ask_for_hypergradients_are_not_those_of_the_method():
-    """check_hypergradient does not use the method's own program.
+    """check_hypergradient does not use the program of a run of the method, although names and fields are equal.
 
-    A class with the same name and fields runs its rounds.
+    Its rounds are run by another class with the same name and fields as the method.
     """
     task = quadratic(clients=3, dim_x=2, dim_y=3, samples=(2, 2))
     method = fixed(fb.LFedNest(inner=fb.parts.LocalSGD(lr=0.1), batch_size=None))
@@ -321,7 +324,10 @@ def test_what_a_module_holds_is_noticed_where_it_changes(case, monkeypatch):
 
 
 def with_a_rule_inside_a_rule(factor):
-    """Return a problem with y², whose slope is that of `twice`; the slope of `twice` is `factor`."""
+    """Return a problem with y², whose custom derivative is the derivative of `twice`.
+
+    The custom derivative of `twice` is `factor`.
+    """
 
     @jax.custom_jvp
     def twice(y):
@@ -397,7 +403,7 @@ def test_metrics_find_their_programs_and_their_own_constants():
 def test_metrics_of_clients_are_compiled_once_and_find_their_own_constants(engine):
     """Metrics of clients are compiled once for all runs that measure them.
 
-    If another number is read by the metric, no program is needed; another metric needs one.
+    A metric that reads another number needs no new program; another metric needs one.
     """
     fb.Local.forget()
 

@@ -105,10 +105,11 @@ def test_the_time_of_a_long_round_fits():
 
 
 def test_the_two_means_of_all_and_over_those_who_hold_an_entry():
-    """Both means are right: over all clients, and over those that hold an entry.
+    """Both means are right: over all clients, and over the clients that hold an entry.
 
-    Both of two clients hold the first entry, only the one of weight ¼ holds the second, and none the third. For a
-    cohort of weight 0.4 among ten clients, the unbiased mean is 10/2·0.4 = 2 times the other one.
+    Two clients are in the cohort. Both hold the first entry, only the client of weight ¼ holds the second, and none
+    holds the third. With a cohort of total weight 0.4 out of ten clients, the unbiased mean is 10/2·0.4 = 2 times the
+    other mean.
     """
     whole = Sums(jnp.asarray(3.0), jnp.asarray(0.2), {}, *[jnp.asarray(2)] * 3)
     assert float(whole.total(10).mean(True)) == 15.0

@@ -1,4 +1,4 @@
-"""Do programs on disk serve later processes, and is their size bounded?"""
+"""Do later processes use the programs on disk, and is the size of these programs bounded?"""
 
 import contextlib
 import os
@@ -167,7 +167,7 @@ def test_devices_that_are_not_there_are_said(call, refusal, monkeypatch):
 
 
 def test_no_more_devices_are_presented_than_work_side_by_side(monkeypatch):
-    """No more devices are presented than there are cores, or 8.
+    """JAX presents at most as many devices as there are cores, and at most 8.
 
     With 512 devices on two cores, XLA's threads waited for each other without end.
     """

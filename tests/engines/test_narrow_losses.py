@@ -51,7 +51,8 @@ METHODS = {"SimFBO": simfbo, "FedAvg": fedavg}
 def test_a_loss_in_bfloat16_trains_parameters_in_float32(method):
     """A loss in bfloat16 trains parameters in float32.
 
-    Features have errors of a few UNIT, and the errors of the parameters are about as large.
+    The features have rounding errors of a few UNIT, which is half the spacing of bfloat16 at 1, and the errors of the
+    parameters are about as large.
     """
     wide, narrow = METHODS[method](jnp.float32, False), METHODS[method](jnp.bfloat16, False)
     for expected, computed in zip(wide, narrow, strict=True):

@@ -63,7 +63,7 @@ def test_an_error_has_the_last_finite_state_and_the_best():
 
 
 def test_the_error_says_how_far_x_had_gone_and_what_steps_on_y_it_allowed():
-    """The error says how far x has moved, and which steps on y are allowed at the last x.
+    """The error says how far x has moved, and which step sizes on y are allowed at the last x.
 
     L is the largest eigenvalue of ∇²yy G = Σ_i p_i A_iᵀA_i/n_i + 2 diag(10^x).
     """
@@ -151,7 +151,10 @@ def test_a_nan_in_a_loss_ends_a_run_of_a_method_that_measures_none(method, which
 
 @pytest.mark.slow
 def test_a_start_that_is_at_fault_is_said_at_once(recwarn):
-    """If the start is at fault, the error comes at once; a run without given steps does not try smaller steps first."""
+    """If the start itself causes the error, it is raised at once.
+
+    A run without given steps then does not try smaller steps first.
+    """
     losses = fb.Bilevel(problem().outer, lambda x, y, batch: problem().inner(x, y, batch) + jnp.sqrt(y @ y))
     with pytest.raises(NonFiniteError, match=r"\ba derivative of the inner loss .*not finite .*start"):
         fb.solve(fb.SimFBO(batch_size=None), losses, population(), *START, rounds=5)
@@ -194,10 +197,10 @@ def test_a_run_that_grows_is_warned_of_once_on_its_way_and_at_its_end():
 
 
 def test_what_has_grown():
-    """A loss has grown if it is over 1,000 times the start (or 1, if larger) and over 10 times the median before.
+    """A loss has grown if it is above 1,000·max(start, 1), and above 10 times its median before.
 
-    The median is that of the rows, or of the rounds of a single row. Noise about a level has not grown, however low it
-    began.
+    The median is taken over the earlier rows or, if there is one row, over its rounds. A loss that only fluctuates
+    about a level has not grown, even if it began far below this level.
     """
     rows = [{"round": 0}, {"round": 4, "outer_loss": 4000.0}]
     assert grown(History(rows)) == ""
@@ -266,7 +269,7 @@ def test_half_the_steps_from_the_row_before_the_best():
 
 
 def counted(*lrs, engine=None, layer=None):
-    """Return the gradients that are charged for a run whose steps on y are so long that its first round fails."""
+    """Return the number of gradients in the ledger of a run whose steps on y are so long that its first round fails."""
     method = fixed(fb.SimFBO(local_steps=3, batch_size=None, client_lr=fb.XYV(0.05, *lrs, 0.05), server_lr=0.05))
     method = fb.layered(method, layer) if layer else method
     with pytest.raises(NonFiniteError) as error:
@@ -275,7 +278,11 @@ def counted(*lrs, engine=None, layer=None):
 
 
 def test_rounds_that_failed_are_charged():
-    """The first round fails with the given steps and three times with halved ones; a round has G gradients."""
+    """Rounds that failed are in the ledger: the first round fails once with the given steps, and three times with
+    halved ones.
+
+    A round has G gradients.
+    """
     once = solve(1).ledger.gradients / 2 * 3  # `solve` has two local steps
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NumericalWarning)
@@ -290,7 +297,10 @@ def test_a_late_reply_that_is_not_finite_is_charged(engine):
 
 
 def test_every_step_is_halved_and_nothing_else():
-    """Every step size is halved, also numbers and schedules in a tuple, and those of parts. No other field changes."""
+    """Every step size is halved, also numbers and schedules in a tuple, and step sizes of parts.
+
+    No other field changes.
+    """
     inner = fb.parts.MeanGradient(rounds=2, lr=[0.4, lambda round: 0.2 + round], client_lr=0.02)
     half = at(halved(fb.Asynchronous(fixed(fb.AFBO(inner=inner, outer_lr=0.6)), wait_for=2)), 1)
     method = half.algorithm

@@ -1,4 +1,4 @@
-"""Are the options of a run those of `solve`, and is each wrong option refused by its name?"""
+"""Does `RunOptions` have the options of `solve`, and does the error for a wrong option name it?"""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Are metrics of clients the means over each client's own samples, and do columns have the numbers that they name?"""
+"""Is a metric of a client the mean over its own samples, and do columns such as NAME.worst have the right numbers?"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -61,7 +61,7 @@ def result():
 
 
 def test_columns_are_those_of_a_loop_over_clients(result):
-    """The columns equal those of a loop in NumPy over each client's samples, by their definitions."""
+    """The columns equal the numbers that a loop in NumPy over each client's samples computes from their definitions."""
     clients, x, y, row = population(), np.asarray(result.x), np.asarray(result.y), result.history.rows[-1]
     error = np.array([np.mean(abs(clients.outer.row(i)["a"] @ y - x[0])) for i in range(4)])
     fits = np.array([np.mean(clients.inner.row(i)["a"] @ y > x[1]) for i in range(4)])
@@ -95,7 +95,7 @@ def test_engines_and_places_of_samples_agree(how, result, tmp_path):
 
 
 def test_deciles_count_clients_and_the_mean_their_weights():
-    """Deciles count clients, and the mean counts their weights.
+    """Deciles give all clients the same weight, and the mean uses the clients' weights.
 
     Eleven clients have the values 0 … 10, so that the k-th decile is k. All weight is on the last one, so that the mean
     is 10.

@@ -1,4 +1,4 @@
-"""Has every client one process that owns it, and every member of a cohort one place with its owner?"""
+"""Does one process own each client, and does each member of a cohort have one place in the process of its owner?"""
 
 import jax.numpy as jnp
 import numpy as np

@@ -159,7 +159,10 @@ def test_pandas_gets_the_rows_and_is_named_where_it_is_missing(monkeypatch):
 
 
 def told(name, *values):
-    """Return a history of a metric of eleven clients, whose deciles are a tenth apart, around each of these values."""
+    """Return a history of a metric of eleven clients, with a row for each value.
+
+    In a row, the deciles of the metric are a tenth apart, and centred at the value.
+    """
     cost = {"bytes_down": 0, "bytes_up": 0, "gradients": 0, "hvps": 0, "seconds": 0.0}
     rows = []
     for i, value in enumerate(values):

@@ -46,7 +46,10 @@ def close(one, other, tolerance=1e-12):
 
 
 class Sums(NamedTuple):
-    """Sums over v, the mean of replies minus its expectation: Σ v, Σ v vᵀ, Σ v (the last v)ᵀ, and the last replies."""
+    """Sums over exchanges, where v is the mean of the replies minus its expectation.
+
+    The sums are Σ v, Σ v vᵀ, and Σ v uᵀ with the v of the exchange before as u. The last replies are kept too.
+    """
 
     x: jax.Array
     y: jax.Array
@@ -157,7 +160,10 @@ def given(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_without_noise_and_clip_a_run_is_what_it_is_without_privacy(name):
-    """With noise of σ = 1e-14, below the rounding of numbers of size 1, and no clip, a run is that without privacy."""
+    """With noise of σ = 1e-14 and no clip, a run equals a run without privacy.
+
+    This noise is below the rounding of numbers of size 1.
+    """
     plain = solve(METHODS[name], **given(name), engine=fb.Local(clock=TIMED))
     hidden = solve(METHODS[name], **given(name), engine=fb.Local(clock=TIMED), privacy=FEW)
     close((plain.x, plain.y), (hidden.x, hidden.y), 1e-11)
@@ -185,7 +191,10 @@ def test_engines_agree(name):
 
 @pytest.mark.slow
 def test_clients_with_submodels_have_it_too():
-    """Clients with submodels support privacy; since they keep nothing between rounds, each exchange counts for all."""
+    """Clients with submodels support privacy.
+
+    Since they keep nothing between rounds, each exchange counts as a reply of every client.
+    """
     task = quadratic(clients=5, dim_x=3, dim_y=4, samples=(3, 3), units=2)
     task = task.with_own(own={}, capacity=[1.0, 0.5, 0.5, 1.0, 0.5])
     algorithm = fixed(fb.RABO(batch_size=None))
@@ -202,7 +211,10 @@ def test_clients_with_submodels_have_it_too():
 
 
 def test_epsilon_is_that_of_all_replies_where_everyone_takes_part():
-    """If all clients take part, ε is that of all replies, here of three inner exchanges and a correction in a round."""
+    """If all clients take part, ε is computed from all replies.
+
+    Here a round has three inner exchanges and a correction.
+    """
     result = solve(TwoPhase(), rounds=4, eval_every=2, privacy=PRIVACY)
     expected = [0.0, PRIVACY.epsilon_after(2 * 4), PRIVACY.epsilon_after(4 * 4)]
     assert result.history["epsilon"].tolist() == expected
@@ -227,7 +239,7 @@ def test_epsilon_with_cohorts_is_that_of_the_client_that_was_drawn_most():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::fedbilevel.errors.NumericalWarning")
 def test_an_exchange_with_a_fresh_cohort_counts_for_everyone():
-    """An exchange with a fresh cohort counts for all clients.
+    """An exchange with a fresh cohort counts as a reply of every client.
 
     FedNest asks its own cohort for the inner steps, and a fresh one in each exchange of the hypergradient.
     """
@@ -255,7 +267,10 @@ def test_epsilon_with_asynchronous_clients_counts_their_messages():
 
 @pytest.mark.parametrize(("counts", "fresh", "added"), [(True, None, 0), (True, 0, 1), (False, None, 1)])
 def test_the_server_counts_the_exchanges_whose_replies_clients_do_not_count(counts, fresh, added):
-    """The server counts exchanges of fresh cohorts, and all if clients keep nothing; clients count the others."""
+    """The server counts the exchanges with fresh cohorts, or all exchanges if clients keep nothing.
+
+    Clients count the other exchanges.
+    """
     layer = Private(clip=1.0, noise_multiplier=1.0, delta=1e-5, counts=counts)
     asked = Asked(SIMFBO, "local_updates", None, jax.random.key(0), fresh=fresh)
     assert layer.exchange(asked, jnp.asarray(4), lambda again: again)[1] == 4 + added

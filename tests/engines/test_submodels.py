@@ -166,9 +166,9 @@ def magnitudes(*leaves):
 
 @pytest.mark.parametrize("name", slow_but("FedNest", of=ON_A_SLICE))
 def test_where_all_hold_the_same_units_it_is_the_method_on_these(name):
-    """If all clients hold the first half of the units, their part is that of the sliced problem, trained whole.
+    """If all clients hold the first half of the units, this half ends where a model of only these units ends.
 
-    No other entry moves.
+    The entries of the other half do not move.
     """
     half, algorithm, (x, y) = HIDDEN // 2, ON_A_SLICE[name], start()
     problem = BILEVEL
@@ -195,9 +195,9 @@ def test_where_all_hold_the_same_units_it_is_the_method_on_these(name):
 
 @pytest.mark.parametrize("name", slow_but("FedAvgS", of=ON_A_SLICE))
 def test_where_all_hold_the_same_weights_it_is_the_method_on_the_masked_problem(name):
-    """If all clients hold the same weights, a round is that of the method on whole arrays, with masked losses.
+    """If all clients hold the same weights, a round equals a round on whole arrays whose losses are masked.
 
-    The compared round starts from x and y as they are, and the masks leave what is held.
+    Both rounds start from the same x and y. The masks set all weights that the clients do not hold to 0.
     """
     algorithm, (x, y) = ON_A_SLICE[name], start()
     halves = magnitudes(*x.values())[23], magnitudes(*y.values())[7]
@@ -316,9 +316,9 @@ def test_weights_of_a_bilevel_problem_have_the_masked_gradients():
 
 
 def test_weights_spare_bytes_and_no_operations():
-    """Holding fewer weights saves bytes, but hardly any operations.
+    """Clients that hold half of the weights save hardly any operations.
 
-    Only operations by entry of x, y and v are fewer, which are less than a tenth of all here.
+    They save only the operations on single entries of x, y and v, which are less than a tenth of all operations here.
     """
     given = fb.Submodels(ONE_STEP, policy="weights"), BILEVEL, population(np.where(CAPACITY < 1, 0.5, 1.0)), *start()
     half, whole = sorted(known_flops(*given, classes(*given)).values())
@@ -408,9 +408,10 @@ def test_mask_noise_is_in_the_history(one_round):
 
 @pytest.mark.slow
 def test_mask_noise_is_that_of_the_cohort_and_none_of_a_model_that_is_zero():
-    """Mask noise is that of the cohort, and 0 for a model that is zero.
+    """The mask noise of a round is the noise of the clients in its cohort, and 0 for a variable that is 0.
 
-    Each cohort has one client, of each class in turn, and the noise is that of its class; y starts at 0.
+    Each cohort has one client. In eight rounds, clients of all capacities are drawn, so the history contains the noise
+    of each capacity. y starts at 0.
     """
     x, y = start()
     algorithm = fb.Submodels(fixed(fb.SimFBO(local_steps=1, batch_size=None, server_lr=1e-12)), policy="static")
@@ -534,7 +535,10 @@ class TestPolicies:
 
     @pytest.mark.parametrize("least", [1, 2])
     def test_a_coverage_can_be_asked_for(self, least):
-        """With 4 segments of 2 units and 10 clients, `least` clients hold each of three, and the rest the fourth."""
+        """With `min_coverage`, each of three segments is held by `least` of 10 clients, and the fourth by the others.
+
+        A segment has 2 of the 8 units.
+        """
         dealt = [self.units(policy="covered", min_coverage=least, kept=2, rank=j, peers=10) for j in range(10)]
         assert sorted(np.bincount(np.concatenate(dealt))) == [least] * 6 + [10 - 3 * least] * 2
 
@@ -559,7 +563,10 @@ SWAPPED = np.stack([CAPACITY, CAPACITY[::-1]])
 
 
 def test_capacities_by_round_are_those_of_the_rounds():
-    """Two rounds with capacities by round equal one round with each row, one after the other, and engines agree."""
+    """With capacities that change from round to round, two rounds equal two runs of one round each.
+
+    Each of the two runs has the capacities of its round. Engines agree.
+    """
     averaged = partial(solved, AVERAGING, problem=SINGLE, engine=fb.Reference())
     both = averaged(clients=population(SWAPPED))
     first = averaged(clients=population(SWAPPED[0]), rounds=1)

@@ -1,6 +1,7 @@
 """Is an inner loss refused if its derivative in y is not the gradient of one function, and no other loss?
 
-y has leaves of each client's own and shared ones. In Ditto, the shared model does not see that it pulls the own models.
+Some leaves of y are each client's own, and others are shared. In Ditto, the shared model pulls the own models, but its
+derivative does not contain this pull.
 """
 
 import jax
@@ -39,7 +40,10 @@ def outer(x, y, batch):
 
 
 def pulled(seen, weight=1.0, power=2):
-    """Return a loss of own and shared models; an own model is pulled to what `seen` shows it of the shared one."""
+    """Return a loss of own and shared models, with a penalty that pulls the own model to `seen(shared model)`.
+
+    If `seen` is `stop_gradient`, the penalty has no derivative in the shared model.
+    """
 
     def inner(x, y, batch):
         pull = jnp.sum(jnp.abs(y["own"] - seen(y["shared"])) ** power)
@@ -49,7 +53,10 @@ def pulled(seen, weight=1.0, power=2):
 
 
 def on_features(seen):
-    """Return a loss of a network, and of each client's own head on what `seen` shows it of the network's features."""
+    """Return a loss of a network with a shared head, and of each client's own head, whose inputs are `seen(features)`.
+
+    The features are those of the network. If `seen` is `stop_gradient`, the own head does not train the network.
+    """
 
     def inner(x, y, batch):
         features = jax.nn.relu(batch["u"] @ y["body"])

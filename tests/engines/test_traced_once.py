@@ -1,7 +1,8 @@
 """How often does one `solve` call the user's functions? JAX traces each once for arguments of the same shapes.
 
-A run may ask for these shapes: two samples, and one sample, for the checks before the first round, also where the
-samples of a padded batch or of a population are taken one by one; and a batch, as clients draw them.
+A run may call a function with batches of three sizes. The checks before the first round use two samples and one sample.
+Batches of one sample also occur where the samples of a padded batch, or of a population, are taken one by one. The
+rounds use batches of the size that clients draw.
 """
 
 import jax.numpy as jnp
@@ -88,10 +89,10 @@ def test_a_function_is_called_once_for_arguments_of_the_same_shapes(case, monkey
 
 
 def test_each_run_calls_them_anew_and_counting_operations_for_shapes_of_its_own_alone(monkeypatch):
-    """Each run calls the functions again, and counting operations calls them only for shapes of its own.
+    """Each run calls the functions again, and counting operations adds no call for shapes that were already traced.
 
-    What functions read may have changed, which JAX, whose cache has the function as its key, would not see. Operations
-    are those of all samples of a client: whole batches count as long as the longest, sample by sample.
+    The calls are repeated because a variable that a function reads may have changed. JAX would not notice this, because
+    its cache has the function as its key.
     """
     for options in ({}, {}, {"count_flops": True}):
         assert calls(fixed(fb.SimFBO(batch_size=2)), monkeypatch, **options) == BATCHES

@@ -194,8 +194,8 @@ def test_an_exchange_waits_for_clients_to_come_back():
 def test_who_is_never_there_is_told_and_left_out():
     """Clients that are never there are named and left out, with p_i normalised over the others.
 
-    Waiting for all, and for the first four replies of the four others, is the same. In the second run the server itself
-    divides by the weight of the clients that have replied.
+    Four clients are left. The first run waits for all clients, and the second run for the first four replies: both have
+    the same result. In the second run the server itself divides by the weight of the clients that have replied.
     """
     clock = fb.Clock(availability=[1, 1, 0, 1, 0, 1])
     found = []
