@@ -78,9 +78,9 @@ def unwrapped(algorithm: Algorithm) -> Algorithm:
 
 @cache
 def listed(constant: str, name: str = "") -> dict[Any, Any]:
-    """Merge the dictionaries that the test files of this folder call by this constant's name.
+    """Merge the dictionaries that are called `constant` in the test files of this folder.
 
-    With a name, files that do not mention the name are not loaded.
+    If `name` is given, only files that contain this text are loaded.
     """
     found: dict[Any, Any] = {}
     for file in sorted(Path(__file__).parent.glob("test_*.py")):
@@ -91,7 +91,7 @@ def listed(constant: str, name: str = "") -> dict[Any, Any]:
 
 
 def cases(name: str = "") -> dict[str, Case]:
-    """Return all cases; with a name, only those of the files that mention it."""
+    """Return all cases or, if `name` is given, only the cases of files that contain this text."""
     return {TWO_PHASES: Case(TwoPhase())} | listed("AGREEMENT", name)
 
 

@@ -170,9 +170,12 @@ def test_the_error_in_y_falls_by_the_rate_of_half_of_1_over_L(name, condition):
 
 @pytest.mark.parametrize("method", slow_but(fb.ShroFBO, of=[fb.SimFBO, fb.ShroFBO, fb.FedBiO]))
 def test_local_steps_and_their_sums_bear_unequal_work(method):
-    """Clients with 20, 1 and 5 local steps come to x = 3, as their steps and the sums of these stay in the contraction.
-    The local steps are c/(L Σ p τ), and at most 1/L_i. No mean of them leaves the contraction, and ShroFBO's ρh moves y
-    by at most c/L. x waits for y, and needs 2,000 rounds to come to 3, where L is 1,000-fold."""
+    """Clients with 20, 1 and 5 local steps come to x = 3.
+
+    The local steps are c/(L Σ p τ), and at most 1/L_i. So each step on y, and each mean of such steps, is a
+    contraction, and ShroFBO's ρh moves y by at most c/L. x waits for y, and needs 2,000 rounds to come to 3, where L is
+    1,000 times as large as at the start.
+    """
     (problem, clients), _, _ = stiffening(10.0)
     clients = fb.Clients(clients.outer, clients.inner, weights=WEIGHTS, local_steps=[20, 1, 5])
     result = played(fb.AdaptiveSteps(method(batch_size=None)), (problem, clients), 2000)
@@ -372,10 +375,13 @@ def one_stiff(count):
     "method", slow_but(fb.SimFBO, of=[fb.SimFBO, fb.FedNest, fb.FedBiO, fb.ShroFBO, fb.AFBO, fb.RABO, fb.FedMBO])
 )
 def test_a_stiff_client_that_is_seldom_asked_ruins_nothing(method):
-    """A stiff client that is seldom in a cohort spoils neither the steps on x nor y. The rounds before it takes part do
-    not know its curvature. The steps that they allow are 1,000 times too long for it. Without protection, x's steps
-    were 10^-6 to 10^-15 after 600 rounds of all methods but FedBiO and RABO, whose clients step by their own curvature,
-    and x was worse than 0."""
+    """A stiff client that is seldom in a cohort spoils neither the steps on x nor y.
+
+    Before it first takes part, its curvature is not known, and the steps that are allowed are 1,000 times too long for
+    this client. Without protection, the steps on x were only 10^-6 to 10^-15 long after 600 rounds, and x was farther
+    from the solution than 0 is. FedBiO and RABO were exceptions, because their clients choose steps by their own
+    curvature.
+    """
     problem, x = one_stiff(100)
     result = fb.solve(method(batch_size=None), *problem, rounds=600, cohort=10)
     assert float(result.history["x_step"][-1]) > 3e-4
@@ -401,8 +407,9 @@ def test_the_round_that_meets_a_stiff_client_steps_by_its_curvature():
     [fb.SimFBO, *(pytest.param(one, marks=pytest.mark.slow) for one in (fb.AFBO, fb.FedNest, fb.RABO, fb.AggITD))],
 )
 def test_the_unit_of_the_outer_loss_is_no_matter(method):
-    """x takes the same way if f is a million times as large, as with sums for means, since v and h scale too. In
-    SimFBO's round 0, h is 0, since v = 0 and f has no x in it, and clients' first steps must not be of arbitrary size.
+    """x takes the same path if f is a million times as large, for example a sum in place of a mean, since v and h scale
+    too. In SimFBO's round 0, h is 0, since v = 0 and f does not contain x. The clients' first steps must not be of
+    arbitrary size then.
     """
     ((problem, clients), _, _), ends = stiffening(10.0), []
     scaled = fb.Bilevel(lambda x, y, batch: jnp.mean(batch["s"]) * jnp.mean((y - batch["t"]) ** 2), problem.inner)
@@ -416,7 +423,7 @@ def test_the_unit_of_the_outer_loss_is_no_matter(method):
 
 @pytest.mark.slow
 def test_which_steps_are_given_is_a_program_of_its_own():
-    """Methods with equally many given steps, in other fields, do not share a compiled program in one process."""
+    """Methods with one given step size do not share a compiled program if it is in different fields."""
     problem, _, _ = stiffening(10.0)
     steps = [fb.SimFBO(server_lr=fb.XYV(**{**dict.fromkeys("xyv"), given: 0.05}), **LOOP) for given in "xyv"]
     parts = [
@@ -580,7 +587,7 @@ def cleaning(samples, rounds, **more):
 
 
 def test_entries_of_x_that_never_move_are_named():
-    """A remark names the weights 20 to 79, as every client has only samples 0 to 19; but not after few rounds."""
+    """If clients have only the samples 0 to 19, a remark names the weights 20 to 79, but not after few rounds."""
     everywhere = np.tile(np.arange(20), (4, 1))
     result = cleaning(everywhere, 20)
     (remark,) = [one for one in result.remarks if "never moved" in one]

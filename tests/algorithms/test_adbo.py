@@ -252,9 +252,9 @@ def test_sdbo_is_the_algorithm_and_nears_the_solution(task):
 def test_planes_are_of_those_who_are_there(task):
     """If a client is never there, the planes are those of the other clients alone.
 
-    Once all of them have replied, the server knows Σ p_i b_il·y_i / Σ p_i over these clients, also for the plane that
-    was made before they replied. The sums of changes in that plane are over Σ p_i = 0.895, too. Sums of nine terms of
-    size about 1 are off by less than 1e-12.
+    Once all these clients have replied, the server knows Σ p_i b_il·y_i / Σ p_i over them. This also holds for the
+    plane that was made before they replied: the sums of changes in this plane are also divided by their total weight,
+    0.895. Sums of nine terms of size about 1 are off by less than 1e-12.
     """
     away = 8
     there = np.delete(np.arange(len(TIMES)), away)

@@ -198,7 +198,8 @@ def test_ends_at_its_closed_form(kind, alike):
     With "global" it is x*. With "local" it is not x*, but the x with Σ p_i [x + E_i y + B_iᵀP_i(D_i(y − t_i) + E_iᵀx)]
     = 0, where P_i is the series of A_i with N_i terms, at y = Ā⁻¹(B̄x + c̄).
 
-    Times vary. With fixed times, a client could for ever be done during inner exchanges only.
+    The clients' times vary from exchange to exchange. With fixed times, a client's replies could always arrive during
+    inner exchanges, so that it would never be asked for a hypergradient.
     """
     hypergradient_by = fb.parts.SystemSteps(lr=0.05) if kind == "global" else series(TERMS)
     algorithm = method(hypergradient_by, lr=0.1, outer_lr=0.01, local_steps=1)
@@ -319,7 +320,10 @@ def test_who_never_arrives_is_named(alike):
 
 
 def test_steps_by_round_and_inner_round_are_those_of_rounds_with_each(task):
-    """Schedules of η_t, and of β_{t,k} for each k, give the same as their numbers, in each of three rounds."""
+    """Schedules of η_t, and of β_{t,k} for each k, are read in each round.
+
+    Three rounds equal three runs of one round with the schedules' numbers.
+    """
     by_both = method(series(), lambda round: 0.05 + 0.1 * round, lr=(0.7, lambda round: 0.1 + 0.2 * round))
     engine = fb.Reference()
     at_once = run(by_both, task, 3, engine=engine)
@@ -334,9 +338,10 @@ def test_steps_by_round_and_inner_round_are_those_of_rounds_with_each(task):
 
 @pytest.mark.parametrize("client_lr", slow_but(None, of=[0.2, None]))
 def test_a_rule_of_round_and_inner_round_gives_what_its_numbers_give(client_lr, task):
-    """A rule for β_{t,k}, with K^t inner rounds, gives the same as its numbers for each k, in each of three rounds.
+    """A function of t and k can give β_{t,k}, if the number of inner rounds K^t changes from round to round.
 
-    A client's step that is None is a twentieth of β_{t,0}.
+    Three rounds equal three runs of one round with the function's numbers. If the client's step is None, it is a
+    twentieth of β_{t,0}.
     """
     by_both = method(series(), rounds=lambda t: 1 + t, lr=beta_by_both, client_lr=client_lr)
     engine = fb.Reference()

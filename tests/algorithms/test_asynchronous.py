@@ -56,10 +56,10 @@ def outcome(algorithm, problem, rounds=4):
     ],
 )
 def test_waiting_for_everyone_is_the_method_itself(case):
-    """If the server waits for all clients, the wrapped method has the numbers of the method itself.
+    """If the server waits for all clients, the wrapped method computes the same numbers as the method alone.
 
-    All clients have replied to the present message. The sums of differences to the last replies then give the mean of
-    the replies.
+    All clients have then replied to the present message, and the sum of the differences from their last replies gives
+    the mean of the new replies.
     """
     algorithm, problem = fixed(case.algorithm), case.problem
     plain, late = outcome(algorithm, problem), outcome(fb.Asynchronous(algorithm, wait_for=4), problem)

@@ -78,7 +78,7 @@ def round_matrix(clients):
 
 
 def test_fednest_reaches_the_saddle_linearly(hard):
-    """FedNest's error on a saddle is that of the round's matrix, stretch by stretch, down to rounding.
+    """FedNest's error on a saddle falls at the rate of the round's matrix, stretch by stretch, down to rounding.
 
     Over a stretch of 15 rounds, the ratio of the errors settles at the 15th power of the matrix's largest eigenvalue,
     0.054.

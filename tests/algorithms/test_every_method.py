@@ -193,7 +193,10 @@ class Watched:
 
 
 def population(clients: int) -> dict[str, Any]:
-    """Return each client's samples, as many for both losses, so that one key would draw the same places of both."""
+    """Return the samples of the clients, with equally many samples for both losses.
+
+    If a method used the same key for both losses, it would therefore draw the same indices for both.
+    """
     of, place = np.mgrid[:clients, :SAMPLES]
     return {"of": of, "place": place, "a": 1 + np.random.default_rng(0).uniform(size=of.shape)}
 
@@ -255,7 +258,10 @@ def test_a_cohort_counts_by_its_weight(name):
     )
 
     def step(end: Any, exchanges: int) -> float:
-        """Return the part of the way from 1 to −1 that each of several equal exchanges makes."""
+        """Return the share of the remaining distance to −1 that one of `exchanges` equal exchanges covers.
+
+        The variable starts at 1.
+        """
         return 1 - ((float(end[0]) + 1) / 2) ** (1 / exchanges)
 
     assert step(like.x, 1) > 0

@@ -284,9 +284,10 @@ def deviation(fresh, sampling, draws=24_000, terms=6, step=1.5):
 def test_in_expectation_the_product_is_the_truncated_neumann_inverse(sampling):
     """With fresh cohorts, the hypergradient is the truncated Neumann series in expectation (Lemma 2.2).
 
-    If one cohort made all factors, the expectation of a product would be another. The test would also see it if all
-    products with the Hessian shared a cohort, but neither ∇y F nor the last product: the mean is then off by 7 to 11
-    standard errors. For this, the test needs so many products, so long a step and 24,000 draws.
+    If one cohort computed all factors, a product would have another expectation. The test would also detect a smaller
+    mistake: that all products with the Hessian share a cohort, while ∇y F and the last product have cohorts of their
+    own. The mean is then off by 7 to 11 standard errors. This is why the test has many products, a long step and 24,000
+    draws.
     """
     assert deviation(True, sampling) < 5
     if sampling is None:

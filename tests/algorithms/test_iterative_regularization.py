@@ -1,4 +1,4 @@
-"""Cohorts of clients of unequal length, schedules that reach 0, starts that are allowed, and users' subgradients."""
+"""FISM with cohorts of clients of unequal size, schedules that reach 0, various starts, and users' subgradients."""
 
 import jax.numpy as jnp
 import numpy as np

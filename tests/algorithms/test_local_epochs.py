@@ -194,7 +194,7 @@ def test_engines_agree(name):
 
 @pytest.mark.parametrize("name", slow_but("FedNestSGD", of=["FedNestSGD", "FedNest", "AFBO"]))
 def test_inner_rounds_count_their_gradients(name):
-    """Local epochs cost as many more gradients as they have more steps than runs with τ = 1, in each inner round.
+    """In each inner round, local epochs cost one more gradient for each step beyond the first (FedNest two).
 
     The tests of these methods check the costs with τ = 1.
     """
@@ -209,8 +209,8 @@ def test_inner_rounds_count_their_gradients(name):
 def test_steps_are_those_of_the_samples_as_they_are_drawn_in_features():
     """With two epochs, the steps are those of the drawn samples, in each of two inner rounds.
 
-    With E ≥ 2, what does not depend on y is computed once for each sample; with E = 1 it is not. Both make the same
-    steps. The program is that of the counts above.
+    With E ≥ 2 epochs, numbers that do not depend on y are computed once for each sample; with E = 1 they are not. The
+    steps must not depend on this.
     """
     x, y = np.ones(DIM), np.full(DIM, 0.5)
     method = with_epochs(METHODS["FedNestSGD"][0], 2)
@@ -233,9 +233,10 @@ def test_steps_are_those_of_the_samples_as_they_are_drawn_in_features():
     ("sizes", "epochs"), slow_but(((6, 6), 3), ((6, 7), 1), of=[((6, 6), 1), ((6, 6), 3), ((6, 7), 1)])
 )
 def test_floating_point_operations(sizes, epochs):
-    """An epoch takes as many operations as equally many steps with replacement, since orders are whole numbers.
+    """An epoch takes as many floating-point operations as the same number of steps with replacement.
 
-    If clients are unequal, the number is not known.
+    The draw of the order of samples uses only integers, which do not count. If clients have unequal numbers of samples,
+    the number of operations is not known.
     """
     rng = np.random.default_rng(0)
     clients = fb.Clients([{"a": rng.normal(size=(n, DIM)), "b": rng.normal(size=n)} for n in sizes])

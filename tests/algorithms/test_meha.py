@@ -183,10 +183,10 @@ def test_steps_that_adapt_follow_the_curvature_of_the_envelope():
 
 @pytest.mark.parametrize("times", [100.0, 1000.0])
 def test_steps_that_adapt_follow_the_curvature_of_f_too(times):
-    """Steps that adapt follow the curvature of f, which is `times` as large as usual, with the default penalty.
+    """Steps that adapt follow the curvature of f.
 
-    Steps of 1/(L + 1/σ) on y would diverge. The saddle problem is that of the usual f with a penalty that is smaller by
-    the same factor.
+    Here f is multiplied by `times`, and the penalty is the default, so that steps of 1/(L + 1/σ) on y would diverge.
+    The run ends where a run with the original f and a penalty divided by `times` would end.
     """
     task = quadratic(**SMALL)
     steep = fb.Bilevel(lambda x, y, batch: batch["times"][0] * task.problem.outer(x, y, batch), task.problem.inner)

@@ -22,7 +22,7 @@ NESTED = {
 
 
 def flat(y):
-    """Return the y of test_own_leaves.py that has the numbers of a nested one."""
+    """Return a nested y with its numbers in the two leaves that test_own_leaves.py uses, own and shared."""
     last = y["head"]["last"]
     return {"own": jax.numpy.concatenate([last["bias"], last["weight"]]), "shared": y["body"]["dense"]["bias"]}
 
@@ -38,7 +38,7 @@ PROBLEM = fb.Bilevel(nested(outer), nested(inner), own=lambda path: path.startsw
     "name", ["F2SA", *[pytest.param(name, marks=pytest.mark.slow) for name in METHODS if name != "F2SA"]]
 )
 def test_a_nested_head_gives_the_numbers_of_a_flat_one(name):
-    """A nested head gives the numbers of a y with a single leaf that is own, and no message has an entry of it."""
+    """A run with a nested head equals a run in which y has a single own leaf, and no message contains an own entry."""
     same = fb.Bilevel(outer, inner, own=lambda path: path == "own")
     want, have = (
         fb.solve(METHODS[name], problem, POPULATION, X0, y0, rounds=5)

@@ -115,7 +115,8 @@ def test_what_unequal_steps_on_x_cost_is_counted_exactly(task):
 
 @pytest.mark.slow
 def test_theorem_2_with_mixed_optimizers(task):
-    """With mixed optimizers, SimFBO solves the problem with the weights p_i‖a_i‖₁, and ShroFBO that with p_i.
+    """With mixed optimizers, SimFBO solves the problem with weights p_i‖a_i‖₁, and ShroFBO the problem with weights
+    p_i.
 
     The local steps are so short that drift vanishes. The a_i are written out in NumPy.
     """
@@ -140,7 +141,7 @@ def test_theorem_2_with_mixed_optimizers(task):
 
 
 def test_step_sizes_of_clients_are_those_of_their_own_loops(task):
-    """AFBO's client steps on y, with two local steps, are those of each client's own step size."""
+    """With two local steps in AFBO, each client steps on y with its own step size."""
     _, g = means(task)
     lr, x, y = [0.01, 0.05, 0.1, 0.2], np.array(task.x0), np.array(task.y0)
     method = fixed(fb.AFBO(inner=fb.parts.MeanGradient(local_steps=2, lr=1.0), batch_size=None))
@@ -154,7 +155,7 @@ def test_step_sizes_of_clients_are_those_of_their_own_loops(task):
 
 
 def test_a_table_of_steps_is_followed_round_by_round(task):
-    """Two rounds follow the two rows of a table of steps: they equal a round with each row, one after the other."""
+    """In a table of local steps, each round uses its row: two rounds equal two runs of one round with one row each."""
     method = fb.FedAvg(lr=0.1, batch_size=None)
     problem = fb.SingleLevel(lambda x, batch: task.problem.outer(x, task.y0, batch))
     table = np.array([STEPS, STEPS[::-1]])
@@ -200,7 +201,10 @@ def test_local_sgd_and_svrg_take_clients_local_steps(task):
 
 @pytest.mark.parametrize("engine", slow_but(fb.Reference(), of=[fb.Reference(), fb.Local(), fb.Local(devices=2)]))
 def test_inner_rounds_by_round_are_those_of_runs_with_each_number(task, engine):
-    """Two rounds with 1 and 2 inner rounds equal two runs with these numbers, with one step on x each (AFBO's K^t)."""
+    """AFBO's number of inner rounds, K^t, may change from round to round.
+
+    Two rounds with 1 and 2 inner rounds equal two runs of one round with these numbers.
+    """
     constant = lambda count: fixed(fb.AFBO(inner=fb.parts.MeanGradient(rounds=count, lr=0.2), batch_size=None))  # noqa: E731
     found = fb.solve(constant(lambda k: 1 + k), task.problem, task.clients, task.x0, task.y0, rounds=2, engine=engine)
     x, y = task.x0, task.y0
@@ -231,7 +235,7 @@ def test_inner_rounds_are_whole_numbers_and_a_schedule_is_part_of_a_run(task, tm
 
 
 def test_steps_by_round_are_those_of_runs_with_each(task):
-    """Two rounds with α and β given by round equal two runs with each pair of values."""
+    """Two rounds with α and β given by round equal two runs of one round, each with the values of its round."""
     start = task.problem, task.clients, task.x0, task.y0
     by_round = lambda a, b: lambda k: jax.numpy.where(k < 1, a, b)  # noqa: E731
     method = lambda alpha, beta: fixed(fb.FedNest(inner=SVRG(lr=beta), outer_lr=alpha, batch_size=None))  # noqa: E731
@@ -246,7 +250,10 @@ def test_steps_by_round_are_those_of_runs_with_each(task):
 
 
 def test_each_schedule_of_a_count_has_its_own_program(task):
-    """A rule for a count has its own compiled program, and another one if a value that it reads has changed."""
+    """A function that gives a count has a compiled program of its own.
+
+    If a value that the function reads has changed, a new program is compiled.
+    """
     count = [1]
 
     def ran(rule):

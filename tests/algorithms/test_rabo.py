@@ -431,7 +431,10 @@ def test_a_pairs_step_is_checked_against_a_batch():
 
 
 def passes(part, pixels=10_000):
-    """Return a client's cost of a hypergradient, in products of a batch's 2 samples with x or a slope of 4 features."""
+    """Return how often a client's hypergradient goes through the pixels of its samples.
+
+    This is the number of operations, divided by the operations of a product of 2 samples with a matrix of 4 features.
+    """
     return count(hypergradient_program(part, pixels, 2)) / (2 * 2 * pixels * 4)
 
 
@@ -439,17 +442,20 @@ def passes(part, pixels=10_000):
 def test_a_pair_sees_its_samples_once(part):
     """A hypergradient on pairs goes through the pixels of its samples twice for f and twice for g.
 
-    It computes features, and ∇x by going back through them once, with 2·pixels·4 operations for each of a batch's 2
-    samples. Anything else with the shape of x counts once for each entry.
+    For each loss it computes the features, and then ∇x by differentiating backwards through them. Each of these passes
+    takes 2·pixels·4 operations for each of the batch's 2 samples. All other operations on arrays like x are one for
+    each entry.
     """
     assert 2 * 2 <= passes(part) < 5  # the rest: ∇x f − ∇²xy g v and the like
 
 
 def test_each_printed_slope_takes_a_pass_of_its_own():
-    """Each printed slope takes one more pass, so that (10) takes no fewer passes than the hypergradient (7).
+    """Each slope of the printed equation (10) takes a pass, so that (10) takes no fewer passes than the hypergradient
+    (7).
 
-    (10) takes two passes for f, and for g one at x and one beside it for each of |P| slopes, where (7) takes two for g.
-    By differences, (7) takes as many as with exact products, except for products on 4 features of 10,000 pixels.
+    Both take two passes for f. For g, (10) takes one pass at x, and one at a shifted x for each of |P| slopes; (7)
+    takes two. If (7) uses differences of gradients, it takes as many passes as with exact products, except for products
+    on the 4 features, which are small beside 10,000 pixels.
     """
     one, nine = (passes(fb.parts.PrintedSlopes(count=count)) for count in (1, 9))
     assert nine - one == pytest.approx(8, rel=0.01)
@@ -459,10 +465,10 @@ def test_each_printed_slope_takes_a_pass_of_its_own():
 
 
 def test_both_ends_of_a_difference_see_the_samples_once():
-    """Both ends of a difference go through the samples once.
+    """A difference of two gradients goes through the samples once, not once for each of its two points.
 
-    With N = 2 the product has a batch of its own, and its features are made once for both ends. With exact products, f
-    takes two passes, ∇²xy g two, and the product one.
+    With N = 2, the product has a batch of its own, whose features are computed once for both points. With exact
+    products, f takes two passes, ∇²xy g two, and the product one.
     """
     twice = fb.parts.Neumann(terms=2)
     exact, differences = (
@@ -475,10 +481,10 @@ def test_both_ends_of_a_difference_see_the_samples_once():
 
 @pytest.mark.slow
 def test_each_hypergradient_is_asked_for_by_itself(task):
-    """check_hypergradient can ask for slopes along coordinates and for clients' own hypergradients, but not for AFBO's.
+    """check_hypergradient can estimate RAFBO's and RABO's hypergradients apart from a run, but not AFBO's.
 
-    At y*(x), that of `Coordinates` is the mean of clients' own hypergradients, and RABO's is too. AFBO's v belongs to a
-    run.
+    At y*(x), RAFBO's estimate with `Coordinates` is the mean of the clients' own hypergradients, and RABO's is too.
+    AFBO needs a v that only a run has.
     """
     alone = {
         "slopes": fixed(fb.RAFBO(hypergradient=fb.parts.Coordinates(terms=TERMS, step=1.0), batch_size=None)),

@@ -91,6 +91,6 @@ def test_a_round_is_that_of_the_sliced_problems(name, tolerance, rounds):
 
 @pytest.mark.slow
 def test_coordinates_are_the_submodels(rounds):
-    """A client takes a step on y, ∇f, and N steps from x and from each of its 2·(units held) neighbours."""
+    """A client computes a step on y, ∇f, and N steps from x and from each of the 2·(units held) points beside x."""
     gradients = rounds[3]("coordinate").ledger.gradients
     assert gradients == sum(1 + 1 + 300 * (1 + INPUTS * kept) for kept in KEPT)

@@ -70,8 +70,8 @@ def test_as_written(algorithm, expected):
 def test_the_nearest_of_many_minimisers(algorithm, penalty):
     """x_K is at x_λ, the minimiser of F + λ_K H, much more precisely than x_λ is at x*.
 
-    SciPy finds both points. The distance of x_K from x_λ is less than a twentieth of that of x_λ from x*. If steps have
-    one size, λ may go to 0 fast, and x is near x* much earlier.
+    SciPy finds both points. The distance of x_K from x_λ is less than a twentieth of that of x_λ from x*. If all steps
+    have the same size, λ may go to 0 fast, and then x is near x* much earlier.
     """
     rounds = 2000
     result = flat.solved(algorithm, rounds, every=rounds // 4)

@@ -258,7 +258,10 @@ def test_server_optimizer_sees_q():
 
 @pytest.mark.slow
 def test_schedules_are_read_at_the_round():
-    """A schedule that is γ in round 0 and γ/2 from round 1 on equals two runs with these numbers."""
+    """A schedule is read in each round.
+
+    A run whose schedule is γ in round 0 and γ/2 from round 1 on equals two runs, one with γ and then one with γ/2.
+    """
     task = quadratic(samples=(5, 5))
     halving = optax.piecewise_constant_schedule(0.2, {1: 0.5})
     scheduled = fixed(fb.SimFBO(batch_size=None, server_lr=fb.XYV(x=0.01, y=halving, v=0.1)))

@@ -1,4 +1,4 @@
-"""Compressed replies: the limit with and without the memory if clients differ, the bytes, and agreement of engines."""
+"""Compressed replies of clients that differ: the limit, with a memory and without; the bytes; agreement of engines."""
 
 import dataclasses
 

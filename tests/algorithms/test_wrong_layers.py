@@ -223,7 +223,10 @@ def test_fields_helpers_and_functions_that_a_class_declares_abstract_are_names_o
 
 
 class Signs(Compressor):
-    """Signs, multiplied by the mean size of the entries or not; without it, each difference moves every entry by 1."""
+    """Send only the signs of a reply, with or without a factor: the mean size of the entries.
+
+    Without the factor, each difference moves every entry by 1.
+    """
 
     scaled: bool = static(default=True)
 
