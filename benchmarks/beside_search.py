@@ -1,13 +1,14 @@
 """Bilevel optimization compared with hyperparameter search, with equal exchanges and 1 to 64 hyperparameters.
 
 The outer loss f is the loss on clients' validation samples, and the inner loss g the loss on their training samples. y
-is a linear model. x has d entries in [-12, 0], from -6, whose meaning depends on the problem:
+is a linear model. x has d entries between -12 and 0, which start at -6. Their meaning depends on the problem:
 
-- A penalty for each group of features, as in the task `regularization`: x has its logarithms. The intercept's is fixed.
-  The groups of a data set go from one of all features to one for each. "Noise" adds 40 columns of random numbers to the
-  patients' 13. "Survival" is Cox's model of AIDS patients in four states.
-- A weight for each client. Every second client has a random label in half of its training samples. Training losses are
-  multiplied by exp(x), over the mean of these; all penalties are exp(-7).
+- Logarithms of penalties, one for each group of features, as in the task `regularization`. The penalty of the intercept
+  is fixed. Each data set is tried with several numbers of groups, from one group of all features to a group for each
+  feature. "Noise" adds 40 columns of random numbers to the patients' 13. "Survival" is Cox's model of AIDS patients in
+  four states.
+- A weight for each client. Every second client has a random label in half of its training samples. The training loss of
+  client i is multiplied by exp(x_i), divided by the mean of these numbers; all penalties are exp(-7).
 
 All methods begin at the same x and at y = 0. An exchange uses all samples of all clients. SimFBO has its default steps.
 The search TPE spends the budget on trials of 40 exchanges. A trial trains y at a fixed x, from the best y so far, by
@@ -262,7 +263,7 @@ Found = dict[tuple[str, int, int, str], list[End]]  # (data, d, budget, method) 
 
 
 def changes(found: Found, of: tuple[str, int, int, str], kind: str) -> tuple[np.ndarray, float]:
-    """Return a method's losses of a kind minus SimFBO's, and the factor of their interval."""
+    """Return a method's losses of a kind minus SimFBO's, by split, and the argument `shared` of their `interval`."""
     pairs = zip(found[of], found[*of[:3], "SimFBO"], strict=True)
     change = np.array([getattr(ours, kind) - getattr(theirs, kind) for ours, theirs in pairs])
     return change, found[of][0].shared[End._fields.index(kind)]

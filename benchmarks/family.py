@@ -11,7 +11,7 @@ each; the scales of features, all 1 or from 0.1 to 30; how many features are alw
 their true models and in the scale of their samples; and the weights of clients.
 
 The columns are the number of runs whose steps adapt; how many of them ended with numbers that are not finite; how many
-ended above 1.001 times the outer loss of the start ("worse"); the results of how many of these say nothing of it
+ended above 1.001 times the outer loss of the start ("worse"); how many of these have a result that does not say so
 ("unsaid"); and quantiles of the loss at the end over the best of 12 pairs of fixed steps. The best of 12 is read from
 family.json, which has it for family 7 alone; with --fixed, it is computed.
 """

@@ -106,7 +106,7 @@ def problem_of(s: Setting, dtype: Any) -> Any:
 
 
 def steps_of(s: Setting, scale: float) -> tuple[float, ...]:
-    """Return the step sizes of a row, multiplied by a factor; for SimFBO, the radius of v is behind them."""
+    """Return the step sizes of a row, multiplied by a factor. For SimFBO, they are followed by the radius of v."""
     if s.kind == "fism":  # the others are exponents and a penalty
         return scale * s.steps[0], *s.steps[1:]
     return *(scale * step for step in s.steps), *([RADIUS] if s.kind == "simfbo" else [])

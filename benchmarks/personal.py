@@ -10,14 +10,14 @@ one run of SimFBO each, with steps that adapt and 1,000 exchanges, in which x is
 
     one model           y is shared, x its penalty
     own models          y is each client's own, x a penalty for all of them
-    pulled              y is a shared model and each client's own, both trained, and x the pull of the own models to the
-                        shared one, and the shared one's penalty
+    pulled              y is a shared model, and a model of each client's own. x has the factors of two penalties: one
+                        pulls the own models to the shared model, the other is on the shared model
 
 The other methods have six trials each, of which the best by the mean validation loss is used. Their losses are
 minimised completely, so that no step size has to be chosen:
 
     FedAvg              one model, of the mean training loss with a penalty of 1e-5 to 1
-    FedAvg, fine-tuned  FedAvg's, after 0, 1, 3, 10, 30 or 100 steps of each client along its own gradient, of 1/L
+    FedAvg, fine-tuned  FedAvg's model, after 0, 1, 3, 10, 30 or 100 gradient steps of size 1/L by each client alone
     Ditto               own models, pulled to FedAvg's by 1e-4 to 10
     alone               own models, with a penalty of 1e-5 to 1 that each client chooses by its own validation samples
 

@@ -4,10 +4,11 @@ One client with 181 handwritten digits trains a linear classifier by FedAvg, wit
 is a gradient. The server is malicious: it sends classifiers of its choice, and as many requests as the client answers.
 A sample counts as read if every pixel, from 0 to 1, is right to 1e-3.
 
-- batches of one sample: the gradient in the weights is that sample, times a number that the gradient in the biases is;
-- batches of 8: at the classifier 0, a class that one sample of the batch belongs to gives that sample away;
-- all samples at once: of two classifiers whose first class begins at thresholds between which one sample lies, the
-  difference of the gradients is that sample. The server finds such thresholds by halving.
+- Batches of one sample: the gradient in the weights, divided by the gradient in the biases, is the sample.
+- Batches of 8, with the classifier 0: if exactly one sample of the batch is of some class, the gradients reveal it.
+- All samples at once: a classifier predicts its first class beyond a threshold. If one sample lies between the
+  thresholds of two classifiers, the difference of their gradients reveals this sample. The server finds such
+  thresholds by halving.
 """
 
 import secrets

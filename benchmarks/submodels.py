@@ -2,14 +2,14 @@
 
 There are ten clients, two of each capacity 1, 1/2, 1/4, 1/8 and 1/16, unless another capacity is named.
 
-cost       operations and bytes of a round, as the ledger has them; an MLP 64-512-512-10 on digits. Aim: at most 27 %
-           of FedMBO's, of both
-resnet12   operations alone, counted without running, of the paper's ResNet-12
-time       time of a round, in turn; MLP 64-1024-1024-10
-time-conv4 the same with Conv-4 on generated characters, of local hypergradients on one draw of tasks; time-few-shot
-           with Omniglot tasks of five images a character
-coverage   all ten of capacity 1/4, segments dealt anew in each round so that each unit is held by at least 1 or 2
-           clients: rounds to 90 % of the accuracy that whole models end with
+cost       operations and bytes of a round, as the ledger counts them; an MLP 64-512-512-10 on digits. Aim: of both, at
+           most 27 % of FedMBO's
+resnet12   only operations, counted without a run; the paper's ResNet-12
+time       time of a round, measured in turn; an MLP 64-1024-1024-10
+time-conv4 time of a round; Conv-4 on generated characters, with local hypergradients on one draw of tasks
+time-few-shot  time of a round; Omniglot tasks with five images of each character
+coverage   rounds until 90 % of the accuracy with which whole models end; all ten clients have the capacity 1/4, and
+           segments are assigned anew in each round, so that at least 1 or 2 clients hold each unit
 """
 
 import tempfile

@@ -6,9 +6,9 @@ of the training images of the first class; x contains a factor and a shift for t
 are means over classes. Steps adapt. Each method tries four settings on seed 100, and uses the setting with the best
 accuracy on held-out samples. The settings of MEHA differ in penalty and proximity, those of other methods in the
 largest change of an entry of x in a round. Then each method runs on other seeds, and the accuracy is measured on test
-samples. All runs have the same number of exchanges. MEHA trains y on both losses. Therefore the accuracy "anew" is of a
-new network that is trained from y0 on the inner loss alone, on all training samples in one place, with the x at the end
-of the run. For comparison, the row "x0" has this network with the x at the start.
+samples. All runs have the same number of exchanges. MEHA trains y on both losses. Therefore a new network is trained
+for each method: from y0, on the inner loss alone, on all training samples in one place, with the x at the end of the
+run. Its accuracy is in the column "anew". For comparison, the row "x0" has this network with the x at the start.
 
 A run is stable if it ended without an error, was never set back to an earlier row with smaller steps, and if the outer
 loss of all clients ended below its start. CPU seconds are the median over seeds, without compilation.

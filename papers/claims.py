@@ -224,8 +224,8 @@ def of_failed(claim: Claim, lost: Sequence[int], count: int, there: bool) -> Sta
 
     A method that fails with every seed is worse than a method that fails with none.
 
-    If the claim is that a method reaches a value first, and it does not in every run, it is not better than a method
-    that fails.
+    In a claim about the first method to reach a value, a method that does not reach the value in every run is not
+    better than a method that fails.
     """
     if lost == [0, count] and claim.level is None and there:
         return "holds"
@@ -254,11 +254,12 @@ def state_of(mean: float, half: float, level: float | None, within: float = 0.0)
     """Return the state that a confidence interval decides.
 
     Args:
-        mean, half: the middle of the interval, and half its width. level: if given, the claim is that both methods are
-            level. It holds if the interval is within ±level. None: the claim is that the first method is better. It
-            holds if the interval is above 0. within: for a claim that the first method is better. If the interval
-            contains 0 and is within ±within, the state is that both methods are level. This is a test of equivalence by
-            two one-sided tests, each of which errs with a probability of at most 2.5 %.
+        mean, half: the middle of the interval, and half its width.
+        level: if given, the claim is that both methods are level. It holds if the interval is within ±level. None: the
+            claim is that the first method is better. It holds if the interval is above 0.
+        within: for a claim that the first method is better. If the interval contains 0 and is within ±within, the state
+            is that both methods are level. This is a test of equivalence by two one-sided tests, each of which errs
+            with a probability of at most 2.5 %.
     """
     low, high = mean - half, mean + half
     if level is None:

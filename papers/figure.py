@@ -102,8 +102,9 @@ class Tuning:
         spec: the fields in which the specs of trials differ from the specs of runs.
         seeds: the seeds of the trials, which differ from the seeds of the runs.
         trials: the largest number of points that are tried for each method in a panel. As long as the chosen value of a
-            field is the least or the largest that was tried, the next value is tried, by the factor between the last
-            two values. None: only the points of the grid are tried.
+            field is the least or the largest that was tried, the next value beyond it is tried, and its ratio to the
+            chosen value equals the ratio of the chosen value to its neighbour. None: only the points of the grid are
+            tried.
     """
 
     select: str
@@ -116,8 +117,8 @@ class Tuning:
 class Size:
     """What a scale, quick or full, changes.
 
-    These are tables of the spec, of the trials, and of single panels and methods; the panels that are run (`only`; none
-    given: all); and the minutes that the figure takes.
+    A scale has tables of its own of the spec, of the trials, and of single panels and methods. `only` has the panels
+    that are run; if it is empty, all are run. `minutes` is the time that the figure takes.
     """
 
     spec: Tables = field(default_factory=dict)
@@ -150,13 +151,13 @@ class Figure:
         reported: the numbers that the paper prints, each a table with `what`, `value` and `source`, which is one of
             SOURCES.
         printed: by panel and method, the values of the paper's table. The picture shows them beside the values at the
-            end of the runs. They are in percent if those are drawn in percent.
+            end of the runs. The printed values are in percent if the values at the end are drawn in percent.
         differences: the differences between the setting here and the paper's, each in a sentence.
         tuning: how values are chosen; None: no value is chosen, and `untuned` says why.
         series: what the values of the panels are. If it is given, readings are drawn against these values.
         revised: what was changed after a first run, in a sentence; "": nothing was changed.
-        seeds: the number of seeds that decide, in each panel without a number of its own. They are 0, 1, 2, … without
-            the seeds of the trials, and fixed before the runs.
+        seeds: the number of seeds that decide, in each panel without a number of its own. The seeds are 0, 1, 2, …
+            without the seeds of the trials. Their number is fixed before the runs.
         beside: costs that decide nothing; the page shows their means below the claims.
         counted: whether nothing is run, and the costs of a round are counted by tracing it. All claims are then about
             COUNTED.

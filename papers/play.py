@@ -1,7 +1,7 @@
 """Run a figure: for every panel and method, choose values by trials on a holdout, and then run every seed.
 
-All that is stored of a run is its folder. So several processes can share the runs, and an interrupted figure continues
-where it was. Below OUT/<id>/<scale> there are:
+A run is stored only in its folder. So several processes can share the runs of a figure, and an interrupted figure
+continues from the folders that exist. Below OUT/<id>/<scale> there are:
 
     trials/<panel>/<method>/<values>/seed-N   the trials
     runs/<panel>/<method>/seed-N              the runs
@@ -193,7 +193,8 @@ def beyond(points: Sequence[dict[str, Any]], chosen: dict[str, Any] | None) -> l
     """Return points with the chosen values, in which one value that lies at an end is moved one step further.
 
     Args:
-        points: the points that were tried. Only positive numbers have a next value; that of a whole number is whole.
+        points: the points that were tried. Only positive numbers have a next value. The next value of integers is an
+            integer.
         chosen: the chosen values; None: every trial failed, as with steps that are too large, and the least values are
             used.
     """

@@ -9,7 +9,10 @@ from benchmarks.peers.lfednest import descent, hypergradient
 
 
 def program(problem, *, wait_for, ticks, local_steps, batch_size, terms):
-    """Return run((x, y), data, weights, (η, β, Neumann step, α), key, rounds) -> (x, y); an answer takes `ticks`."""
+    """Return run((x, y), data, weights, (η, β, Neumann step, α), key, rounds) -> (x, y).
+
+    `ticks` has the time that an answer of each client takes.
+    """
 
     @jax.jit
     def run(start, data, weights, steps, key, rounds):

@@ -7,7 +7,10 @@ from benchmarks.peers.common import asked, batch, mean, move, zeros
 
 
 def program(problem, *, local_steps, batch_size, terms, random=False, cohort=None, one_by_one=False):
-    """Return run((x, y), data, weights, (β, Neumann step, α), key, rounds) -> (x, y); `random`: of random length."""
+    """Return run((x, y), data, weights, (β, Neumann step, α), key, rounds) -> (x, y).
+
+    With `random`, v is computed by products of random length.
+    """
 
     @jax.jit
     def run(start, data, weights, steps, key, rounds):

@@ -106,8 +106,8 @@ def read_at(history: History, metric: str, cost: str, amount: float) -> float:
 def ranked(values: Mapping[str, Sequence[float]], larger: bool, log: bool) -> dict[str, int]:
     """Return the rank of each method: one more than the number of methods that are certainly better.
 
-    A method is certainly better if the confidence interval of the difference, paired by seed, says so. With `log`,
-    logarithms are compared, if all values are above 0.
+    A method is certainly better if the confidence interval of the difference, paired by seed, is above 0. With
+    `log`, logarithms are compared, if all values are above 0.
     """
     log = log and all(value > 0 for side in values.values() for value in side)
     sign = 1 if larger else -1

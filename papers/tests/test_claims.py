@@ -256,8 +256,8 @@ def test_failed_runs() -> None:
 def test_a_failed_run_is_as_late_as_the_latest() -> None:
     """If a claim is about the first to reach a value, a failed run counts with the largest cost of all runs.
 
-    The runs of A reach 0.8 at exchange 10, and the one of B that ends at exchange 20. So B loses by 10 with either
-    seed.
+    Both runs of A reach 0.8 at exchange 10. One run of B reaches it at exchange 20, and the other fails and so counts
+    with 20, too. So B loses by 10 with either seed.
     """
     claim = {"by": "first", "reach": 0.8}
     fast, partly = [history([0.1, 0.8, 0.9])] * 2, [history([0.1, 0.2, 0.85]), None]

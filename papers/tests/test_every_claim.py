@@ -35,7 +35,7 @@ def row(cost: float, metric: str, value: float) -> dict[str, float]:
 
 
 def run(figure: Figure, claim: Claim, reading: float) -> History:
-    """Return a run off which the claim reads this value.
+    """Return a run from which the claim reads this value.
 
     If the claim is about the first row that reaches a value, the run starts at chance, or at a loss of 1.
     """

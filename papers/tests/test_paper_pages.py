@@ -42,7 +42,7 @@ def test_a_first_figure_of_your_own_gets_a_page(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_kept_outcome_that_is_stale_is_said_to_be_of_unequal_arms() -> None:
-    """A figure whose stored outcome is stale says in its field `found` that the outcome is of unequal arms."""
+    """If a stored outcome is stale, the field `found` of its figure says that the arms of the outcome are unequal."""
     stale = [figure for figure in map(load, files()) if page.state_of(figure, page.kept(figure)) == page.STALE]
     assert [figure.id for figure in stale if "unequal arms" not in figure.found] == []
 

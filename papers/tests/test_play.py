@@ -169,7 +169,10 @@ def test_a_ladder_grows_at_the_end_that_was_chosen(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_tried_next(points: list[Any], chosen: Any, expected: list[Any]) -> None:
-    """Beyond a chosen value at an end, the next value to be tried continues the ratio of the last two values."""
+    """If the chosen value is at an end, a value beyond it is tried.
+
+    Its ratio to the chosen value equals the ratio of the chosen value to its neighbour.
+    """
     assert playing.beyond(points, chosen) == expected
 
 

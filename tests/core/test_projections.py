@@ -1,4 +1,4 @@
-"""Do projections give the nearest point, on trees and in x's own type, and are functions refused that do not?"""
+"""Do projections give the nearest point, on trees and in x's own type, and are other functions refused?"""
 
 from itertools import combinations
 

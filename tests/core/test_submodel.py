@@ -54,9 +54,8 @@ def on_jax(units):
 
 
 def test_cut_put_and_held_are_numpys(case):
-    """`put` after `cut` is the mask, and `cut` after `put` changes nothing.
-
-    In a prefix tree, each part is cut in the way of its own kind.
+    """`cut`, `put` and `held` equal NumPy's indexing. `put` after `cut` sets all other entries to 0, and `cut` after
+    `put` changes nothing. In a prefix tree, each part is cut like x, cut like y, or left whole.
     """
     structure, x, y, units = case
     unit_layout, chosen = UnitLayout.of(structure, x, y), on_jax(units)

@@ -75,7 +75,10 @@ def test_what_is_sent_says_which_weights_it_has():
 
 
 def test_weights_of_one_variable_are_its_own():
-    """Weights can be cut in one variable alone, although units cannot, since the only group reaches into y."""
+    """With pruned = "x" or "y", weights of one variable can be cut although its units cannot.
+
+    Here the only group of units has entries in x and in y.
+    """
     x, y = parts(np.random.default_rng(1))
     assert [dict(laid_out(x, y, 0.5, pruned)[0].sizes) for pruned in ("x", "y")] == [{"x": 12}, {"y": 4}]
     assert UnitLayout.of(STRUCTURE, x, y, "x").sizes == {}

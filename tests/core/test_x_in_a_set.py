@@ -113,7 +113,7 @@ def test_refusals_name_what_to_mend():
 
 
 class Computed(Algorithm):
-    """A method whose state computes x from a leaf."""
+    """A method whose state does not contain x, but computes x from another leaf."""
 
     class State(NamedTuple):
         half: Any

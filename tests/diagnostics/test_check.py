@@ -74,7 +74,10 @@ def best_response(clients, x):
 
 
 class Noisy(Algorithm):
-    """Ask for ∇x f with normal noise of a known size; a changed `noise` shows that numbers reach the probe."""
+    """Estimate by ∇x f with normal noise of a known size.
+
+    If `noise` is changed, the estimate changes, which shows that the method's numbers are used.
+    """
 
     noise: float = positive(default=1.0)
 

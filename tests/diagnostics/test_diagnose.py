@@ -174,7 +174,8 @@ def converges(name, task, found):
 def test_what_it_suggests_converges(seed):
     """Methods converge with the suggested fields, for clients with κ from 2 to 50.
 
-    Every other seed has no heterogeneity. Heterogeneity averages κ away; without it, the mean has the clients' κ.
+    Every other seed has no heterogeneity. If clients differ, their mean has a smaller κ than they; if not, it has the
+    same κ.
     """
     condition = 2 * 25 ** (seed / 19)
     heterogeneity = 0.0 if seed % 2 else float(np.random.default_rng(seed).choice([0.3, 0.5, 1.0, 2.0]))

@@ -93,7 +93,10 @@ def test_terms_that_are_not_allowed_are_refused_before_a_round_is_played(algorit
 
 
 def test_norms_of_short_floats_are_not_cut_off_where_their_squares_are():
-    """Norms of 400 numbers of 200 in float16 are 4,000, although float16 ends at 65,504 and the squares are larger."""
+    """The norm of a float16 reply is right although the sum of squares is above 65,504, where float16 ends.
+
+    The reply has 400 entries of 200, so its norm is 200·√400 = 4,000.
+    """
 
     class Short(Constant):
         @authoring.phase

@@ -93,7 +93,10 @@ def test_an_axis_that_is_not_said(changed):
 
 
 def test_a_flattened_axis_in_the_wrong_order():
-    """An axis that is flattened as (units, positions) is refused: it has no run of all units, whatever its factor."""
+    """An axis that is flattened as (units, positions) is refused.
+
+    A structure can describe only an axis that is flattened as (positions, units).
+    """
     problem, x, batch = small()
 
     def loss(x, batch):

@@ -168,7 +168,7 @@ def test_what_is_refused_is_said(tmp_path):
 
 @pytest.mark.parametrize(("factor", "norm_factor"), [(-1, 1e4), (100, 1e4), (1e30, None)])
 def test_lies_within_proportion_and_without_a_factor_any_count(factor, norm_factor):
-    """A false reply of a usual size counts, and without norm_factor one of any size does.
+    """A false reply counts if its norm is usual. Without norm_factor, false replies of any norm count.
 
     The norms of honest replies differ by a factor of up to 100. So a norm does not show that a reply has the wrong
     sign, or is a hundred times too long.
@@ -214,7 +214,7 @@ def check(norms, phase, norm, here, message=0.0):
 
 
 def test_the_larger_of_here_and_the_past_is_usual():
-    """The usual norm is the larger one of two medians: that of this exchange, and that of earlier ones of the phase."""
+    """The usual norm is the larger of two medians: over this exchange, and over earlier exchanges of the same phase."""
     norms = NormBounds(Terms(norm_factor=10.0))
     with raises_with(Refusal, "the usual norm is 3, and the bound is 30", code=Code.BOUND):
         check(norms, "a", 31.0, [1.0, 3.0, 31.0])

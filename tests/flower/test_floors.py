@@ -152,7 +152,8 @@ def test_greetings_are_requests_and_come_before_the_first_round():
 def test_a_further_contract_of_a_run_begins_with_a_round_of_its_own(tmp_path):
     """If a run has a second contract, its rounds are counted anew.
 
-    Requests for round 0 of the second contract are not counted to round 9, to which the first contract has come.
+    The first contract has come to round 9. Requests for round 0 of the second contract are counted separately from this
+    round.
     """
     limits = replace(federations.FREE, max_requests_per_round=2)
     first, second = (

@@ -146,10 +146,12 @@ def flower_error(response, message):
 
 
 def compared(lines, trace):
-    """Compare what clients keep with the server's sums where they must be equal, and return these (kind, round).
+    """Compare the states of clients with the server's sums in the rounds in which both must agree; return (kind,
+    round).
 
-    They must be equal if all clients were idle at the end of a round, and all replies that had arrived by then have
-    counted. This is so after the next round's exchange of the kind, x or y, if it took no time.
+    The kind is x or y. Both must agree if all clients were idle at the end of a round, and if all replies that had
+    arrived by then have counted. The second condition holds after the first exchange of the kind in the next round, if
+    this exchange took no time.
     """
     complete = {line["round"] for line in lines if line["phase"] == "what_is_kept" and len(line["answered"]) == 6}
     found = []
@@ -196,9 +198,9 @@ class Killed(BaseException):
 def test_a_run_that_was_killed_goes_on(tmp_path):
     """A run continues after it was killed in the middle of a round, and again after it was stopped between two rounds.
 
-    Replies that had arrived early are in the checkpoint. Replies that were under way no longer count, even if they had
-    counted in the round that is repeated and their clients have replied to another request since. So the weighted sum
-    of what clients keep is the server's sum.
+    Replies that had arrived early are in the checkpoint. Replies that were under way at the checkpoint no longer count.
+    This also holds for a reply that had counted in the round that is now repeated, and whose client has replied to
+    another request since. So the weighted sum of the clients' states is the server's sum.
     """
     algorithm, log, asked = Differences(inner=1, probe=9), tmp_path / "log.jsonl", []
 

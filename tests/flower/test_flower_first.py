@@ -153,7 +153,7 @@ def test_a_run_that_was_stopped_goes_on_without_what_was_under_way(both, tmp_pat
 
 
 def test_time_does_not_drift():
-    """The time of a run is the sum of its exchanges, and then rounded: eight of 0.6 ticks are 4.8 ticks, not 8."""
+    """The times of exchanges are added up before the sum is rounded: eight of 0.6 ticks are 4.8 ticks, not 8."""
     result, _ = run(Async(n=6), np.full(6, 6e-5))
     assert result.ledger.ticks == 5
 
@@ -221,11 +221,11 @@ class Mixed(Async):
 
 @pytest.mark.parametrize("n", slow_but(1, of=[1, 5]))
 def test_answers_of_another_kind_keep_nobody_busy(n):
-    """A phase that needs all clients waits for those that are busy with another phase, whose replies are then kept.
+    """A phase that needs all clients waits for those that are busy with another phase, and keeps their replies to it.
 
-    They count in the next round, which waits for n − (number of kept replies) more, if this is positive. The replies of
-    all other clients are then kept in turn. A sum over all clients is the population's mean, so that the distance of x
-    from the mean target shrinks by the factor 1 − LR in each round.
+    The kept replies count in the next round, which waits for n − (number of kept replies) more, if this is positive.
+    The replies of all other clients are then kept in turn. A sum over all clients is the population's mean, so that the
+    distance of x from the mean target shrinks by the factor 1 − LR in each round.
     """
     result, trace = run(Mixed(n=n), DELAYS)
     mean = (P @ TARGETS)[:2]

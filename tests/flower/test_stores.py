@@ -50,8 +50,8 @@ def test_which_state_a_message_sees():
 def test_which_states_are_kept():
     """A client keeps its latest states, and those at the start of this round and of the round before.
 
-    It also keeps the state before the one at the start of this round, to which the server returns if the last reply of
-    the round before did not count.
+    The server may find that the client's last reply of the round before did not count. For this case, the client also
+    keeps the state before this reply.
     """
     kept = Versions()
     for round in range(4):

@@ -108,8 +108,9 @@ def reply_norms(
 
     Args:
         algorithm, problem, clients, x, y, cohort, key: as for `solve`.
-        rounds: the number of rounds, which the engine `Reference` runs. privacy: the terms of differential privacy to
-            try, the same for every client; None: only the norms of replies are measured.
+        rounds: the number of rounds, which the engine `Reference` runs.
+        privacy: the terms of differential privacy to try, the same for every client; None: only the norms of replies
+            are measured.
 
     Raises:
         ConfigurationError: an argument is not allowed.
