@@ -32,7 +32,7 @@ SITES = [
 
 @pytest.fixture
 def files(tmp_path):
-    """Return a file of statistics for each site; with `min_count` 1 they leave nothing out."""
+    """Return a file of statistics for each site. With `min_count` 1, the files leave nothing out."""
     for number, rows in enumerate(SITES):
         Preparer(categorical=["pain"]).fit(rows).save(tmp_path / f"{number}.json", min_count=1)
     return [tmp_path / f"{number}.json" for number in range(3)]

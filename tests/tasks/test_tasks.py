@@ -18,8 +18,8 @@ from refusals import ANY, refuses
 def test_the_closed_form_is_stationary(condition, weights):
     """At the closed form (x*, y*) of the quadratic task, ∇y G and the dense hypergradient are 0, for any weights.
 
-    The solution v of ∇²yy G·v = ∇y F is that of the closed form, too. Two solves with Ā increase rounding errors by at
-    most κ².
+    The solution v of ∇²yy G·v = ∇y F also equals the v of the closed form. Two solves with Ā increase rounding errors
+    by at most κ².
     """
     task = quadratic(condition=condition)
     clients = task.clients

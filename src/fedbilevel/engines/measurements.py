@@ -142,16 +142,17 @@ class RunMeasurements:
     def remark(self, result: Result, advice: str, ends: Compare) -> str:
         """Return a remark if a run ended worse than it began, or if its best row lies in its first half; else "".
 
-        The remark is also issued as a warning, except in three cases, in which the training of y may have raised the
-        outer loss: the last row is the best row; the outer loss of all clients at the end is not above the loss at the
-        start with a trained y; or it is not above the loss at the best row, with the y of that row or a trained y.
+        The remark is also issued as a warning, except in three cases. In these cases the training of y may have raised
+        the outer loss. First, the last row is the best row. Second, the outer loss of all clients at the end is not
+        above the loss at the start with a trained y. Third, this loss at the end is not above the loss at the best row,
+        with the y of that row or with a trained y.
 
         Args:
             result: the end of the run.
             advice: what may improve the end (`what_to_lower`).
-            ends: compares the outer loss of all clients at the end with that at an earlier point, if possible. It is
-                called if the outer loss in the last row is not below that of the first round by more than the noise of
-                a round, and if the best row lies in the first half.
+            ends: compares the outer loss of all clients at the end with the same loss at an earlier point, if possible.
+                It is called in two cases: the outer loss in the last row is not below the loss of the first round by
+                more than the noise of a round; or the best row lies in the first half.
         """
         best, rows = self.best, self.history.rows
         if best is None or best.column not in rows[-1]:
