@@ -42,7 +42,7 @@ QUICK = {"tasks": ["quadratic, κ = 10"]}
 
 
 def played(made: Experiment, plan: Any, steps: tuple[float | None, float | None], rounds: int) -> fb.Result | None:
-    """Run an experiment with steps on x, and on y and v. None as a step adapts.
+    """Run an experiment with one step size for x, and one for y and v; a step size of None adapts.
 
     The result is None if the run diverged or was refused.
     """

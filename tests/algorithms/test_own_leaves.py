@@ -260,8 +260,10 @@ def test_layers_leave_the_solution_where_it_is(name):
 
 
 def test_x_stays_in_its_set():
-    """Only the last entry of x* lies outside of the box, and x ends at the best point of the side that bounds this
-    entry."""
+    """Only the last entry of x* lies outside of the box.
+
+    x ends at the best point of the side of the box that bounds this entry.
+    """
     bound = 0.15
     assert closed_form(SHARED)[0][-1] > bound
     box = fb.projections.box(np.full(DIM_X, -1.0), np.array([1.0, 1.0, bound]))

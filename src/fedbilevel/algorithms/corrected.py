@@ -1,13 +1,13 @@
 """CorrectedFBO: a variant of ShroFBO in which clients do not drift apart, however many local steps they make.
 
 If clients differ, the local steps of a client lead towards the solution of this client's own problem. With τ > 1 local
-steps SimFBO and ShroFBO therefore end at a distance from the solution of the whole federation. Here each direction
-d = (d_x, d_y, d_v) that a client steps along is corrected by m, which is the mean of all clients' directions in the
-round before. Federated SVRG makes the same kind of correction for a problem with a single loss. The directions d_i, the
-weights a_k and p_i, the cohort C of P out of M clients, and ρ are those of SimFBO and ShroFBO (simfbo.py):
+steps SimFBO and ShroFBO therefore end at a distance from the solution of the whole federation. Here each direction d =
+(d_x, d_y, d_v) that a client steps along is corrected by m, which is the mean of all clients' directions in the round
+before. Federated SVRG makes the same kind of correction for a problem with a single loss. The directions d_i, the
+weights a_{i,k} and p_i, the cohort C of P out of M clients, and ρ are those of SimFBO and ShroFBO (simfbo.py):
 
     z_0 = z = (x, y, v),     d̃_k = d_i(z_k; ζ_k) − d_i(z; ζ_k) + m     the step of the client's path at z_k
-    h_i = Σ_k a_k d_i(z_k; ζ_k) / ‖a_i‖₁                               the reply: directions without correction
+    h_i = Σ_k a_{i,k} d_i(z_k; ζ_k) / ‖a_i‖₁                           the reply: directions without correction
     z ← z − γ ρ Σ_{i∈C} (M/P) p_i h_i,     m ← Σ_{i∈C} (M/P) p_i h_i   at the server
 
 Suppose that all clients take part with full batches. At a solution z* with m = 0 all d̃_k are 0. So clients stay at z*,
