@@ -270,7 +270,7 @@ def changes(found: Found, of: tuple[str, int, int, str], kind: str) -> tuple[np.
 
 
 def draw(found: Found, file: Path) -> None:
-    """Draw the loss of TPE minus SimFBO's against d, by kind of loss and budget."""
+    """Draw the difference of the losses, TPE's minus SimFBO's, against d, by kind of loss and budget."""
     with typography((13.0, 8.4)):
         figure = new_figure((13.0, 8.4))
         panels, ticks = figure.subplots(2, 2, sharex=True, sharey=True), (1, 2, 4, 13, 20, 54)

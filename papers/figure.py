@@ -71,7 +71,8 @@ class Claim:
 class Panel:
     """A setting, with the methods that are run in it (none given: all).
 
-    In a series, `value` is its place on the axis. `seeds` is the number of its seeds; None: that of the figure.
+    In a series, `value` is the setting's place on the axis. `seeds` is the setting's number of seeds; None: the
+    figure's number.
     """
 
     spec: Tables = field(default_factory=dict)
@@ -84,8 +85,8 @@ class Panel:
 class Method:
     """A method of a figure.
 
-    `grid` has the values of the algorithm's fields from which the holdout chooses, and `grid_in` has them for single
-    panels.
+    `grid` has the values of the algorithm's fields that are tried on the holdout. For a panel in `grid_in`, the values
+    there are tried instead.
     """
 
     spec: Tables = field(default_factory=dict)
@@ -117,7 +118,7 @@ class Tuning:
 class Size:
     """What a scale, quick or full, changes.
 
-    A scale has tables of its own of the spec, of the trials, and of single panels and methods. `only` has the panels
+    A scale has its own tables for the spec, for the trials, and for single panels and methods. `only` has the panels
     that are run; if it is empty, all are run. `minutes` is the time that the figure takes.
     """
 

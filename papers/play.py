@@ -195,8 +195,8 @@ def beyond(points: Sequence[dict[str, Any]], chosen: dict[str, Any] | None) -> l
     Args:
         points: the points that were tried. Only positive numbers have a next value. The next value of integers is an
             integer.
-        chosen: the chosen values; None: every trial failed, as with steps that are too large, and the least values are
-            used.
+        chosen: the chosen values. None means that every trial failed, which suggests steps that are too large; then the
+            least values take the place of the chosen ones.
     """
     ladders = {name: sorted({point[name] for point in points}) for name in points[0] if positive(points, name)}
     at = chosen or {**points[0], **{name: values[0] for name, values in ladders.items()}}

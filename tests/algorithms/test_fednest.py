@@ -204,7 +204,7 @@ def test_light_variants_equal_their_equations_written_out(inner, joint, exchange
 def test_equals_algorithms_1_to_4_written_out(method, inner, task):
     """Three epochs equal the equations in NumPy, with matrices in place of differentiation and the series for v.
 
-    Each client has its own τ_i on y. The steps of FedNest-SGD there are along ∇y g_i, without the correction.
+    Each client makes its own number τ_i of steps on y. FedNest-SGD makes them along ∇y g_i, without the correction.
     """
     rounds, outer, terms, beta, alpha, s = 3, 2, 5, 0.6, 0.3, 0.7
     solver = fb.parts.Neumann(terms=terms, step=s)

@@ -322,7 +322,10 @@ def test_items_are_stacked_and_what_reads_or_streams_them_is_refused_without_tor
 
 
 class Partitioner:
-    """What the library uses of the partitioners of flwr-datasets; NumPy's arrays serve as data sets."""
+    """A stand-in for a partitioner of flwr-datasets, with what the library uses of it.
+
+    NumPy's arrays serve as data sets.
+    """
 
     num_partitions = 2
 
@@ -331,7 +334,7 @@ class Partitioner:
 
 
 class Federated:
-    """What the library uses of a FederatedDataset."""
+    """A stand-in for a FederatedDataset, with what the library uses of it."""
 
     def __init__(self, *splits):
         self.splits = splits

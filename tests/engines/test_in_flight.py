@@ -30,8 +30,8 @@ class Simulated:
     def first(self, kind, n, bound=None):
         """Simulate an exchange that waits for the first replies.
 
-        Return the clients that were asked, the replies that count with the exchange in which each was asked for, and
-        the ticks.
+        Return three values: the clients that were asked; the replies that count, each with the exchange in which it was
+        asked for; and the ticks.
         """
         number, began = self.exchanges[kind], self.time
         used, self.kept[kind] = self.kept[kind], []

@@ -221,7 +221,7 @@ def test_a_run_that_nothing_takes_is_told_from_one_that_has_just_come_and_from_t
 def test_a_superlink_that_does_not_answer_is_said_in_a_line(tmp_path, monkeypatch, capsys):
     """If a SuperLink does not answer, `flower status` says so in one line and ends with status 5.
 
-    Flower's command ends with status 0 then.
+    Flower's own command then ends with status 0.
     """
     (port,) = free_ports(1)
     (tmp_path / "config.toml").write_text(f'[superlink.there]\naddress = "127.0.0.1:{port}"\ninsecure = true\n')

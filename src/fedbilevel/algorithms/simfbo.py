@@ -245,9 +245,10 @@ class SimFBO(OneExchange, LocalDirections):
 
 
 def _normalised(method: Any, of: str) -> Any:
-    """Return the step size on a client's own leaves of y, in place of γρ: γ‖a‖₁ for the method's number of local steps.
+    """Return γ‖a‖₁, the step size on a client's own leaves of y, for the method's number of local steps.
 
-    The result is None if the server's step size γ, for the variable `of`, adapts.
+    γ is the server's step size for the variable `of`. The result is None if this step size adapts. The server moves
+    shared leaves by γρ, where ρ is the mean of the clients' ‖a_i‖₁, which a client does not know.
     """
     lr = getattr(method.server_lr, of)
     return None if lr is None else lr * method.local_optimizer.total(method.local_steps)

@@ -113,7 +113,7 @@ def _read(field: StudyField, value: Any) -> Any:
 
 
 def _groups(option: str, given: list[str]) -> Mapping[str, list[str]]:
-    """Read groups of columns by their names."""
+    """Read groups of columns, each given as a text NAME=A,B,…: name of the group -> its columns."""
     groups: dict[str, list[str]] = {}
     for text in given:
         name, equals, columns = text.partition("=")

@@ -23,7 +23,8 @@ def refuse_forked_child() -> None:
     """Raise ConfigurationError in a process that was forked from one in which JAX had started."""
     if _started_in and os.getpid() not in _started_in:
         raise ConfigurationError(
-            f"JAX cannot compute in process {os.getpid()}, which was forked from process {_started_in[0]} after JAX had "
-            'started there: start processes without a fork, by multiprocessing.get_context("spawn") or by the default '
-            "backend of joblib, or fork before the first computation"
+            f"JAX cannot compute in process {os.getpid()}, which was forked from process {_started_in[0]} "
+            "after JAX had started there: start processes without a fork "
+            '(by multiprocessing.get_context("spawn"), or by the default backend of joblib), '
+            "or fork before the first computation"
         )

@@ -192,7 +192,11 @@ class UnitLayout:
         return total
 
     def _each(self, kind: str, part: PyTree, units: Units, change: Any, whole: Any = None) -> PyTree:
-        """Apply `change` to each leaf of a part of this kind; a part that is never cut stays, or becomes `whole`."""
+        """Apply `change` to each leaf of a part of this kind.
+
+        A part of a kind that is never cut is returned unchanged; if `whole` is given, each of its entries becomes
+        `whole`.
+        """
         if kind in (WHOLE, NUMBER):
             return part if whole is None else jax.tree.map(lambda leaf: jnp.full(leaf.shape, whole, leaf.dtype), part)
         leaves, tree = jax.tree.flatten(part)

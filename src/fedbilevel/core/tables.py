@@ -417,7 +417,7 @@ def _by_name(make: Callable[..., Any], key: str, table: Fields, path: str) -> An
 
 
 def plain(value: Any) -> Any:
-    """Return an object as a table with all fields, and other values as TOML and JSON contain them."""
+    """Convert an object to a table with all its fields, and other values to values that TOML and JSON can contain."""
     if isinstance(value, Schedule):
         return plain(value.function)
     if isinstance(value, OptaxSchedule | Optimizer):

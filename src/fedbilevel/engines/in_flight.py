@@ -166,10 +166,10 @@ def everyone(queues: InFlight, pace: Pace, now: ClockState, units: Any) -> Excha
 
 
 def handed_in(queues: InFlight, plan: ExchangePlan, total: SumRows) -> InFlight:
-    """Return the queues after an exchange that follows a plan; they keep the replies to other phases for later.
+    """Return the queues after an exchange that follows a plan. Replies to other phases stay in them for later.
 
-    `queues` are the queues before the exchange, whose tables already have the replies of the clients that it asks.
-    `total` sums rows of a table.
+    `queues` are the queues before the exchange. Their tables already have the replies of the clients that the exchange
+    asks. `total` sums rows of a table.
     """
     by_phase = {}
     for number, (name, queue) in enumerate(sorted(queues.by_phase.items())):

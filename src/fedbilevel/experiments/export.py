@@ -167,9 +167,9 @@ The ending replaces the suffix of the picture's name.
 
 
 def names(picture: Path, formats: Collection[str] = FORMATS.keys()) -> dict[Path, Text]:
-    """Return a dictionary for some formats: path of a file -> function that makes its text.
+    """Return the files of some formats as a dictionary: path of a file -> function that makes its text.
 
-    The files are beside the picture.
+    The files lie in the picture's folder, under its name with other endings.
     """
     chosen = [FORMATS[name] for name in FORMATS if name in formats]
     return {picture.with_name(f"{picture.stem}{end}"): text for files in chosen for end, text in files.items()}

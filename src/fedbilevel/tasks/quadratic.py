@@ -220,7 +220,7 @@ def solution(
 ) -> ClosedForm:
     """Return the closed form for the clients' weights, or for `weights`, which sum to 1.
 
-    The core comes first, then the units.
+    In its vectors and matrices the core comes first, then the units.
     """
     w = clients.weights if weights is None else weights
     own = client_means(clients)  # D is the same in all samples of a client

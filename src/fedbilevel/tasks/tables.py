@@ -307,7 +307,8 @@ class _Rows:
     def samples(self, table: SiteFile, **more: Floats) -> dict[str, Floats]:
         """Return the samples of a table.
 
-        After its features, a row has the indicators of sites and the constant 1.
+        A row has the features, then the indicators of sites and the constant 1. Rows of survival times have only the
+        features.
         """
         table = with_columns(table, self.agreed, self.columns)
         made, number = samples_of(table, self.agreed, self.goal, self.columns), self.names.index(table.name)
@@ -323,7 +324,7 @@ class _Rows:
         return SiteRows(training.name, own, self.measured(measured))
 
     def measured(self, table: SiteFile) -> dict[str, Floats]:
-        """Return the samples of a table for metrics. All their weights are 1."""
+        """Return a table's samples for metrics, in which all weights are 1."""
         return self.samples(replace(table, weight=np.ones(len(table))))
 
     def example(self) -> SiteRows:

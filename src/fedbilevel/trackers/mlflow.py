@@ -57,7 +57,7 @@ class MLflow(Tracker):
         return MLflowRun(self.mlflow, client, identifier, run)
 
     def _is_there(self, client: Any, identifier: str) -> bool:
-        """Return whether the store has a run. It may not, since another store may have been used before."""
+        """Return whether the store has a run, which may have been recorded in another store, or deleted."""
         try:
             return bool(client.get_run(identifier).info.lifecycle_stage == "active")
         except self.mlflow.exceptions.MlflowException as error:

@@ -155,7 +155,10 @@ class LocalOptimizer(Part):
 
     @abstractmethod
     def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
-        """Return the next sum q of steps and the next memory; d is the gradient at the present point."""
+        """Return the next sum of steps and the next memory.
+
+        q is the sum so far, and d is the gradient at the present point.
+        """
 
     def total(self, tau: Count) -> Array:
         """Return ‖a‖₁ = Σ_{k<τ} a_k, the sum of the coefficients of `tau` steps."""
@@ -168,7 +171,7 @@ class Plain(LocalOptimizer):
     kind: ClassVar[str] = "plain"
 
     def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
-        """Return (q + d, None): the next sum of directions after the gradient d, and no memory."""
+        """Return the next sum of steps, q + d, for the sum q so far and the gradient d; there is no memory."""
         return optax.tree.add(q, d), None
 
     def total(self, tau: Count) -> Array:
@@ -186,7 +189,7 @@ class Anchored(LocalOptimizer):
     anchored: ClassVar[bool] = True
 
     def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
-        """Return (q + d, None): the next sum of corrected directions, and no memory."""
+        """Return the next sum of steps, q + d, for the sum q so far and a corrected direction d; there is no memory."""
         return optax.tree.add(q, d), None
 
 
@@ -209,7 +212,10 @@ class Momentum(LocalOptimizer):
         return optax.tree.zeros_like(like)
 
     def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
-        """Return (q + m, m) with m = μ·memory + d: the next sum of steps, and the momentum after the gradient d."""
+        """Return the next sum of steps, q + m, and the next momentum m = μ·memory + d.
+
+        q is the sum so far, and d is the gradient.
+        """
         m = move(d, self.decay, memory)
         return optax.tree.add(q, m), m
 
@@ -229,7 +235,10 @@ class Proximal(LocalOptimizer):
     pull: Number = fraction(default=0.1, own=True)
 
     def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
-        """Return ((1 − α) q + d, None) with α = `pull`: the next sum of steps after the gradient d, and no memory."""
+        """Return the next sum of steps, (1 − α) q + d with α = `pull`; there is no memory.
+
+        q is the sum so far, and d is the gradient.
+        """
         return optax.tree.add(scaled(1 - self.pull, q), d), None
 
 
@@ -256,7 +265,10 @@ class Mixed(LocalOptimizer):
         return optax.tree.zeros_like(like)
 
     def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
-        """Return ((1 − α) q + m, m) with m = μ·memory + d: the next sum of steps, and the momentum after gradient d."""
+        """Return the next sum of steps, (1 − α) q + m, and the next momentum m = μ·memory + d.
+
+        q is the sum so far, and d is the gradient.
+        """
         m = move(d, self.decay, memory)
         return optax.tree.add(scaled(1 - self.pull, q), m), m
 
