@@ -7,7 +7,7 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.authoring import XY
 from fedbilevel.engines.costs import Ledger
-from fedbilevel.engines.divergence import Met
+from fedbilevel.engines.divergence import Met, Moved
 from fedbilevel.engines.engine import Carry
 from fedbilevel.engines.history import History, Result
 from fedbilevel.engines.rescue import Rescue
@@ -20,13 +20,13 @@ def carry(round):
     return Carry(jnp.asarray(round), XY(jnp.asarray(float(round)), None), None, ClockState.start())
 
 
-def result(round, x=1.0):
-    state = XY(jnp.asarray(x), None)
+def result(round, x=1.0, y=None):
+    state = XY(jnp.asarray(x), y if y is None else jnp.asarray(y))
     return Result(state.x, None, round, 9, History([{"round": round}]), Ledger(), state=state)
 
 
-def rescue(halvings_at_most=2, **met):
-    return Rescue(lambda x, y: Met(**met), everyone=True, halvings_at_most=halvings_at_most)
+def rescue(halvings_at_most=2, x=1.0, y=None, **met):
+    return Rescue(lambda *point: Met(**met), (x, y), everyone=True, halvings_at_most=halvings_at_most)
 
 
 def test_a_run_returns_to_the_row_before_its_best_and_gives_up_in_the_end():
@@ -58,7 +58,7 @@ def test_a_run_whose_start_is_at_fault_does_not_return_to_it():
 
 
 def test_a_point_that_is_far_from_where_it_began_is_warned_of_once():
-    found = rescue()
+    found = rescue(x=2.0)
     for round, x in [(0, 2.0), (1, 2e5), (2, 3e6)]:
         found.watch(History([{"round": round}]), {}, {}, result(round, x))
     assert found.growth == "round 2: the norm of x and y has grown from 2 to 3e+06"
@@ -74,6 +74,27 @@ def test_what_a_checkpoint_has_of_it_is_taken_up():
     assert (again.halvings, again.gave_up) == (2, "it diverged")
     assert found.to_json(diverged=False)["diverged"] is True
     assert rescue().to_json(diverged=False)["diverged"] is False
+
+
+@pytest.mark.parametrize(
+    ("x", "named", "not_named"),
+    [
+        (2.1, ("y_lr", " 1 to 51", " 0.1"), "project_x"),  # 0.1 is less than NEAR = 0.1 times the start, 2
+        (1.7, ("project_x", "x_lr"), "y_lr"),
+        (np.inf, ("project_x", "x_lr"), "y_lr"),
+    ],
+)
+def test_only_what_has_moved_is_to_move_more_slowly(x, named, not_named):
+    """If all steps adapt, the advice is about x only if x is no longer near its start; otherwise it is about y."""
+    advice = rescue(x=2.0, y=1.0).advice(result(3, x, 51.0), fb.layered(fb.SimFBO(), fb.AdaptiveSteps()))
+    assert all(one in advice for one in named)
+    assert not_named not in advice
+
+
+def test_blocks_of_x_that_clients_keep_are_compared_with_the_one_start():
+    """Two clients start at x = (1, 1), and one entry of the second moves by 3."""
+    blocks = np.array([[1.0, 1.0], [1.0, 4.0]])
+    assert Moved.between(np.ones(2), blocks, (0.0, 5.0)) == Moved(3.0, True, (0.0, 5.0))
 
 
 def test_an_error_says_what_may_help():

@@ -12,7 +12,7 @@ from fedbilevel.algorithms.parts.private import Private
 from fedbilevel.algorithms.parts.wrappers import Wrapper
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients
-from fedbilevel.core.hyperparameters import at, given_steps
+from fedbilevel.core.hyperparameters import at, given_steps, open_steps
 from fedbilevel.core.metrics import text
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
@@ -26,6 +26,7 @@ ENTRIES = 1_000_000  # curvature is measured for a y of at most this many entrie
 ROUNDING = 1e-3  # the relative rounding error of a curvature that is 0
 FAR = 1000  # a loss above FAR·max(|first loss|, 1) is a sign of steps that are too large
 HIGH = 10  # in place of FAR: the factor for a loss in two consecutive rows, if the run can return to a better row
+NEAR = 0.1  # x is still near its start if no entry has moved by more than NEAR times the largest one at the start, or 1
 STILL = 10  # a loss still grows if it is above STILL times its median size in the rows before; less can be noise
 
 
@@ -66,18 +67,47 @@ def far_away(round: int, start: float, norm: float) -> str:
     return f"round {round}: the norm of x and y has grown from {start:.4g} to {norm:.4g}" if far else ""
 
 
-def what_to_lower(algorithm: Algorithm, halvings: int) -> str:
+class Moved(NamedTuple):
+    """Say how far x and y are from the start of a run."""
+
+    x: float  # the largest absolute change of an entry of x
+    far: bool  # whether x is no longer near its start (see NEAR)
+    y: tuple[float, float]  # the norm of y at the start, and now
+
+    @classmethod
+    def between(cls, start: PyTree, x: PyTree, y: tuple[float, float]) -> "Moved":
+        """Compare x with its start; a leaf of x may have a block for each client, all of which have the same start."""
+        size, moved = 1.0, 0.0
+        with np.errstate(invalid="ignore"):  # x may be infinite or NaN, and is then far away
+            for before, after in zip(jax.tree.leaves(start), jax.tree.leaves(x), strict=True):
+                size = max(size, float(np.max(np.abs(before), initial=0)))
+                moved = np.maximum(moved, np.max(np.abs(np.subtract(after, before)), initial=0))
+        return cls(float(moved), not moved <= NEAR * size, y)
+
+
+def what_to_lower(algorithm: Algorithm, halvings: int, moved: Moved) -> str:
     """Return advice on what to lower: the step sizes that the user set, and the noise of privacy, if any.
+
+    If the step sizes adapt, it depends on how far x has moved whether the step on x or the step on y should be smaller.
 
     Args:
         algorithm: the method within its layers.
         halvings: how often the run halved the method's steps.
+        moved: how far x and y have moved.
     """
     private = [layer for layer in layers_at(algorithm) if isinstance(layer, Private)]
     noise = "".join(f"; {layer.what_to_lower()}" for layer in private)
     names = given_steps(without_wrappers(algorithm), halvings)
-    adapt = "bound x (project_x), or let it move more slowly (fb.layered(method, fb.AdaptiveSteps(x_lr=0.02)))"
-    return (f"lower {' or '.join(names)}" if names else adapt) + noise
+    if names:
+        return f"lower {' or '.join(names)}{noise}"
+    if moved.far or all(step.of == "x" for step in open_steps(without_wrappers(algorithm)).values()):
+        slower = "let it move more slowly (fb.layered(method, fb.AdaptiveSteps(x_lr=0.02)))"
+        return f"bound x (project_x), or {slower}{noise}"
+    return (
+        "look whether the inner loss has a minimum in y, or let y move more slowly (fb.layered(method, "
+        f"fb.AdaptiveSteps(y_lr=0.1))), since its norm has changed from {moved.y[0]:.3g} to {moved.y[1]:.3g}, and no "
+        f"entry of x has moved by more than {moved.x:.3g}{noise}"
+    )
 
 
 def without_wrappers(algorithm: Algorithm) -> Algorithm:

@@ -13,7 +13,6 @@ from fedbilevel.core.errors import ExchangeError, NonFiniteError, NumericalError
 from fedbilevel.core.own_y import own_paths
 from fedbilevel.core.tree import PyTree, join, split
 from fedbilevel.display import Display, Silent
-from fedbilevel.engines.divergence import what_to_lower
 from fedbilevel.engines.ends import Ends, Spent, comparable
 from fedbilevel.engines.engine import Carry
 from fedbilevel.engines.execution import Execution
@@ -267,7 +266,7 @@ class Loop:
         self.rescue.warn_of_growth(result, method)
         remarks: tuple[str, ...] = ()
         if not self.rescue.gave_up:
-            advice = what_to_lower(method, self.rescue.halvings)
+            advice = self.rescue.advice(result, method)
             tells = self.measurements.judged_by != "outer_loss" or comparable(self.execution.posed.problem)
             of_ends = self.measurements.remark(result, advice, self.ends) if tells else ""
             remarks = of_ends, *method.remarks(result.state)

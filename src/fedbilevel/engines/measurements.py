@@ -149,7 +149,7 @@ class RunMeasurements:
 
         Args:
             result: the end of the run.
-            advice: what may improve the end (`what_to_lower`).
+            advice: what may improve the end (`Rescue.advice`).
             ends: compares the outer loss of all clients at the end with the same loss at an earlier point, if possible.
                 It is called in two cases: the outer loss in the last row is not below the loss of the first round by
                 more than the noise of a round; or the best row lies in the first half.

@@ -14,7 +14,7 @@ from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.errors import NonFiniteError, NumericalWarning, warn
 from fedbilevel.core.on_disk import copied
 from fedbilevel.core.tree import PyTree, split
-from fedbilevel.engines.divergence import Met, far_away, grown, what_to_lower
+from fedbilevel.engines.divergence import Met, Moved, far_away, grown, what_to_lower
 from fedbilevel.engines.engine import Carry
 from fedbilevel.engines.history import History, Result
 from fedbilevel.engines.process_group import warn_on_first
@@ -25,12 +25,12 @@ class Rescue:
     """Detect that a run diverges, and keep the carry to which it may return and the number of returns."""
 
     met: Callable[[PyTree, PyTree], Met]  # the last finite x and y -> why the run diverged
+    start: tuple[PyTree, PyTree]  # the variables in x and y at the start of the run
     everyone: bool  # whether every exchange asks all clients
     halvings_at_most: int  # the largest number of halvings of all steps; 0: the run never returns
     halvings: int = 0  # the number of halvings so far
     growth: str = ""  # how far a loss or the norm of (x, y) has grown, in words; "" if none has grown too far
     warned_of: str = ""  # the last `growth` about which a warning was issued
-    norm: float | None = None  # the norm of x and y at the first row of this process
     latest: Carry | None = None  # a copy of the last row's carry
     safe: Carry | None = None  # a copy of the carry to return to
     gave_up: str = ""  # why the run ended, if it still diverged with smaller step sizes; else ""
@@ -46,12 +46,10 @@ class Rescue:
             began: the losses of the first round.
             result: the point of the row.
         """
-        point = jax.tree.leaves((split(result.x)[0], result.state.y))
-        with np.errstate(over="ignore"):  # an overflow is inf, which is treated as far away
-            norm = math.hypot(*(np.linalg.norm(np.ravel(leaf)) for leaf in point))
-        self.norm = norm if self.norm is None else self.norm
         first = (began if self.everyone else {}) if self.halvings_at_most else None
-        self.growth = grown(history, losses, first) or far_away(result.round, self.norm, norm)
+        self.growth = grown(history, losses, first) or far_away(
+            result.round, norm(self.start), norm((split(result.x)[0], result.state.y))
+        )
 
     def keep(self, carry: Carry, is_best: bool) -> None:
         """Keep a copy of a new row's carry, and of the carry of the row before the best row, to which a run returns.
@@ -93,8 +91,14 @@ class Rescue:
     def diverging(self, why: str, result: Result, method: Algorithm) -> str:
         """Return a message that begins with `why`, and says that the run diverges and what may help."""
         met = self.met(result.x, result.y)
-        advice = f"{what_to_lower(method, self.halvings)} (fb.diagnose suggests steps)" if met.by_steps else met.text
+        advice = f"{self.advice(result, method)} (fb.diagnose suggests steps)" if met.by_steps else met.text
         return f"{why}: the run diverges; {advice}"
+
+    def advice(self, result: Result, method: Algorithm) -> str:
+        """Return advice on what to lower (see `what_to_lower`), from how far the run has moved x and y."""
+        x, y = self.start
+        moved = Moved.between(x, split(result.x)[0], (norm(y), norm(result.state.y)))
+        return what_to_lower(method, self.halvings, moved)
 
     def warn_of_growth(self, result: Result, method: Algorithm, once: bool = False) -> None:
         """Warn if a loss or the norm of (x, y) has grown too far: once for each row, or, with `once`, once in a run."""
@@ -107,7 +111,7 @@ class Rescue:
         """Add to an error that ends the run why the run diverged, and what may help."""
         met = self.met(error.result.x, error.result.y)
         smaller = "smaller steps may help (fb.diagnose suggests some)"
-        advice = (smaller, what_to_lower(method, self.halvings)) if met.by_steps else ()
+        advice = (smaller, self.advice(error.result, method)) if met.by_steps else ()
         for text in filter(None, (*advice, met.text)):
             error.append(text)
 
@@ -119,3 +123,9 @@ class Rescue:
         """Restore the state that a checkpoint stores."""
         self.gave_up = str(meta.get("gave_up", ""))
         self.halvings = int(meta.get("halvings", 0))
+
+
+def norm(tree: PyTree) -> float:
+    """Return the norm of all entries of a tree; infinity if it is too large for a float, which counts as far away."""
+    with np.errstate(over="ignore"):
+        return math.hypot(*(np.linalg.norm(np.ravel(leaf)) for leaf in jax.tree.leaves(tree)))

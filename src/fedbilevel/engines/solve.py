@@ -244,6 +244,7 @@ def loop_of(execution: Execution, carry: Carry, options: RunOptions) -> Loop:
         Saver(options.path, identity),
         Rescue(
             partial(posed.met, execution.method),
+            (posed.x, posed.y),
             not cohort.some(len(posed.clients)),
             halvings_at_most(execution, carry, options),
         ),
