@@ -135,5 +135,5 @@ def test_the_site_says_nothing_of_its_rows_before_the_questions():
 def test_a_word_that_no_other_site_has_is_named():
     frames = tables()
     frames["south"] = frames["south"].assign(code=7.0)
-    with refuses("category of column 'code' of south", "7"):
+    with refuses("category of column 'code'", "7", where="table of south"):
         study("logistic", holdout="south").fit(frames)

@@ -7,8 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fedbilevel.data import DataError
-from fedbilevel.errors import DataWarning
+from fedbilevel.errors import ConfigurationError, DataWarning
 from fedbilevel.estimators import CoxRegression, LogisticRegression, Preparer, Ridge, Study, StudyModel
 from fedbilevel.estimators.agreement import Agreement, DifferentColumnsError
 from fedbilevel.estimators.site_table import SiteTable
@@ -168,35 +167,46 @@ def test_sites_that_differ_from_the_others_take_part():
     assert offsets["site_north"] > max(offsets["site_south"], offsets["site_west"])
 
 
+HERE = "table of north"
+
+
 @pytest.mark.parametrize(
-    ("change", "path", "got", "fact"),
+    ("change", "path", "got", "fact", "where"),
     [
-        (lambda one: one.drop(columns="ill"), "column of north", "ill", "dose"),
-        (lambda one: one.drop(columns="dose"), "column 'dose' of north", "missing", "drop = ['dose']"),
-        (lambda one: one.assign(dose="high"), "column 'dose' of south", "numbers", "words, as in north"),
-        (lambda one: one.assign(ill=np.resize(["a", "b", "c"], len(one))), "classes of 'ill'", ["a", "b", "c"], "two"),
-        (lambda one: one.assign(ill="perhaps"), "classes of 'ill'", ["no", "perhaps", "yes"], "two"),
-        (lambda one: one.assign(site="x"), "column 'site' of north", "a feature", "offsets = false"),
-        (lambda one: one.iloc[:7], "the number of rows with a target of north", 7, "8 or more"),
-        (lambda one: one.assign(patient=np.nan), "patient, entry 0 of north", "a gap", ""),
+        (lambda one: one.drop(columns="ill"), "column", "ill", "dose", HERE),
+        (lambda one: one.drop(columns="dose"), "column 'dose' of north", "missing", "drop = ['dose']", ""),
+        (lambda one: one.assign(dose="high"), "column 'dose' of south", "numbers", "words, as in north", ""),
+        (
+            lambda one: one.assign(ill=np.resize(["a", "b", "c"], len(one))),
+            "classes of 'ill'",
+            ["a", "b", "c"],
+            "two",
+            HERE,
+        ),
+        (lambda one: one.assign(ill="perhaps"), "classes of 'ill'", ["no", "perhaps", "yes"], "two", ""),
+        (lambda one: one.assign(site="x"), "column 'site'", "a feature", "offsets = false", HERE),
+        (lambda one: one.iloc[:7], "the number of rows with a target", 7, "8 or more", HERE),
+        (lambda one: one.assign(patient=np.nan), "patient, entry 0", "a gap", "", HERE),
         (
             lambda one: one.join(one[["age"]], rsuffix="2").rename(columns={"age2": "age"}),
-            "X of north",
+            "X",
             "DataFrame",
             "'age'",
+            HERE,
         ),
         (
             lambda one: one.join(one[["ill"]], rsuffix="2").rename(columns={"ill2": "ill"}),
-            "X of north",
+            "X",
             "DataFrame",
             "'ill'",
+            HERE,
         ),
     ],
 )
-def test_what_does_not_fit_is_named(change, path, got, fact):
+def test_what_does_not_fit_is_named(change, path, got, fact, where):
     frames = tables()
     frames["north"] = change(frames["north"])
-    with refuses(path, got, fact):
+    with refuses(path, got, fact, where=where):
         study("logistic").fit(frames)
 
 
@@ -268,9 +278,9 @@ def test_values_that_are_not_allowed_are_reported_with_their_column_and_site_and
     values[[7, 8, 30]] = wrong
     frames["west"] = frames["west"].assign(**{column: values}, ill="yes")
     frames["west"].loc[[0, 2], target] = np.nan
-    with refuses(f"column {column!r} of west", [wrong], fact) as found:
+    with refuses(f"column {column!r}", [wrong], fact, where="table of west") as found:
         study(kind, holdout=0.5, min_count=4).fit(frames)
-    assert f"table of west: column {column!r}: 3 rows have" in str(found.value)
+    assert " 3 rows" in str(found.value)
     first = frames["north"].assign(days=np.where(np.arange(40) < 5, 0, frames["north"].days))
     assert SiteTable(study(kind), "north", first).left_out == 0
 
@@ -281,8 +291,20 @@ def test_standard_errors_in_a_file_are_numbers(tmp_path):
     content = json.loads(file.read_text())
     for wrong in ({"intercept_error": float("nan")}, {"standard_errors": content["standard_errors"] | {"age": -1.0}}):
         file.write_text(json.dumps(content | wrong))
-        with raises_with(DataError, "standard errors", path=str(file)):
+        with raises_with(ConfigurationError, path="standard errors") as found:
             StudyModel.load(file)
+        assert found.value.where.startswith(str(file))
+
+
+def test_a_wrong_value_in_a_file_is_reported_with_its_field(tmp_path):
+    file = tmp_path / "model.json"
+    fitted("ridge").save(file)
+    content = json.loads(file.read_text())
+    content["study"]["estimator"] = "ridg"
+    file.write_text(json.dumps(content))
+    with raises_with(ConfigurationError, path="estimator", got="ridg", near="ridge") as found:
+        StudyModel.load(file)
+    assert found.value.where.startswith(str(file))
 
 
 def test_a_column_to_leave_out_may_be_missing_at_a_site():

@@ -1,6 +1,8 @@
 """Studies over Flower, in this process, have the numbers of one machine, and sites keep to their limits."""
 
+import errno
 import json
+import os
 
 import federations
 import numpy as np
@@ -269,10 +271,16 @@ def test_a_wrong_field_of_a_node_configuration_is_named(change, path, got, fact,
         site(study("ridge"), {}, {"partition-id": 0, **files[0], **change}, "")
 
 
-def test_a_table_that_is_not_there_and_an_unknown_name_of_a_node_configuration_are_named(files):
+def test_a_table_that_is_not_there_and_an_unknown_name_of_a_node_configuration_are_named(files, tmp_path):
     given = {"partition-id": 0, **files[0]}
-    with refuses("", fact="nowhere.csv", where="node configuration: table"):
+    place = "node configuration: table"
+    with refuses("nowhere.csv", fact=os.strerror(errno.ENOENT), where=place):
         site(study("ridge"), {}, {**given, "table": "nowhere.csv"}, "")
+    (tmp_path / "long.csv").write_text("age,kind\n1,a,2\n")
+    with refuses(f"{tmp_path / 'long.csv'}, line 2", "3 entries", "2,", where=place):
+        site(study("ridge"), {}, {**given, "table": str(tmp_path / "long.csv")}, "")
+    with refuses(place, "no_such_module:read"):
+        site(study("ridge"), {}, {**given, "table": "no_such_module:read"}, "")
     with refuses("name in the node configuration", "settable", near="table"):
         site(study("ridge"), {}, {**given, "settable": "run.*"}, "")
 

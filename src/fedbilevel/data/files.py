@@ -57,6 +57,10 @@ class DataError(ValueError):
         super().__init__(text)
         self.path, self.got, self.allowed, self.near = str(path), got, allowed, near
 
+    def __str__(self) -> str:
+        """Return the message, with the most similar valid name at its end."""
+        return f"{super().__str__()} Did you mean {self.near!r}?" if self.near else super().__str__()
+
 
 def require(holds: bool, path: str, got: object, allowed: str) -> None:
     """Raise DataError unless `holds`: "PATH is GOT; allowed: ALLOWED."."""
@@ -79,10 +83,8 @@ def unexpected(file: str | Path, got: str, expected: str, remedy: str = "") -> D
 def unknown_name(field: str, got: object, allowed: Iterable[str]) -> DataError:
     """Return the error for a field that got an unknown name. It suggests the nearest of the allowed names."""
     names = sorted(allowed)
-    near = nearest(str(got), names)
-    hint = f" Did you mean {near!r}?" if near else ""
-    text = f"{field} {got!r} is unknown.{hint} Allowed: {', '.join(names) or 'none'}."
-    return DataError(text, path=field, got=got, allowed=names, near=near)
+    text = f"{field} {got!r} is unknown. Allowed: {', '.join(names) or 'none'}."
+    return DataError(text, path=field, got=got, allowed=names, near=nearest(str(got), names))
 
 
 EXPANDERS: dict[str, Callable[[IO[bytes]], Any]] = {

@@ -1,7 +1,7 @@
 """Add up the statistics of all sites of a study. With the sum, each site prepares its own rows."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from fedbilevel.errors import ConfigurationError
 from fedbilevel.estimators.linear import LogisticRegression, Penalised, Ridge
 from fedbilevel.estimators.preparer import Preparer, Summaries
 from fedbilevel.estimators.survival import CoxRegression, no_event
-from fedbilevel.extending import is_count, parse_json, require, unknown
+from fedbilevel.extending import is_count, parse_json, printable, require, unknown
 
 KINDS: dict[str, type[Penalised]] = {"logistic": LogisticRegression, "ridge": Ridge, "cox": CoxRegression}
 SITE = "site"  # the column of the sites' offsets
@@ -46,13 +46,16 @@ class DifferentColumnsError(ConfigurationError):
         return type(self), (self.site, self.column, self.columns)
 
 
-def _require_same_columns(parts: Mapping[str, Any]) -> None:
-    """Refuse a column that some sites do not have."""
-    tables = {site: summaries for site, summaries in parts.items() if isinstance(summaries, dict)}
-    columns = list(dict.fromkeys(name for summaries in tables.values() for name in summaries))
+def require_columns(columns: Sequence[str], tables: Mapping[str, Collection[str]]) -> None:
+    """Refuse a column that some sites do not have.
+
+    Args:
+        columns: the columns of all sites together.
+        tables: the columns of the table of each site.
+    """
     for name in columns:
-        if without := [site for site, summaries in tables.items() if name not in summaries]:
-            raise DifferentColumnsError(", ".join(without), name, columns)
+        if without := [site for site, known in tables.items() if name not in known]:
+            raise DifferentColumnsError(", ".join(without), printable(name), columns)
 
 
 def _sum(parts: Mapping[str, Summaries]) -> Summaries:
@@ -101,7 +104,8 @@ class Agreement:
             require(fits, f"statistics of {site}", type(one).__name__, "rows, features, target and absent columns")
             for name, found in parts.items():
                 found[site] = one[name]
-        _require_same_columns(parts["features"])
+        tables = {site: names for site, names in parts["features"].items() if isinstance(names, dict)}
+        require_columns(list(dict.fromkeys(name for names in tables.values() for name in names)), tables)
         features, target = map(_sum, parts.values())
         for name in study.drop:
             if all(name in one["absent"] for one in statistics):

@@ -27,8 +27,10 @@ from sklearn.utils.validation import check_is_fitted
 
 from fedbilevel.data import DataError
 from fedbilevel.data.columns import Summaries, added, checked, names_of, prepared, without_rare
+from fedbilevel.errors import ConfigurationError
 from fedbilevel.estimators.columns import moments, require_frame, require_sizes, warn_of_spellings, warn_of_words
 from fedbilevel.extending import (
+    errors_in,
     in_a_line,
     parse_json,
     read_bytes,
@@ -183,14 +185,18 @@ def read_saved(file: Path, read: Callable[[Any], T]) -> T:
 
     Raises:
         DataError: the file cannot be read, or was not written by `save`.
+        ConfigurationError: a value in the file is not allowed; the message begins with the file.
     """
+    foreign = f"{file} is not a file that `save` of a model or a preparer wrote"
     try:
-        return read(parse_json(read_bytes(file)))
+        with errors_in(foreign):
+            return read(parse_json(read_bytes(file)))
+    except (ConfigurationError, DataError):
+        raise
     except OSError as error:
         raise DataError(f"the file {str(file)!r} cannot be read: {in_a_line(error)}.", path=file) from error
     except (ValueError, TypeError, AttributeError, KeyError) as error:
-        text = f"{file} is not a file that `save` of a model or a preparer wrote: {in_a_line(error)}."
-        raise DataError(text, path=file) from error
+        raise DataError(f"{foreign}: {in_a_line(error)}.", path=file) from error
 
 
 def _require_columns(place: str, names: Collection[str], known: Collection[str]) -> None:

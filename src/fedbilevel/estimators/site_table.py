@@ -2,39 +2,23 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import numpy as np
 
 from fedbilevel.data import generator_of_site
 from fedbilevel.data.columns import MOST, hidden_entries
-from fedbilevel.errors import ConfigurationError, DataWarning
+from fedbilevel.errors import DataWarning
 from fedbilevel.estimators import coefficient_errors
-from fedbilevel.estimators.agreement import SITE, Agreement, DifferentColumnsError
+from fedbilevel.estimators.agreement import SITE, Agreement, require_columns
 from fedbilevel.estimators.coefficient_errors import SCORES
 from fedbilevel.estimators.columns import labels, numbers_asked, require_frame, require_in_frame, require_values
 from fedbilevel.estimators.evaluation import answered, held_out
 from fedbilevel.estimators.linear import WIDE
 from fedbilevel.estimators.preparer import NUMBERS, Preparer, Summaries, words_of
 from fedbilevel.estimators.survival_curves import steps
-from fedbilevel.extending import printable, require, unknown, warn
-
-
-@contextmanager
-def at_site(site: str) -> Iterator[None]:
-    """Add the site's name to errors and warnings about its table that arise within the block."""
-    try:
-        yield
-    except ConfigurationError as error:
-        if error.message:
-            error.message = f"table of {site}: {error.message}"
-        if error.path:
-            error.path += f" of {site}"
-        else:
-            error.where = f"table of {site}: {error.where}" if error.where else f"table of {site}"
-        raise
+from fedbilevel.extending import require, unknown, warn
 
 
 class SiteTable:
@@ -157,9 +141,7 @@ class SiteTable:
         """Refuse the server's list of all sites' columns if this table lacks one of them."""
         fits = isinstance(columns, list) and all(isinstance(name, str) for name in columns)
         require(fits, "columns of the question", type(columns).__name__, "a list of names")
-        for name in columns if isinstance(columns, list) else ():
-            if name not in self.summaries:
-                raise DifferentColumnsError(self.site, printable(name))
+        require_columns(cast("list[str]", columns), {self.site: self.summaries})
 
     def samples(self, agreement: Agreement) -> dict[str, Any]:
         """Return the site's samples for the run that finds penalties and coefficients.

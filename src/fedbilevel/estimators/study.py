@@ -34,9 +34,18 @@ from fedbilevel.estimators.model_card import StudyCosts, card
 from fedbilevel.estimators.model_in_use import coefficient_table, fitted_pipeline, intercept_error
 from fedbilevel.estimators.preparer import read_saved
 from fedbilevel.estimators.scoring_sheet import sheet
-from fedbilevel.estimators.site_table import SiteTable, at_site
+from fedbilevel.estimators.site_table import SiteTable
 from fedbilevel.estimators.survival_curves import CurveSteps, check_steps, survival
-from fedbilevel.extending import explain_misspelt, is_count, parse_json, require, require_count, unknown, write_text
+from fedbilevel.extending import (
+    errors_in,
+    explain_misspelt,
+    is_count,
+    parse_json,
+    require,
+    require_count,
+    unknown,
+    write_text,
+)
 
 PENALTIES = "one", "column", "feature"
 VALUES = "coef", "penalties"  # the values that a saved model has for each feature
@@ -199,14 +208,15 @@ class Study:
                 raise unknown("site of the tables", name, self.sites)
         for name in self.sites:
             require(name in tables, f"table of site {name!r}", "missing", "a data frame for each of the study's sites")
-        own = {}
+        own, statistics = {}, []
         for site in self.sites:
-            with at_site(site):
+            with errors_in(f"table of {site}"):
                 own[site] = SiteTable(self, site, tables[site])
-        agreement = Agreement.of(self, [table.statistics() for table in own.values()])
+                statistics.append(own[site].statistics())
+        agreement = Agreement.of(self, statistics)
         samples = {}
         for site, table in own.items():
-            with at_site(site):
+            with errors_in(f"table of {site}"):
                 samples[site] = table.samples(agreement)
         clients = fb.Clients([samples[site] for site in self.fitted_sites], weights="size")
         estimator = agreement.train(clients, engine or fb.Local(devices=1))
@@ -275,6 +285,7 @@ class StudyModel:
 
         Raises:
             DataError: the file cannot be read, or was not written by `save`.
+            ConfigurationError: a value in the file is not allowed; the message begins with the file.
         """
         return read_saved(Path(file), cls._of)
 

@@ -34,11 +34,11 @@ from fedbilevel.core.errors import (
 )
 from fedbilevel.core.privacy import Privacy
 from fedbilevel.core.writing import write_text
-from fedbilevel.data import DataError
 from fedbilevel.display import Watch
 from fedbilevel.display.curves import can_draw
 from fedbilevel.engines.history import Callback, Result, Row
 from fedbilevel.engines.recorder import exchanges_of
+from fedbilevel.experiments.data_errors import data_errors_in
 from fedbilevel.experiments.experiment import Experiment, experiment_with
 from fedbilevel.experiments.federation_status import Status, ending
 from fedbilevel.experiments.folder import Folder, LoadedRun, default_path, load_run, require_free
@@ -151,8 +151,9 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
     own = {name: value for name, value in node_config.items() if name in known and name not in NODE}
     check_settable(of_app, spec, own, node.get("settable", SETTABLE))
     try:
-        task = seen_by(spec.replace(task=own) if own else spec, client)
-    except (DataError, OSError) as error:
+        with data_errors_in():
+            task = seen_by(spec.replace(task=own) if own else spec, client)
+    except OSError as error:
         raise ConfigurationError(str(error)) from error
     clients = task.population
     alone = len(clients) == 1

@@ -37,6 +37,7 @@ from fedbilevel.core.errors import (
     ConfigurationError,
     ExchangeError,
     FedbilevelError,
+    errors_in,
     require,
     unknown,
 )
@@ -44,7 +45,6 @@ from fedbilevel.core.fed import Fed
 from fedbilevel.core.problem import Problem, SingleLevel
 from fedbilevel.core.tree import XY, PyTree
 from fedbilevel.core.writing import write_text
-from fedbilevel.data import DataError
 from fedbilevel.data.table_files import read_table
 from fedbilevel.engines.checkpoint import exist
 from fedbilevel.engines.saver import advise_another_folder
@@ -54,6 +54,7 @@ from fedbilevel.estimators.model_card import StudyCosts
 from fedbilevel.estimators.site_table import SiteTable
 from fedbilevel.estimators.study import Study, StudyModel
 from fedbilevel.experiments import toml
+from fedbilevel.experiments.data_errors import data_errors_in
 from fedbilevel.experiments.federation import (
     NODE,
     PRIVACY,
@@ -368,16 +369,17 @@ def table_of(study: Study, node_config: Mapping[str, Any]) -> SiteTable:
     source = node_config.get("table")
     fits = isinstance(source, str) and bool(source)
     require(fits, "node configuration: table", source, "a .csv, .tsv or .parquet file, or package.module:function")
+    table = "node configuration: table"
     try:
-        frame = _frame(study, str(source))
-    except DataError as error:  # its message names the file and the error
-        raise ConfigurationError(str(error), where="node configuration: table") from error
+        with data_errors_in(table), errors_in(table):
+            frame = _frame(study, str(source))
+    except ConfigurationError:
+        raise
     except (OSError, ValueError, ImportError, AttributeError) as error:
-        raise ConfigurationError(f"node configuration: table {source!r} cannot be read: {in_a_line(error)}") from error
-    try:
+        message = f"{table} {source!r} cannot be read: {in_a_line(error)}"
+        raise ConfigurationError(path=table, got=source, allowed="a table that can be read", message=message) from error
+    with data_errors_in():
         return SiteTable(study, name, frame)
-    except DataError as error:
-        raise ConfigurationError(str(error)) from error
 
 
 def _frame(study: Study, source: str) -> Any:

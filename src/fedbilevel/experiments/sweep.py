@@ -23,12 +23,12 @@ from fedbilevel import __version__
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.metrics import mean_and_sd, text
 from fedbilevel.core.writing import write_json, write_text
-from fedbilevel.data import DataError
 from fedbilevel.display import Display
 from fedbilevel.engines.history import LOSSES, Callback, History, Result, Row
 from fedbilevel.engines.progress import Guarded
 from fedbilevel.engines.tracking import Tracker
 from fedbilevel.experiments import toml
+from fedbilevel.experiments.data_errors import data_errors_in
 from fedbilevel.experiments.export import csv_text
 from fedbilevel.experiments.folder import Folder, path_word
 from fedbilevel.experiments.loader import label
@@ -173,11 +173,9 @@ class InFolders:
         name = self.name(number, point)
         display.begin(f"{name}, seed {seed}")
         spec, place = self.seeded(self.make(point), seed), self.folder / name / f"seed-{seed}"
-        try:
-            noted: list[Callback] = [*self.trackers, self.note_plan, *callbacks]
+        noted: list[Callback] = [*self.trackers, self.note_plan, *callbacks]
+        with data_errors_in():
             return run_of(spec, place, self.tasks, callbacks=noted, progress=display)
-        except DataError as error:
-            raise ConfigurationError(str(error)) from error
 
     def note_plan(self, result: Result, row: Row | None) -> None:
         """Write the plan at the first call."""
