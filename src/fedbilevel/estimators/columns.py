@@ -21,6 +21,21 @@ Numbers = NDArray[Any]
 MANY = 20  # no warning for fewer categories: in a small table, each of them may have only one row
 
 
+def refusal(field: str, has: str, got: object, allowed: str, place: str = "") -> ConfigurationError:
+    """Return the error "FIELD has HAS; allowed: ALLOWED" for a column or a table.
+
+    Args:
+        field: the column or the table.
+        has: what it has, in words.
+        got: what it has, for the attribute `got` of the error.
+        allowed: what is allowed, in words.
+        place: the place in the column, such as ", row 3"; the path of the error ends with it.
+    """
+    return ConfigurationError(
+        path=f"{field}{place}", got=got, allowed=allowed, message=f"{field} has {has}; allowed: {allowed}"
+    )
+
+
 def numbers(field: str, values: Any) -> NDArray[np.float64]:
     """Return values as floats of the same shape, with NaN in gaps.
 
@@ -76,8 +91,8 @@ def require_sizes(field: str, column: NDArray[np.float64], gaps: str) -> None:
     if bad.size:
         row, got, allowed = bad[0], float(column[bad[0]]), f"a number from {-MOST:g} to {MOST:g}; {gaps}"
         if math.isnan(got):
-            message = f"{field} has a gap (NaN), first in row {row}, counted from 0; {gaps}"
-            raise ConfigurationError(path=f"{field}, row {row}", got="a gap", allowed=allowed, message=message)
+            has = f"a gap (NaN), first in row {row}, counted from 0"
+            raise refusal(field, has, "a gap", allowed, f", row {row}")
         require(False, f"{field}, row {row}", got, allowed)
 
 
@@ -92,10 +107,9 @@ def require_values(name: str, values: Any, fits: Any, allowed: str) -> None:
     """
     if count := int(np.sum(~fits)):
         examples = list(dict.fromkeys(values[~fits].tolist()))[:3]
-        rows = "1 row has" if count == 1 else f"{count} rows have"
         such = ", ".join(printable(repr(one)) for one in examples)
-        message = f"column {name!r}: {rows} a value that is not allowed ({such}): allowed is {allowed}"
-        raise ConfigurationError(path=f"column {name!r}", got=examples, allowed=allowed, message=message)
+        has = f"a value that is not allowed ({such}) in {count} row{'s' * (count > 1)}"
+        raise refusal(f"column {name!r}", has, examples, allowed)
 
 
 def moments(field: str, column: NDArray[np.float64]) -> tuple[float, float]:
@@ -144,13 +158,13 @@ def labels(field: str, given: Any, count: int, allowed: str) -> tuple[NDArray[An
     array = np.asarray(given, object)
     array = array[:, 0] if array.shape == (count, 1) else array
     if array.shape != (count,):
-        got, allowed = array.shape if array.ndim else given, f"{allowed}, {count} in all"
-        message = f"{field} has the shape {array.shape}; it must be {allowed}" if array.ndim else ""
-        raise ConfigurationError(path=field, got=got, allowed=allowed, message=message)
+        allowed = f"{allowed}, {count} in all"
+        require(array.ndim > 0, field, given, allowed)
+        raise refusal(field, f"the shape {array.shape}", array.shape, allowed)
     gap = next((place for place, one in enumerate(array) if _is_gap(one)), None)
     if gap is not None:
-        message = f"{field} has a gap, first in entry {gap}, counted from 0; it must be {allowed}"
-        raise ConfigurationError(path=f"{field}, entry {gap}", got="a gap", allowed=allowed, message=message)
+        has = f"a gap, first in entry {gap}, counted from 0"
+        raise refusal(field, has, "a gap", allowed, f", entry {gap}")
     try:
         names, members = np.unique(array, return_inverse=True)
     except TypeError:

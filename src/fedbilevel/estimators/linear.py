@@ -43,7 +43,7 @@ from fedbilevel.data import dealt, generator_of_site, strata_of
 from fedbilevel.errors import ConfigurationError, NumericalWarning
 from fedbilevel.estimators import coefficient_errors
 from fedbilevel.estimators.coefficient_errors import Minimum
-from fedbilevel.estimators.columns import Numbers, labels, moments, numbers, require_sizes, sites_of
+from fedbilevel.estimators.columns import Numbers, labels, moments, numbers, refusal, require_sizes, sites_of
 from fedbilevel.estimators.penalty_search import PenaltySearch
 from fedbilevel.estimators.preparer import read_saved
 from fedbilevel.estimators.wide_search import Newton, in_shares, share_search
@@ -418,8 +418,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
             if getattr(dtype, "kind", "f") not in "biuf":
                 field, got = f"column {name!r} of X", str(dtype)
                 allowed = "numbers; Preparer turns categories into numbers, and groups has the site of each row"
-                message = f"{field} has the type {got}; it must have {allowed}"
-                raise ConfigurationError(path=field, got=got, allowed=allowed, message=message)
+                raise refusal(field, f"the type {got}", got, allowed)
         found = validate_data(self, X, reset=reset, dtype=np.float64, ensure_all_finite=False)
         for k, name in enumerate(self._names()):
             require_sizes(f"{name} of X", found[:, k], "Preparer fills gaps (NaN); replace codes for gaps by NaN first")
