@@ -36,7 +36,7 @@ def test_pages_name_benchmarks_that_exist():
     pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), *(ROOT / "src").rglob("*.py")]
     command = r"python\s+-m\s+benchmarks\s+(\w+)"
     named = {name for page in pages for name in re.findall(command, page.read_text("utf-8"))}
-    assert {"hospitals", "timeline"} <= named - {"NAME"} <= set(NAMES)
+    assert {"hospitals", "sites"} <= named - {"NAME"} <= set(NAMES)
 
 
 def test_contenders_take_turns():

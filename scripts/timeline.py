@@ -6,6 +6,7 @@ from the time when it was sent to the time when the answer arrives. The number a
 exchange the message was sent.
 """
 
+import sys
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -64,14 +65,14 @@ def draw(panel: Any, n: int) -> None:
     for work in works:
         colour, row = COLOURS[(work.asked - 1) % len(COLOURS)], rows.index(work.client)
         panel.barh(row, work.ends - work.begins, left=work.begins, height=0.62, color=colour, edgecolor="white")
-        middle = (work.begins + min(work.ends, SECONDS)) / 2
-        if min(work.ends, SECONDS) - work.begins > 0.7:
+        shown = min(work.ends, SECONDS) - work.begins
+        if shown > 0.7:
             text, late = str(work.asked), counted.get(work, 0) - work.asked
             if work.client == slow and late > 0:
                 text += f", counts in {counted[work]}: staleness {late}"
             behind = {"facecolor": colour, "edgecolor": "none", "pad": 0.8}
             style = {"color": "white", "fontsize": 9, "weight": "bold", "bbox": behind, "zorder": 4}
-            panel.text(middle, row, text, ha="center", va="center", **style)
+            panel.text(work.begins + shown / 2, row, text, ha="center", va="center", **style)
     within = [end for end in ends if end <= SECONDS]
     for number, (begin, end) in enumerate(pairwise([0.0, *within, SECONDS]), start=1):
         if end < SECONDS:
@@ -89,7 +90,7 @@ def draw(panel: Any, n: int) -> None:
     panel.spines[["top", "right", "left"]].set_visible(False)
 
 
-def main(picture: str = "docs/images/timeline.png") -> None:
+def main(picture: str) -> None:
     figure = Figure(figsize=(10.5, 6.4), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     draw(above, CLIENTS)
@@ -98,3 +99,7 @@ def main(picture: str = "docs/images/timeline.png") -> None:
         "virtual seconds   (bars: work on the message of that exchange; grey: idle; lines: ends of exchanges)"
     )
     figure.savefig(picture, dpi=110, metadata={"Software": None})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:] or ["docs/images/timeline.png"])
