@@ -11,9 +11,7 @@ import argparse
 import ast
 import difflib
 import inspect
-import io
 import sys
-from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
 from time import strftime
@@ -23,21 +21,6 @@ from typing import get_args, get_type_hints
 from benchmarks import machine
 
 ROOM = Path(__file__).parent
-
-
-class Copy(io.TextIOBase):
-    """A stream that prints, and stores what was printed."""
-
-    def __init__(self) -> None:
-        self.stdout = sys.stdout
-        self.text = ""
-
-    def write(self, text: str) -> int:
-        self.text += text
-        return self.stdout.write(text)
-
-    def flush(self) -> None:
-        self.stdout.flush()
 
 
 def benchmarks() -> dict[str, str]:
@@ -68,7 +51,6 @@ def parser_of(name: str, module: ModuleType) -> argparse.ArgumentParser:
         else:
             parser.add_argument(flag, type=type(default), default=default, metavar="…", help=f"({default})")
     parser.add_argument("--quick", action="store_true", help=f"the smallest setting: {getattr(module, 'QUICK', {})}")
-    parser.add_argument("--keep", action="store_true", help=f"write what is printed to benchmarks/results/{name}.txt")
     return parser
 
 
@@ -79,23 +61,18 @@ def run(name: str, arguments: list[str]) -> None:
     if parser.parse_args(arguments).quick:
         parser.set_defaults(**getattr(module, "QUICK", {}))
     options = vars(parser.parse_args(arguments))
-    keep = options.pop("keep")
     del options["quick"]
-    copy = Copy()
-    with redirect_stdout(copy):
-        print(f"python -m benchmarks {name} {' '.join(arguments)}".rstrip())
-        print(f"{strftime('%d %B %Y')}, {machine.describe()}, load {machine.load()}", flush=True)
-        module.main(**options)
-        print(f"\non {machine.device()}, load {machine.load()} at the end")
-    if keep:
-        (ROOM / "results" / f"{name}.txt").write_text(copy.text, "utf-8")
+    print(f"python -m benchmarks {name} {' '.join(arguments)}".rstrip())
+    print(f"{strftime('%d %B %Y')}, {machine.describe()}, load {machine.load()}", flush=True)
+    module.main(**options)
+    print(f"\non {machine.device()}, load {machine.load()} at the end")
 
 
 def main(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     lines = benchmarks()
     if not arguments or arguments[0] in ("-h", "--help"):
-        print("python -m benchmarks NAME [--quick] [--keep] [options]; NAME --help lists the options.\n")
+        print("python -m benchmarks NAME [--quick] [options]; NAME --help lists the options.\n")
         print("\n".join(f"{name:16} {line}" for name, line in lines.items()))
         return 0
     name, *rest = arguments
