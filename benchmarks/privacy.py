@@ -35,16 +35,21 @@ def patients(task: Task) -> fb.Clients:
     return fb.Clients(rows)
 
 
+def terms(epsilon: int, clip: float, replies: int) -> fb.Privacy | None:
+    """Return the terms for an ε and a number of replies; 0 means that there is no noise."""
+    return fb.Privacy(clip, MULTIPLIERS[epsilon] * replies**0.5, DELTA) if epsilon else None
+
+
 def compare(name: str, task: Task, clients: Any, algorithm: Any, clip: float, runs: int) -> None:
     """Print a row of the table: the metric without privacy, and for each ε."""
     metric = next(iter(task.metrics))
     cells = []
-    for epsilon in (None, *MULTIPLIERS):
-        terms = fb.Privacy(clip, MULTIPLIERS[epsilon] * ROUNDS**0.5, DELTA) if epsilon else None
+    for epsilon in (0, *MULTIPLIERS):
+        privacy = terms(epsilon, clip, ROUNDS)
         ends = [
             fb.solve(
                 algorithm, task.problem, clients, task.x0, task.y0,
-                rounds=ROUNDS, eval_every=ROUNDS, metrics=task.metrics, privacy=terms, key=key,
+                rounds=ROUNDS, eval_every=ROUNDS, metrics=task.metrics, privacy=privacy, key=key,
             ).history[metric][-1]
             for key in range(runs if epsilon else 1)
         ]  # fmt: skip
