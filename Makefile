@@ -88,4 +88,4 @@ lock:  ## rewrite uv.lock after a change of dependencies, and install it
 	@$(PYTHON) scripts/bootstrap.py --lock
 
 clean:  ## remove everything that the commands above made
-	rm -rf .venv .uv .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
+	rm -rf .venv .uv .pytest_cache .ruff_cache .hypothesis dist build

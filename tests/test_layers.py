@@ -240,7 +240,7 @@ def test_type_checkers_see_the_fields_of_every_method(tmp_path: Path) -> None:
 
     program = tmp_path / "program.py"
     program.write_text("\n".join(["import fedbilevel as fb", *(f"fb.{name}(wrong=1)" for name in algorithms.__all__)]))
-    shown, _, _ = api.run(["--strict", "--cache-dir", str(ROOT / ".mypy_cache"), str(program)])
+    shown, _, _ = api.run(["--strict", str(program)])
     found = re.findall(r'"wrong" for "(\w+)"', shown)
     assert sorted(set(found)) == sorted(algorithms.__all__)
 
@@ -250,7 +250,7 @@ def test_type_checkers_accept_what_fields_accept_and_refuse_the_rest() -> None:
     from mypy import api
 
     program = Path(__file__).with_name("typed_program.py")
-    shown, errors, _ = api.run(["--strict", "--cache-dir", str(ROOT / ".mypy_cache"), str(program)])
+    shown, errors, _ = api.run(["--strict", str(program)])
     assert errors == ""
     refused = {int(line) for line in re.findall(rf"{program.name}:(\d+): error", shown)}
     lines = enumerate(program.read_text("utf-8").splitlines(), 1)
