@@ -119,7 +119,7 @@ def test_stacks_are_held_up_to_their_size_with_padding(monkeypatch):
     monkeypatch.setattr(ends, "blocks", lambda *given: (read.append(1) or one for one in blocks(*given)))
     for held, again in ((2000, True), (10**6, False)):
         monkeypatch.setattr(ends, "HELD", held)
-        stacks = reread(clients, "inner", whole=False)
+        stacks = reread(clients, "inner", whole=False, variables=8)
         read.clear()
         assert sum(float(jnp.sum(weights)) for _, weights in stacks()) == pytest.approx(1, rel=1e-5)
         assert bool(read) == again
@@ -288,8 +288,24 @@ def test_the_outer_losses_of_unequal_clients():
     points = [(np.array(rng.normal()), rng.normal(size=2)) for _ in range(2)]
     expected = [np.dot(clients.weights, [np.mean((own @ y - x) ** 2) for own in samples]) for x, y in points]
     np.testing.assert_allclose(outer_losses(problem.prepared(), clients, points), expected, rtol=1e-12)
-    lengths = {jax.tree.leaves(stacked)[0].shape[1] for _, stacked, _ in blocks(clients, "outer", whole=False)}
+    lengths = {
+        jax.tree.leaves(stacked)[0].shape[1] for _, stacked, _ in blocks(clients, "outer", whole=False, variables=24)
+    }
     assert lengths == {BLOCK}
+
+
+def test_many_small_clients_need_few_stacks():
+    """Small samples are evaluated together up to STACK bytes, in stacks of equal size, and large ones up to BLOCK.
+
+    10,000 clients with 5 samples of 16 bytes have 50,000 samples, each with 24 bytes of variables: 2**20 / (16 + 24) =
+    26,214 samples fit into a stack, and 26,214 / 5 = 5,242 blocks. So there are 2 stacks, of 5,000 blocks. With a
+    megabyte of variables a stack has 256 / 5 = 51 blocks, so there are 10,000 / 51 = 197 stacks (rounded up).
+    """
+    clients = fb.Clients(np.zeros((10_000, 5, 2)))
+    for variables, stacks, size in ((24, 2, 5000), (2**20, 197, 51)):
+        found = list(blocks(clients, "outer", whole=False, variables=variables))
+        assert (len(found), len(found[0][0])) == (stacks, size)
+        assert sum(np.sum(weights) for *_, weights in found) == pytest.approx(1)
 
 
 def test_the_outer_losses_of_whole_clients():
@@ -317,7 +333,7 @@ def test_the_outer_losses_where_each_client_has_its_own_x():
 
 def test_padding_is_left_out():
     clients = fb.Clients([np.arange(1.0, 4), np.arange(1.0, 3)])
-    for owner, stacked, weights in blocks(clients, "outer", whole=False):
+    for owner, stacked, weights in blocks(clients, "outer", whole=False, variables=16):
         short = isinstance(stacked, Padded)
         assert owner.tolist() == [int(short)]
         np.testing.assert_allclose(weights, [1 / 2])

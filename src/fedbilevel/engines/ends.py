@@ -25,7 +25,10 @@ from fedbilevel.core.ragged import Ragged
 from fedbilevel.core.tree import PyTree, nbytes, on_device
 from fedbilevel.machinery.kept import compiled
 
-BLOCK = 256  # the number of samples in memory at a time, except for a loss that takes all of a client's samples
+BLOCK = 256  # the largest number of samples in a block, except for a loss that takes all of a client's samples
+STACK = (
+    2**20
+)  # samples are evaluated together if they and a copy of the variables for each have at most this many bytes
 HELD = 2**24  # inner samples whose stacks, with padding, have at most this many bytes stay in memory while y is trained
 WORSE = 1e-3  # a smaller relative difference of two losses is treated as no change
 SETTLED = 0.1  # y counts as trained if the norm of the inner gradient is at most this share of the norm at first
@@ -118,7 +121,9 @@ def outer_losses(problem: Problem, clients: Clients, points: list[tuple[PyTree, 
         return jax.vmap(problem.outer, (0 if local else None, None, 0))(x, y, stacked)
 
     sums, programs = np.zeros(len(points)), {}
-    for owner, stacked, weights in blocks(clients, "outer", whole="outer" in problem.whole):
+    x, y = points[0]
+    variables = nbytes(y) + nbytes(x) // (len(clients) if local else 1)
+    for owner, stacked, weights in blocks(clients, "outer", "outer" in problem.whole, variables):
         for place, (x, y) in enumerate(points):
             own = jax.tree.map(lambda leaf, owner=owner: leaf[owner][:, None], x) if local else x
             given = on_device((own, y, stacked))
@@ -145,12 +150,13 @@ def trained(problem: Problem, clients: Clients, x: PyTree, y: PyTree, evaluation
     from scipy.optimize import minimize  # which takes a fifth of the time to import the library, and is rarely used
 
     start, shaped = ravel_pytree(y)
-    stacks = reread(clients, "inner", whole="inner" in problem.whole)
+    stacks = reread(clients, "inner", "inner" in problem.whole, nbytes((x, y)))
     programs: dict[bool, Callable[..., Any]] = {}
     x, done = on_device(x), 0
 
-    def total(flat: Array, x: PyTree, stacked: PyTree, weights: Array) -> Array:
-        return weights @ jax.vmap(problem.inner, (None, None, 0))(x, shaped(flat), stacked)
+    def total(flat: Array, x: PyTree, stacked: PyTree, weights: Array) -> tuple[Array, Array]:
+        losses = jax.vmap(problem.inner, (None, None, 0))(x, shaped(flat), stacked)
+        return weights @ losses, losses
 
     def slope(point: np.ndarray) -> tuple[float, np.ndarray]:
         nonlocal done
@@ -159,9 +165,11 @@ def trained(problem: Problem, clients: Clients, x: PyTree, y: PyTree, evaluation
         for stacked, weights in stacks():
             if (kind := isinstance(stacked, Padded)) not in programs:
                 key = problem.key and ("inner gradients of blocks", kind, problem.key)
-                programs[kind] = compiled(jax.value_and_grad(total), flat, x, stacked, weights, key=key)
-            part, slopes = programs[kind](flat, x, stacked, weights)
-            value += float(part)
+                programs[kind] = compiled(jax.value_and_grad(total, has_aux=True), flat, x, stacked, weights, key=key)
+            (_, losses), slopes = programs[kind](flat, x, stacked, weights)
+            value += np.vdot(
+                weights, np.asarray(losses, float)
+            )  # in float64: line searches compare nearly equal values
             gradient += np.asarray(slopes, float)
         return value, gradient
 
@@ -176,14 +184,14 @@ def trained(problem: Problem, clients: Clients, x: PyTree, y: PyTree, evaluation
     return shaped(jnp.asarray(found.x, start.dtype)) if np.linalg.norm(found.jac) <= SETTLED * steep else y
 
 
-def reread(clients: Clients, name: str, whole: bool) -> Callable[[], Iterable[tuple[PyTree, Array]]]:
+def reread(clients: Clients, name: str, whole: bool, variables: int) -> Callable[[], Iterable[tuple[PyTree, Array]]]:
     """Return a function that yields the (samples, weights) of `blocks` on the device, for several passes.
 
     If the stacks of all samples have at most HELD bytes, they stay on the device between the passes.
     """
 
     def read() -> Iterator[tuple[PyTree, Array]]:
-        return (on_device((stacked, weights)) for _, stacked, weights in blocks(clients, name, whole))
+        return (on_device((stacked, weights)) for _, stacked, weights in blocks(clients, name, whole, variables))
 
     held, size = [], 0
     for stack in read():
@@ -194,18 +202,23 @@ def reread(clients: Clients, name: str, whole: bool) -> Callable[[], Iterable[tu
     return lambda: held
 
 
-def blocks(clients: Clients, name: str, whole: bool) -> Iterator[tuple[np.ndarray, PyTree, np.ndarray]]:
+def blocks(clients: Clients, name: str, whole: bool, variables: int) -> Iterator[tuple[np.ndarray, PyTree, np.ndarray]]:
     """Divide the samples of each client into blocks, and yield stacks of blocks of equal length.
 
-    A stack has at most BLOCK samples. It is yielded as (owner, samples, weights). `owner` has the client of each block,
-    as an array of shape (blocks,). `samples` has leaves of shape (blocks, length, ...), and is `Padded` if blocks are
-    shorter than this length. `weights`, of shape (blocks,), are p_i times the block's share of its client's samples,
-    and 0 for blocks that only fill up a stack.
+    A stack has one block, or as many as have at most BLOCK samples. If samples and variables are small, it has more, so
+    that many small clients need few stacks: up to STACK bytes, where each sample counts with its own bytes and those of
+    the variables, because a loss computes about as many intermediate values for each sample.
+
+    A stack is yielded as (owner, samples, weights). `owner` has the client of each block, as an array of shape
+    (blocks,). `samples` has leaves of shape (blocks, length, ...), and is `Padded` if blocks are shorter than this
+    length. `weights`, of shape (blocks,), are p_i times the block's share of its client's samples, and 0 for blocks
+    that only fill up a stack.
 
     Args:
         clients: the population whose samples are read.
         name: the loss whose samples are read, "outer" or "inner".
         whole: whether a block has all samples of its client.
+        variables: the number of bytes of the variables (x, y) at which a client's loss is evaluated.
     """
     rows: Ragged = getattr(clients, name)
     longest = int(rows.size.max())
@@ -215,10 +228,13 @@ def blocks(clients: Clients, name: str, whole: bool) -> Iterator[tuple[np.ndarra
     offset = (np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)) * width
     size = np.minimum(width, rows.size[owner] - offset)
     weight = clients.weights[owner] * size / rows.size[owner]
+    bytes_of_sample = nbytes(rows.example()) + variables
+    most = max(1, max(BLOCK, STACK // max(1, bytes_of_sample)) // width)
 
     for short in (False, True):
         those = np.flatnonzero((size < width) == short)
-        together = min(len(those), max(1, BLOCK // width))
+        stacks = -(-len(those) // most)
+        together = -(-len(those) // max(1, stacks))  # stacks of equal size, so that little is padded
         for first in range(0, len(those), max(1, together)):
             chosen = np.resize(those[first : first + together], together)
             inside = np.minimum(np.arange(width), size[chosen][:, None] - 1)
