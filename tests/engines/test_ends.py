@@ -308,6 +308,27 @@ def test_many_small_clients_need_few_stacks():
         assert sum(np.sum(weights) for *_, weights in found) == pytest.approx(1)
 
 
+def test_few_long_clients_do_not_pad_many_short_ones():
+    """If few clients have many samples, clients with few samples are padded to the next power of 4.
+
+    3,000 clients with 3 samples are padded to 4 samples each, and 100 clients with 30 samples to 64. Padded to the
+    1,000 samples of the longest client, they would be 3,100,000 samples in place of 12,000 and 6,400. The losses are
+    those of the samples alone, whether a loss is a mean over samples or takes all samples of a client.
+    """
+    rng = np.random.default_rng(6)
+    sizes = [*[3] * 3000, *[30] * 100, 1000]
+    samples = [rng.normal(size=size) for size in sizes]
+    clients = fb.Clients(samples, weights=rng.uniform(1, 3, len(sizes)))
+    found = list(blocks(clients, "outer", whole=True, variables=8))
+    assert {stacked.mask.shape[1] for _, stacked, _ in found if isinstance(stacked, Padded)} == {4, 64}
+    assert sum(np.sum(weights) for *_, weights in found) == pytest.approx(1)
+    expected = clients.weights @ [np.mean(own**2) for own in samples]
+    whole = fb.WholeLoss(lambda x, y, batch, valid: jnp.sum(valid * (batch - y) ** 2) / jnp.sum(valid))
+    for outer in (whole, lambda x, y, batch: jnp.mean((batch - y) ** 2)):
+        problem = fb.Bilevel(outer, lambda x, y, batch: y**2).prepared()
+        np.testing.assert_allclose(outer_losses(problem, clients, [(np.zeros(()), np.zeros(()))]), [expected])
+
+
 def test_the_outer_losses_of_whole_clients():
     """A WholeLoss gets all samples of a client; so does a loss that is not a mean, if clients are equal and small."""
     rng = np.random.default_rng(2)

@@ -9,7 +9,7 @@ wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +29,7 @@ BLOCK = 256  # the largest number of samples in a block, except for a loss that 
 STACK = (
     2**20
 )  # samples are evaluated together if they and a copy of the variables for each have at most this many bytes
+PADDED = 4  # blocks are padded to several lengths if one length would make more than this many times as many samples
 HELD = 2**24  # inner samples whose stacks, with padding, have at most this many bytes stay in memory while y is trained
 WORSE = 1e-3  # a smaller relative difference of two losses is treated as no change
 SETTLED = 0.1  # y counts as trained if the norm of the inner gradient is at most this share of the norm at first
@@ -127,7 +128,7 @@ def outer_losses(problem: Problem, clients: Clients, points: list[tuple[PyTree, 
         for place, (x, y) in enumerate(points):
             own = jax.tree.map(lambda leaf, owner=owner: leaf[owner][:, None], x) if local else x
             given = on_device((own, y, stacked))
-            if (kind := isinstance(stacked, Padded)) not in programs:
+            if (kind := kind_of(stacked)) not in programs:
                 key = problem.key and ("outer losses of blocks", kind, problem.key)
                 programs[kind] = compiled(each, *given, key=key)
             sums[place] += np.vdot(weights, np.asarray(programs[kind](*given), np.float64))
@@ -151,7 +152,7 @@ def trained(problem: Problem, clients: Clients, x: PyTree, y: PyTree, evaluation
 
     start, shaped = ravel_pytree(y)
     stacks = reread(clients, "inner", "inner" in problem.whole, nbytes((x, y)))
-    programs: dict[bool, Callable[..., Any]] = {}
+    programs: dict[Hashable, Callable[..., Any]] = {}
     x, done = on_device(x), 0
 
     def total(flat: Array, x: PyTree, stacked: PyTree, weights: Array) -> tuple[Array, Array]:
@@ -163,13 +164,11 @@ def trained(problem: Problem, clients: Clients, x: PyTree, y: PyTree, evaluation
         done, value, gradient = done + 1, 0.0, np.zeros(start.size)
         flat = jax.device_put(point.astype(start.dtype))
         for stacked, weights in stacks():
-            if (kind := isinstance(stacked, Padded)) not in programs:
+            if (kind := kind_of(stacked)) not in programs:
                 key = problem.key and ("inner gradients of blocks", kind, problem.key)
                 programs[kind] = compiled(jax.value_and_grad(total, has_aux=True), flat, x, stacked, weights, key=key)
             (_, losses), slopes = programs[kind](flat, x, stacked, weights)
-            value += np.vdot(
-                weights, np.asarray(losses, float)
-            )  # in float64: line searches compare nearly equal values
+            value += np.vdot(weights, np.asarray(losses, float))  # in float64, since line searches compare values
             gradient += np.asarray(slopes, float)
         return value, gradient
 
@@ -211,8 +210,9 @@ def blocks(clients: Clients, name: str, whole: bool, variables: int) -> Iterator
 
     A stack is yielded as (owner, samples, weights). `owner` has the client of each block, as an array of shape
     (blocks,). `samples` has leaves of shape (blocks, length, ...), and is `Padded` if blocks are shorter than this
-    length. `weights`, of shape (blocks,), are p_i times the block's share of its client's samples, and 0 for blocks
-    that only fill up a stack.
+    length, which is that of the longest block. If this would make many stacks of mostly padding, blocks are padded to
+    powers of 4 instead. `weights`, of shape (blocks,), are p_i times the block's share of its client's samples, and 0
+    for blocks that only fill up a stack.
 
     Args:
         clients: the population whose samples are read.
@@ -229,18 +229,26 @@ def blocks(clients: Clients, name: str, whole: bool, variables: int) -> Iterator
     size = np.minimum(width, rows.size[owner] - offset)
     weight = clients.weights[owner] * size / rows.size[owner]
     bytes_of_sample = nbytes(rows.example()) + variables
-    most = max(1, max(BLOCK, STACK // max(1, bytes_of_sample)) // width)
+    fitting = max(BLOCK, STACK // max(1, bytes_of_sample))  # the number of samples in a stack of several blocks
+    short, length = size < width, np.full(len(size), width)
+    if width * np.sum(short) > max(fitting, PADDED * np.sum(size[short])):
+        length[short] = np.minimum(width, 4 ** np.ceil(np.log2(size[short]) / 2))
 
-    for short in (False, True):
-        those = np.flatnonzero((size < width) == short)
-        stacks = -(-len(those) // most)
-        together = -(-len(those) // max(1, stacks))  # stacks of equal size, so that little is padded
-        for first in range(0, len(those), max(1, together)):
+    for padded, to in sorted(set(zip(short.tolist(), length.tolist(), strict=True))):
+        those = np.flatnonzero((short == padded) & (length == to))
+        stacks = -(-len(those) // max(1, fitting // to))
+        together = -(-len(those) // stacks)  # stacks of equal size, so that few blocks only fill up a stack
+        for first in range(0, len(those), together):
             chosen = np.resize(those[first : first + together], together)
-            inside = np.minimum(np.arange(width), size[chosen][:, None] - 1)
+            inside = np.minimum(np.arange(to), size[chosen][:, None] - 1)
             index = rows.start[owner[chosen]][:, None] + offset[chosen][:, None] + inside
             samples = jax.tree.map(lambda leaf, index=index: np.asarray(leaf[index]), rows.values)
-            if short:
-                samples = Padded(samples, np.arange(width) < size[chosen][:, None])
+            if padded:
+                samples = Padded(samples, np.arange(to) < size[chosen][:, None])
             counted = np.arange(together) < len(those) - first
             yield owner[chosen], samples, np.where(counted, weight[chosen], 0)
+
+
+def kind_of(stacked: PyTree) -> Hashable:
+    """Return what a program for a stack depends on: whether its blocks are padded, their number, and their length."""
+    return isinstance(stacked, Padded), jax.tree.leaves(stacked)[0].shape[:2]
