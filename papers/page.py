@@ -29,6 +29,9 @@ IN_ALL = {
     "open": "are undecided",
 }
 IN_SHORT = "In short: "
+SEVERAL = (
+    "Some runs of these methods do not reach the value of the claim: {}. They count with the cost at which they ended"
+)
 LEGEND = """\
 The first table has a row for each statement. Its columns:
 
@@ -231,7 +234,9 @@ def notes_of(found: Outcome) -> list[str]:
     notes = dict.fromkeys(one["note"] for one in found["findings"] if one["note"] and played(found, one))
     late = [note.removeprefix(SOME_RUNS).removesuffix(UNREACHED) for note in notes if note.endswith(UNREACHED)]
     others = [note for note in notes if not note.endswith(UNREACHED)]
-    return others + [f"{SOME_RUNS}{'; '.join(late)}{UNREACHED}"] * bool(late)
+    if len(late) > 1:
+        return [*others, SEVERAL.format("; ".join(late))]
+    return others + [f"{SOME_RUNS}{one}{UNREACHED}" for one in late]
 
 
 def played(found: Outcome, one: Mapping[str, Any]) -> bool:
