@@ -263,7 +263,7 @@ Found = dict[tuple[str, int, int, str], list[End]]  # (data, d, budget, method) 
 
 
 def changes(found: Found, of: tuple[str, int, int, str], kind: str) -> tuple[np.ndarray, float]:
-    """Return a method's losses of a kind minus SimFBO's, by split, and the argument `shared` of their `interval`."""
+    """Return the differences of a method's losses to SimFBO's, by split, and the number `shared` for their interval."""
     pairs = zip(found[of], found[*of[:3], "SimFBO"], strict=True)
     change = np.array([getattr(ours, kind) - getattr(theirs, kind) for ours, theirs in pairs])
     return change, found[of][0].shared[End._fields.index(kind)]

@@ -20,7 +20,7 @@ def zeros(tree):
 
 
 def batch(samples, size, key, count):
-    """Draw `count` of a client's first `size` samples, with replacement. With None, return all stored samples."""
+    """Draw `count` of a client's first `size` samples, with replacement; None: return all stored samples."""
     if count is None:
         return samples
     chosen = (jax.random.uniform(key, (count,)) * size).astype(jnp.int32)

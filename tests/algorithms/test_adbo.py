@@ -273,8 +273,8 @@ def test_planes_are_of_those_who_are_there(task):
 def test_planes_cut_off_no_point_where_h_is_at_most_the_tolerance(adbo):
     """No plane cuts off a point at which h is at most the tolerance ε.
 
-    On a quadratic φ is affine and h convex, so that every plane is below h − ε; at the point where it was made it has
-    this value.
+    On the quadratic task φ is affine and h is convex. So no plane is anywhere above h − ε, and at the point where a
+    plane was made, it equals h − ε.
     """
     told, run = adbo
     rng, tolerance = np.random.default_rng(0), run.tolerance

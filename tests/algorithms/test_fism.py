@@ -69,7 +69,7 @@ def written_out(visits, refresh=False, shares=None, start=START):
     """Run Algorithm 1 line by line with f = |⟨a, x⟩ − b|; return (x_{K+1}, x̂_K). The paper's λ/m is λ here.
 
     visits[k][i] has the samples of client i's walk in round k, in their order. Replies are weighted by `shares`, or by
-    p_i/n_i if that is None.
+    p_i/n_i if `shares` is None.
     """
     x, total, steps, acted = start.copy(), np.zeros(DIM), 0.0, 0
     for k, walks in enumerate(visits, start=1):

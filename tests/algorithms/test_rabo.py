@@ -217,9 +217,9 @@ def test_the_squared_error_of_slopes_goes_as_the_square_of_the_perturbation(kind
     ∇y g_i = y − c_i x²/2, entry by entry, is not linear in x. Equation (10) gives −c_i (x + μ/2). One step s = 1 from y
     goes to c_i x²/2, whose difference quotient in x is c_i (x + μ/2).
 
-    After a round on y, y = c̄x²/2. With w_i = ∇y f_i = y − t_i the round's h is ±Σ p_i c_i w_i (x + μ/2). As an
-    estimate of the slopes its squared error is μ²/4 Σ_p (Σ_i p_i c_ip w_ip)². The bound of Lemma 3, 2|P| ℓ² μ² ‖∇y
-    f‖²/4, holds for it if ℓ is the Lipschitz constant of ∇²xy g: see test_errata.py.
+    After a round on y, y = c̄x²/2. With w_i = ∇y f_i = y − t_i the round's h is ±Σ p_i c_i w_i (x + μ/2). Its squared
+    error, as an estimate of the slopes, is μ²/4 Σ_p (Σ_i p_i c_ip w_ip)². The bound of Lemma 3, 2|P| ℓ² μ² ‖∇y f‖²/4,
+    holds for it if ℓ is the Lipschitz constant of ∇²xy g: see test_errata.py.
     """
 
     def inner(x, y, batch):

@@ -192,8 +192,8 @@ def test_an_algorithm_is_played_and_its_noise_measured(checked):
     """An algorithm is run, and the noise of its estimates is measured.
 
     It is unbiased, with 4 independent normal entries of deviation ½. The mean of n draws is then off by √(4/n)/2 on
-    average. The estimate of this from n draws has a relative deviation of about 1/√(8n). This is 3.5 % here, and 5 of
-    these are allowed.
+    average. The estimate of this error from n draws has a relative standard deviation of about 1/√(8n), which is 3.5 %
+    here. The test allows five such deviations.
     """
     report, exact, _ = checked
     row = report["noisy"]

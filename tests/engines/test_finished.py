@@ -112,7 +112,7 @@ def test_a_run_that_has_ended_is_not_taken_up_again(local, tmp_path):
     [("x", -8.0, 0.01, 0.01, 1.0), ("F", -8.0, 1.0, 0.01, 0.01), ("H", 0.2, 1.0, 50.0, 0.1)],
 )
 def test_each_of_x_and_both_losses_keeps_a_run_going(decides, start, slope, preference, lr):
-    """Each of x, F and H can be the one that keeps a run going: each case has another one that stops changing last.
+    """Each of x, F and H can be the one that keeps a run going: in each case, another of the three stops changing last.
 
     IRG is computed by hand on F = slope ½(x − 1)², for two clients with a sample each, and H = preference ½x². Without
     the last of the three changes, the run would end earlier.

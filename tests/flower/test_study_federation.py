@@ -1,4 +1,4 @@
-"""Studies over Flower, in this process, have the numbers of one machine, and sites keep to their limits."""
+"""Studies over Flower, run in this process, give the same numbers as on one machine, and sites keep to their limits."""
 
 import errno
 import json

@@ -21,7 +21,7 @@ def normal(*shape):
 
 
 class Fixed(np.ndarray):
-    """An array argument in which PyTorch's operator has no derivative."""
+    """An array argument, in which an operator of PyTorch cannot be differentiated."""
 
 
 def fixed(array):

@@ -233,5 +233,5 @@ def _added(a: Sums, b: Sums) -> Sums:
 
 
 def _smallest(values: Array, n: int, k: Array) -> Array:
-    """Return the k-th smallest of some integers, k ≤ n; for k < 1, return the smallest."""
+    """Return the k-th smallest of n integers, with k ≤ n; for k < 1, return the smallest."""
     return jnp.sort(values)[jnp.clip(k - 1, 0, n - 1)]  # on CPUs this takes a fifth of the time of lax.top_k

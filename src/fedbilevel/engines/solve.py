@@ -253,7 +253,10 @@ def loop_of(execution: Execution, carry: Carry, options: RunOptions) -> Loop:
 
 
 def halvings_at_most(execution: Execution, carry: Carry, options: RunOptions) -> int:
-    """Return how often a run that diverges may halve its steps: by `on_divergence`, or if steps adapt."""
+    """Return how often a run that diverges may halve its steps.
+
+    A run may halve them if `on_divergence` says so; if it is None, a run may halve them if steps adapt.
+    """
     shrinks = options.on_divergence == "shrink"
     here = execution.posed.simulated and current_group().processes == 1
     if options.on_divergence is None and here and options.privacy is None and open_steps(execution.method):

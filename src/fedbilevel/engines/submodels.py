@@ -217,7 +217,10 @@ class RoundSubmodels:
         return self.policy.alike
 
     def units(self, number: int, id: Array | int = 0, rank: Array | int = 0) -> Units:
-        """Choose the units of a client of class `number`; `id` and `rank` do not matter if its clients are alike."""
+        """Choose the units of a client of class `number`.
+
+        If all clients of a class hold the same units, `id` and `rank` do not matter.
+        """
         holder = ClientSlot(self.round, self.key, id, rank, self.submodel_plan.peers[number])
         return self.policy.units(self.unit_layout, self.submodel_plan.kept[number], self.importance, holder)
 
@@ -244,7 +247,7 @@ class RoundSubmodels:
         return covered(round_costs, list(holders))
 
     def holders(self, units: Units, count: Array) -> Holders:
-        """Return which entries are held by `count` clients that hold these units, and how much they lack."""
+        """Return the `Holders` for `count` clients that hold these units."""
         x_and_y, model = ("x", "y"), self.model
         mask = self.unit_layout.held(x_and_y, model, units, jnp.ones(()))
         noise = jax.tree.map(lambda m, leaf: jnp.sum((1 - m) * jnp.square(leaf)), mask, model)

@@ -76,7 +76,10 @@ def check_symmetry(
         return
 
     def product(x: PyTree, y: PyTree, batches: PyTree, v: PyTree) -> tuple[PyTree, Array]:
-        """Return Jv, by differences of all `LENGTHS` along a leading axis, and the rounding error of the first."""
+        """Return estimates of Jv by differences, and the rounding error of the first estimate.
+
+        The estimates have a leading axis, with an entry for the difference of each length in `LENGTHS`.
+        """
 
         def loss(y: PyTree) -> Array:
             return jnp.mean(jax.vmap(lambda batch: problem.inner(x, y, batch))(batches))

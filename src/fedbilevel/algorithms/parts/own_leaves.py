@@ -1,4 +1,4 @@
-"""Keep leaves of y that are each client's own at the client (core/own_y.py), which steps on them itself."""
+"""Keep each client's own leaves of y (core/own_y.py) at the client, and let the client make the steps on them."""
 
 from __future__ import annotations
 
