@@ -55,7 +55,12 @@ print("process", os.getpid(), "computes", flush=True)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing is forked here")
 def test_a_child_that_is_forked_after_jax_has_started_is_refused(tmp_path):
-    """A child that was forked before JAX had started can compute, and so can the parent."""
+    """Every call that computes is refused in a child that was forked after JAX had started.
+
+    The error names the process from which the child was forked, and says how to start a child that can compute.
+
+    A child that was forked before JAX had started can compute, and so can the parent.
+    """
     fb.Result(np.zeros(1), None, 1, 1, History(), Ledger()).save(tmp_path / "result.npz")
     program = [sys.executable, "-c", PROGRAM, str(tmp_path / "result.npz")]
     shown = subprocess.run(program, capture_output=True, text=True, timeout=300, check=True)
