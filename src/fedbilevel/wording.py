@@ -1,7 +1,7 @@
 """Functions for error messages: nearest names, names of missing packages, and untrusted texts made printable."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
@@ -138,6 +138,21 @@ def in_a_line(error: Exception, longest: int = 200) -> str:
     """
     message = " ".join((getattr(error, "strerror", None) or str(error)).split())
     return printable(without_secrets(message), longest).rstrip(".") or type(error).__name__
+
+
+def shown(value: object, text: Callable[[object], str] = repr) -> str:
+    """Return the text of a value for a message, or words for a value with an integer too long for Python to print.
+
+    Args:
+        value: the value.
+        text: the function that returns the text, `repr` or `str`.
+    """
+    try:
+        return text(value)
+    except ValueError:
+        if isinstance(value, int):
+            return f"an integer with {value.bit_length():,} bits"
+        return f"a {type(value).__name__} with an integer that is too long to print"
 
 
 def printable(text: str, longest: int | None = 200, kept: str = "") -> str:

@@ -7,7 +7,11 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.core.errors import errors_in, refuse_together, require, unknown
+from fedbilevel.data import DataError
+from fedbilevel.data.files import require as data_require
+from fedbilevel.data.files import unknown_name
 from fedbilevel.errors import ConfigurationError
+from refusals import raises_with
 
 
 def of(make) -> ConfigurationError:
@@ -75,3 +79,23 @@ def test_a_copy_says_the_same() -> None:
     other = copy.deepcopy(error)
     assert str(other) == str(error)
     assert [one.got for one in other.wrong] == ["iner", "outr_lr"]
+
+
+@pytest.mark.parametrize(
+    ("got", "text"),
+    [
+        (-(2**20_000), "an integer with 20,001 bits"),
+        ([2**20_000], "a list with an integer that is too long to print"),
+    ],
+    ids=["integer", "list"],
+)
+def test_an_error_about_an_integer_that_python_does_not_print_has_a_message(got, text):
+    """Python refuses to print integers with more than 4,300 digits; 2^20,000 has 6,021."""
+    with raises_with(ConfigurationError, path="count", got=got) as found:
+        require(False, "count", got, "positive")
+    assert f"count = {text} is not" in str(found.value)
+    assert text in str(unknown("layout", got, ["rows"]))
+    with raises_with(DataError, path="count", got=got) as found:
+        data_require(False, "count", got, "positive")
+    assert text in str(found.value)
+    assert text in str(unknown_name("layout", got, ["rows"]))

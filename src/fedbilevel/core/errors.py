@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fedbilevel.wording import nearest as nearest
-from fedbilevel.wording import printable
+from fedbilevel.wording import printable, shown
 
 __all__ = [
     "AbsenceWarning",
@@ -114,11 +114,11 @@ class ConfigurationError(FedbilevelError, ValueError):
         if not self.path:
             return f"{where}{text}"
         if isinstance(self.allowed, str):
-            first, *more = repr(self.got).splitlines() or [""]
+            first, *more = shown(self.got).splitlines() or [""]
             message = f"{self.path} = {first}{' …' if more else ''} is not allowed: it must be {self.allowed}{near}"
             return f"{where}{message}; {text}" if text else f"{where}{message}"
         kind, *place = re.split(r" (?=(?:in|of|on|to|with|for) )", self.path, maxsplit=1)
-        named = " ".join([f"unknown {kind} {str(self.got)[:200]!r}", *place])
+        named = " ".join([f"unknown {kind} {shown(self.got, str)[:200]!r}", *place])
         message = f"{named}{near}{f'; {text}' if text else ''}"
         names = ", ".join(self.allowed) or "none"
         return f"{where}{message} (allowed: {printable(names, len(names))})"
@@ -307,7 +307,7 @@ def unknown(kind: str, name: object, allowed: Iterable[str], hint: str = "") -> 
         hint: what to write in place of the name, for the message; "" if this is not known.
     """
     names = sorted(allowed)
-    return ConfigurationError(hint, path=kind, got=name, allowed=names, near=nearest(str(name), names))
+    return ConfigurationError(hint, path=kind, got=name, allowed=names, near=nearest(shown(name, str), names))
 
 
 def explain_misspelt(cls: T, kind: str = "argument", hint: Hint = no_hint) -> T:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from fedbilevel.reading import read_bytes as read_regular
 from fedbilevel.reading import require_regular
-from fedbilevel.wording import in_a_line, nearest
+from fedbilevel.wording import in_a_line, nearest, shown
 
 CHUNK = 1 << 18  # the number of bytes that are read at once
 LONGEST = 1 << 28  # the largest allowed number of bytes of a file; the largest file below has 170 MB
@@ -65,7 +65,7 @@ class DataError(ValueError):
 def require(holds: bool, path: str, got: object, allowed: str) -> None:
     """Raise DataError unless `holds`: "PATH is GOT; allowed: ALLOWED."."""
     if not holds:
-        raise DataError(f"{path} is {got!r}; allowed: {allowed}.", path=path, got=got, allowed=allowed)
+        raise DataError(f"{path} is {shown(got)}; allowed: {allowed}.", path=path, got=got, allowed=allowed)
 
 
 def require_content(holds: bool, file: str | Path, got: str, expected: str, remedy: str = "") -> None:
@@ -83,8 +83,8 @@ def unexpected(file: str | Path, got: str, expected: str, remedy: str = "") -> D
 def unknown_name(field: str, got: object, allowed: Iterable[str]) -> DataError:
     """Return the error for a field that got an unknown name. It suggests the nearest of the allowed names."""
     names = sorted(allowed)
-    text = f"{field} {got!r} is unknown. Allowed: {', '.join(names) or 'none'}."
-    return DataError(text, path=field, got=got, allowed=names, near=nearest(str(got), names))
+    text = f"{field} {shown(got)} is unknown. Allowed: {', '.join(names) or 'none'}."
+    return DataError(text, path=field, got=got, allowed=names, near=nearest(shown(got, str), names))
 
 
 EXPANDERS: dict[str, Callable[[IO[bytes]], Any]] = {
