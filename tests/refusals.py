@@ -35,7 +35,7 @@ def refuses(
     (wrong,) = error.value.wrong
     assert (wrong.where, wrong.path, wrong.near) == (where, path, near)
     assert wrong.allowed != "" or fact != ""
-    assert fact in str(wrong.allowed or wrong)
+    assert fact in str(wrong if wrong.allowed == "" else wrong.allowed)
     assert got is ANY or (type(wrong.got), repr(wrong.got)) == (type(got), repr(got)), wrong.got
 
 

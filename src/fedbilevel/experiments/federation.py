@@ -38,7 +38,7 @@ from fedbilevel.display import Watch
 from fedbilevel.display.curves import can_draw
 from fedbilevel.engines.history import Callback, Result, Row
 from fedbilevel.engines.recorder import exchanges_of
-from fedbilevel.experiments.data_errors import data_errors_in
+from fedbilevel.experiments.argument_errors import data_errors_in
 from fedbilevel.experiments.experiment import Experiment, experiment_with
 from fedbilevel.experiments.federation_status import Status, ending
 from fedbilevel.experiments.folder import Folder, LoadedRun, default_path, load_run, require_free

@@ -71,6 +71,7 @@ from fedbilevel.engines.options import Resume
 from fedbilevel.engines.process_group import current_group
 from fedbilevel.engines.progress import WRITING, report_stage, showing
 from fedbilevel.engines.tracking import TrackedRun, Tracking
+from fedbilevel.experiments.argument_errors import paths_in
 from fedbilevel.experiments.experiment import Experiment, cohort_of, experiment_with
 from fedbilevel.experiments.folder import Folder, as_damage, load_run, own_code
 from fedbilevel.experiments.loader import label, task_maker
@@ -158,7 +159,8 @@ def task_of(spec: Spec, **party: str | int) -> Task:
     """
     name = spec.task.name
     try:
-        task = task_maker(name)(**spec.task.value, **party)
+        with paths_in("task", spec.task.value):
+            task = task_maker(name)(**spec.task.value, **party)
     except (FedbilevelError, DataError):
         raise
     except (ValueError, TypeError, LookupError, OverflowError) as error:  # for example sizes or columns are wrong

@@ -54,7 +54,7 @@ from fedbilevel.estimators.model_card import StudyCosts
 from fedbilevel.estimators.site_table import SiteTable
 from fedbilevel.estimators.study import Study, StudyModel
 from fedbilevel.experiments import toml
-from fedbilevel.experiments.data_errors import data_errors_in
+from fedbilevel.experiments.argument_errors import data_errors_in
 from fedbilevel.experiments.federation import (
     NODE,
     PRIVACY,

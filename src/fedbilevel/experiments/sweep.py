@@ -28,7 +28,7 @@ from fedbilevel.engines.history import LOSSES, Callback, History, Result, Row
 from fedbilevel.engines.progress import Guarded
 from fedbilevel.engines.tracking import Tracker
 from fedbilevel.experiments import toml
-from fedbilevel.experiments.data_errors import data_errors_in
+from fedbilevel.experiments.argument_errors import data_errors_in
 from fedbilevel.experiments.export import csv_text
 from fedbilevel.experiments.folder import Folder, path_word
 from fedbilevel.experiments.loader import label
