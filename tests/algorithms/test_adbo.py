@@ -19,7 +19,7 @@ from fedbilevel.core.errors import AbsenceWarning
 from fedbilevel.engines.engine import first_carry
 from fedbilevel.parts import Lagrangian, LinearizedADMM
 from fedbilevel.tasks.quadratic import inner, outer, quadratic, solution
-from refusals import refuses
+from refusals import raises_with, refuses
 
 FEW = {"estimate": LinearizedADMM(steps=2), "lagrangian": Lagrangian(planes=2)}
 AGREEMENT = {
@@ -383,3 +383,11 @@ def test_who_is_never_there_counts_nowhere(task):
         )
     size = np.linalg.norm(others.x)
     assert np.linalg.norm(result.x - others.x) < 0.1 * size < np.linalg.norm(result.x - everyone.x)
+
+
+@pytest.mark.parametrize("method", [fb.ADBO, fb.SDBO])
+def test_a_minimax_problem_is_refused(method):
+    """Clients step down the outer loss in y, of which a minimax problem has no minimum."""
+    problem = fb.Minimax(lambda x, y, batch: jnp.mean(x * y - y**2 + 0 * batch))
+    with raises_with(fb.errors.UnsupportedError, path="problem", got="Minimax"):
+        fb.solve(method(), problem, fb.Clients(np.zeros((3, 4))), np.ones(()), np.ones(()), rounds=1)

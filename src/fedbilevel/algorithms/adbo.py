@@ -77,12 +77,12 @@ from fedbilevel.algorithms.parts.memory import ROUNDING
 from fedbilevel.core.algorithm import Algorithm, Part, phase
 from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.config import positive, positive_integer, step_sizes
-from fedbilevel.core.errors import require
+from fedbilevel.core.errors import UnsupportedError, require
 from fedbilevel.core.facts import Allows, Asks, Facts, Findings, No
 from fedbilevel.core.fed import Fed, Public, Reply
 from fedbilevel.core.field_types import Number, StepSizes
 from fedbilevel.core.own import refuse_local_steps
-from fedbilevel.core.problem import Problem
+from fedbilevel.core.problem import Minimax, Problem
 from fedbilevel.core.tree import XYV, PyTree, move, scaled
 
 FREE = -1  # the serial number that marks a slot without a plane
@@ -505,6 +505,19 @@ FACTS = Facts(
 """The facts of ADBO. Those of SDBO differ in `needs` and `good_for`."""
 
 
+def refuse_unsuitable(method: CuttingPlanes, problem: Problem, clients: Clients | RemoteClients) -> None:
+    """Refuse clients' own numbers of local steps, and a minimax problem, which planes cannot bound.
+
+    The loss of a minimax problem is strongly concave in y. So no y_i minimises f_i plus multiples of finitely many
+    planes, which are linear in y_i, and each step of a client leads further away from the only point at rest.
+    """
+    refuse_local_steps(method.label, clients.own, STEPS)
+    if isinstance(problem, Minimax):
+        why = f"clients of {method.label} step down the outer loss in y, and that of a minimax problem is concave in y"
+        allowed = f"a problem whose outer loss has a minimum in y: {why}"
+        raise UnsupportedError(path="problem", got=type(problem).__name__, allowed=allowed)
+
+
 class SDBO(CuttingPlanes):
     """Replace the inner problem by cutting planes, and wait for all clients in every step."""
 
@@ -522,7 +535,7 @@ class SDBO(CuttingPlanes):
     asks = Asks(everyone=True)
 
     def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
-        refuse_local_steps(self.label, clients.own, STEPS)
+        refuse_unsuitable(self, problem, clients)
 
     def exchange(self, fed: Fed, state: State, message: PyTree, key: Array) -> tuple[Totals, PyTree, Planes]:
         theta, inner, weight, excluded = fed.mean(self.local_step, message, key)
@@ -557,7 +570,7 @@ class ADBO(CuttingPlanes):
         return Asks(first=self.wait_for)
 
     def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
-        refuse_local_steps(self.label, clients.own, STEPS)
+        refuse_unsuitable(self, problem, clients)
         few = f"at most {len(clients)}, the number of clients"
         require(self.wait_for <= len(clients), "ADBO.wait_for", self.wait_for, few)
 
