@@ -1,22 +1,14 @@
 """Clients' weights chosen by a run, compared with equal weights, weights by size, and bad clients left out by hand.
 
-The task `client_weights` has 18 clients with the same number of digits. Half of each client's samples are validation
-samples, which are always right. Nine clients, drawn by the seed, are bad in one of three ways:
-
-    wrong labels   half of their training labels are drawn at random
-    small          they have 5 training samples each, and the others about 50
-    shifted        their training images are moved by two pixels to the right
-
+Of the 18 clients of the task `client_weights`, nine are bad in one of three ways, which the page
+docs/how-to/unequal-clients.md describes. Half of each client's samples are validation samples, which are always right.
 The four compared runs are runs of SimFBO with τ = 1, all samples and steps that adapt. "Chosen" trains x, from equal
 weights. In the other runs x is fixed: at 0 ("equal"), at the logarithms of the numbers of training samples ("by size"),
 or at values by which the nine clients have no weight ("left out").
-
-The columns are the test accuracy; its difference to "chosen", in percentage points, with half of a 95 % Student
-interval over seeds; and the share of the weight that the nine clients have at the end.
 """
 
 import warnings
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +22,6 @@ CLIENTS, BAD, FEW, PIXELS = 18, 9, 5, 2
 NOTHING = -50.0  # exp(NOTHING) is the weight of a client that is left out
 CHOSEN = fb.SimFBO(batch_size=None, local_steps=1)
 FIXED = fb.SimFBO(batch_size=None, local_steps=1, server_lr=fb.XYV(x=1e-30, y=None, v=None))  # x does not move
-ARMS = ("chosen", "equal", "by size", "left out")
 QUICK = {"exchanges": 3, "seeds": 2, "problems": ["small"]}
 
 
@@ -43,18 +34,13 @@ def small(inner: Ragged, bad: np.ndarray) -> Ragged:
 def shifted(inner: Ragged, bad: np.ndarray) -> Ragged:
     """Return samples in which the images of bad clients are moved to the right."""
     image = np.asarray(inner.values["image"])
-    square = image.reshape(len(image), 8, 8)
-    moved = np.zeros_like(square)
-    moved[:, :, PIXELS:] = square[:, :, :-PIXELS]
+    left = image.reshape(len(image), 8, 8)[:, :, :-PIXELS]
+    moved = np.pad(left, ((0, 0), (0, 0), (PIXELS, 0))).reshape(image.shape)
     mine = bad[inner.values["row"]].reshape(-1, *[1] * (image.ndim - 1))
-    return Ragged({**inner.values, "image": np.where(mine, moved.reshape(image.shape), image)}, inner.start, inner.size)
+    return Ragged({**inner.values, "image": np.where(mine, moved, image)}, inner.start, inner.size)
 
 
-CHANGES: dict[str, Callable[[Ragged, np.ndarray], Ragged] | None] = {
-    "wrong labels": None,
-    "small": small,
-    "shifted": shifted,
-}
+CHANGES: dict[str, Any] = {"wrong labels": None, "small": small, "shifted": shifted}
 
 
 def posed(problem: str, seed: int) -> tuple[Task, fb.Clients, np.ndarray]:
@@ -76,9 +62,8 @@ def measured(problem: str, seed: int, exchanges: int) -> dict[str, tuple[float, 
         "left out": np.where(bad, NOTHING, 0.0),
     }
     found = {}
-    for arm in ARMS:
-        method = CHOSEN if arm == "chosen" else FIXED
-        x0 = np.asarray(starts[arm], np.float32)
+    for arm, start in starts.items():
+        method, x0 = CHOSEN if arm == "chosen" else FIXED, np.asarray(start, np.float32)
         result = fb.solve(method, task.problem, clients, x0, task.y0, rounds=exchanges, metrics=task.metrics)
         accuracy = result.history.rows[-1]["test_accuracy"]
         found[arm] = float(accuracy), float(np.sum(weights(result.x) * bad) / CLIENTS)
@@ -91,5 +76,5 @@ def main(problems: tuple[str, ...] = tuple(CHANGES), seeds: int = 5, exchanges: 
     head("problem", "weights", *columns)
     for problem in problems:
         each = [measured(problem, seed, exchanges) for seed in range(seeds)]
-        table = {arm: 100 * np.array([one[arm] for one in each]) for arm in ARMS}
+        table = {arm: 100 * np.array([one[arm] for one in each]) for arm in each[0]}
         compare((problem,), table, "chosen", (".1f", ".1f"))
