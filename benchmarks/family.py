@@ -13,14 +13,14 @@ their true models and in the scale of their samples; and the weights of clients.
 The columns are the number of runs whose steps adapt; how many of them ended with numbers that are not finite; how many
 ended above 1.001 times the outer loss of the start ("worse"); how many of these have a result that does not say so
 ("unsaid"); and quantiles of the loss at the end over the best of 12 pairs of fixed steps. The best of 12 is read from
-family.json, which has it for family 7 alone; with --fixed, it is computed.
+family.json; with --fixed, it is computed.
 """
 
 from __future__ import annotations
 
 import json
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,8 +77,7 @@ GROUPS = [
 ]
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """A problem, with its samples, its weights, and the starting point of runs."""
 
     problem: fb.Bilevel
@@ -87,11 +86,6 @@ class Member:
     weights: np.ndarray
     x0: np.ndarray
     y0: np.ndarray
-    key: int
-
-    @property
-    def clients(self) -> fb.Clients:
-        return fb.Clients(self.outer, self.inner, weights=self.weights)
 
     def outer_loss(self, x: Any, y: Any) -> float:
         """Return the outer loss of all clients."""
@@ -200,15 +194,15 @@ def member(group: int, number: int, family: int = FAMILY) -> Member:
         x0 = np.full(clients * n, r.uniform(-3, 2))
     if kind == "representation":
         x0, y0 = r.normal(size=(d, 4)) * 10 ** r.uniform(-1, 0.5) / np.sqrt(d), np.zeros(4)
-    return Member(problem_of(kind), outer, inner, weights / weights.sum(), x0, y0, key=group)
+    return Member(problem_of(kind), outer, inner, weights / weights.sum(), x0, y0)
 
 
 def method(name: str, group: int) -> Any:
     """Return a method with the batches and the numbers of local steps of a group, and with steps that adapt."""
-    made, shared = getattr(fb, name)(batch_size=GROUPS[group].batch_size), GROUPS[group]
+    made, steps = getattr(fb, name)(batch_size=GROUPS[group].batch_size), GROUPS[group].local_steps
     if hasattr(made, "local_steps"):
-        return replace(made, local_steps=shared.local_steps)
-    return replace(made, inner=replace(made.inner, local_steps=shared.local_steps))
+        return replace(made, local_steps=steps)
+    return replace(made, inner=replace(made.inner, local_steps=steps))
 
 
 def with_fixed(name: str, group: int, x: float, y: float) -> Any:
@@ -228,11 +222,9 @@ def with_fixed(name: str, group: int, x: float, y: float) -> Any:
 
 def run(algorithm: Any, drawn: Member, name: str, group: int) -> fb.Result:
     """Run a method on a member, for as many rounds as make 300 exchanges."""
-    asked = GROUPS[group].asked
-    cohort = None if asked == GROUPS[group].clients else asked
-    start = drawn.x0, drawn.y0
-    options = {"rounds": ROUNDS[name], "cohort": cohort, "key": drawn.key, "progress": False}
-    return fb.solve(algorithm, drawn.problem, drawn.clients, *start, **options)
+    given = drawn.problem, fb.Clients(drawn.outer, drawn.inner, weights=drawn.weights), drawn.x0, drawn.y0
+    cohort = None if GROUPS[group].asked == GROUPS[group].clients else GROUPS[group].asked
+    return fb.solve(algorithm, *given, rounds=ROUNDS[name], cohort=cohort, key=group, progress=False)
 
 
 class End(NamedTuple):
@@ -240,7 +232,6 @@ class End(NamedTuple):
 
     start: float  # the outer loss of all clients at the start
     loss: float  # the same at the end; infinity if it is not finite
-    best: float  # the same in the best row
     said: tuple[str, ...]  # the remarks of the result, and why the run stopped
 
 
@@ -253,15 +244,15 @@ def played(name: str, group: int, number: int, family: int = FAMILY) -> End:
         try:
             result = run(method(name, group), drawn, name, group)
         except fb.errors.NonFiniteError as error:
-            return End(start, np.inf, np.inf, (str(error),))
-        end, best = (drawn.outer_loss(at.x, at.y) for at in (result, result.best or result))
+            return End(start, np.inf, (str(error),))
+        end = drawn.outer_loss(result.x, result.y)
     said = tuple(filter(None, [*result.remarks, result.stopped]))
-    return End(start, end if np.isfinite(end) else np.inf, best, said)
+    return End(start, end if np.isfinite(end) else np.inf, said)
 
 
-def best_of_12(name: str, group: int, number: int, family: int = FAMILY) -> float:
+def best_of_12(name: str, group: int, number: int) -> float:
     """Run a method with each pair of fixed steps on a member. Return the least outer loss at the end."""
-    drawn, ends = member(group, number, family), [np.inf]
+    drawn, ends = member(group, number), [np.inf]
     with jax.enable_x64(GROUPS[group].precision == 64), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         top = drawn.largest_curvature()
@@ -292,10 +283,7 @@ def cells(ends: list[End], tuned: list[float]) -> list[str]:
 
 
 def main(
-    methods: tuple[str, ...] = tuple(ROUNDS),
-    groups: tuple[int, ...] = tuple(range(len(GROUPS))),
-    family: int = FAMILY,
-    fixed: bool = False,
+    methods: tuple[str, ...] = tuple(ROUNDS), groups: tuple[int, ...] = tuple(range(len(GROUPS))), fixed: bool = False
 ) -> None:
     head("method", "group", "runs", "not finite", "worse", "unsaid", "median", "90 %", "largest")
     for name in methods:
@@ -303,9 +291,8 @@ def main(
         tuned: list[float] = []
         for group in groups:
             g = GROUPS[group]
-            of_group = [played(name, group, number, family) for number in range(g.members)]
-            best = [best_of_12(name, group, number, family) for number in range(g.members)] if fixed else []
-            best = best or (kept(name, group) if family == FAMILY else [np.nan] * g.members)
+            of_group = [played(name, group, number) for number in range(g.members)]
+            best = [best_of_12(name, group, number) for number in range(g.members)] if fixed else kept(name, group)
             label = f"{g.kind}, d = {g.dim}, {g.clients} clients, τ = {g.local_steps}, {g.precision} bits"
             row(name, label, *cells(of_group, best))
             ends += of_group
