@@ -3,10 +3,10 @@
 The accuracies of five splits are in hospitals.json. From this file the tables are printed: the accuracy of each method
 in each hospital, and paired differences to FedAvg with 95 % intervals.
 
-With --folder, the runs are made in this folder, and finished runs are not made again. For each split and method, these
-are the sweep of nine trials in METHODS (`fedbilevel sweep` with task.holdout=0.25, by validation_loss), and a run of
-the chosen spec on all training patients (`fedbilevel run`). No choice uses test patients of the same split. --json-file
-writes the accuracies to a file. The patients' files are read from $FEDBILEVEL_DATA.
+With --folder, hospitals.json is written anew. The runs are made in this folder, and finished runs are not made again.
+For each split and method, these are the sweep of nine trials in METHODS (`fedbilevel sweep` with task.holdout=0.25, by
+validation_loss), and a run of the chosen spec on all training patients (`fedbilevel run`). No choice uses test patients
+of the same split. The patients' files are read from $FEDBILEVEL_DATA.
 """
 
 import json
@@ -84,22 +84,19 @@ def majority(hospital: str, split: int) -> float:
     return float(np.mean(labels[test] == (np.mean(labels[training]) > 0.5)))
 
 
-def write(file: Path, splits: Sequence[int], found: Accuracies) -> None:
-    """Write the accuracies to a file: for each method a row for each split, in the order of the hospitals."""
+def write(splits: Sequence[int], found: Accuracies) -> None:
+    """Keep the accuracies: for each method a row for each split, in the order of the hospitals."""
     rows = {name: [[round(value, 6) for value in row] for row in of.tolist()] for name, of in found.items()}
     lines = ",\n".join(f'    "{name}": {json.dumps(row)}' for name, row in rows.items())
     start = f'{{\n  "hospitals": {json.dumps(list(HOSPITALS))},\n  "splits": {list(splits)},\n'
-    file.write_text(f'{start}  "test_accuracy": {{\n{lines}\n  }}\n}}\n', encoding="utf-8")
+    KEPT.write_text(f'{start}  "test_accuracy": {{\n{lines}\n  }}\n}}\n', encoding="utf-8")
 
 
-def main(folder: str = "", splits: tuple[int, ...] = (0, 1, 2, 3, 4), json_file: str = "") -> None:
+def main(folder: str = "", splits: tuple[int, ...] = (0, 1, 2, 3, 4)) -> None:
     if folder:
-        found = accuracies(Path(folder), splits)
-    else:
-        kept = json.loads(KEPT.read_text(encoding="utf-8"))
-        splits, found = kept["splits"], {name: np.array(rows) for name, rows in kept["test_accuracy"].items()}
-    if json_file:
-        write(Path(json_file), splits, found)
+        write(splits, accuracies(Path(folder), splits))
+    kept = json.loads(KEPT.read_text(encoding="utf-8"))
+    splits, found = kept["splits"], {name: np.array(rows) for name, rows in kept["test_accuracy"].items()}
     print(f"splits {', '.join(map(str, splits))}")
     head("test accuracy", *HOSPITALS)
     for name, rows in found.items():
