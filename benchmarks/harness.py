@@ -1,7 +1,4 @@
-"""Functions that all benchmarks share: calls in turn, processes of their own, medians, intervals, and tables.
-
-With `--keep`, the text that a benchmark prints is also written to its file of results.
-"""
+"""Functions that all benchmarks share: calls in turn, processes of their own, medians, intervals, and tables."""
 
 from __future__ import annotations
 
@@ -123,7 +120,7 @@ def row(*cells: object) -> None:
 
 
 def compare(
-    label: Iterable[object], found: Mapping[str, np.ndarray], to: str, forms: Iterable[str], shared: float = 0.0
+    label: Iterable[object], found: Mapping[str, np.ndarray], to: str, forms: Sequence[str], shared: Any = 0.0
 ) -> None:
     """Print a row for each method: the mean of each measure, and its paired difference to a method.
 
@@ -132,12 +129,13 @@ def compare(
         found: by method, an array (splits, measures).
         to: the method to which the differences are; its own are left out.
         forms: the format of each measure.
-        shared: as in `interval`.
+        shared: as in `interval`, for all measures or for each.
     """
+    each = np.broadcast_to(shared, len(forms))
     for name, of in found.items():
         cells = []
-        for values, base, form in zip(of.T, found[to].T, forms, strict=True):
-            cells += [f"{values.mean():{form}}", "" if name == to else estimate(values - base, shared, f"+{form}")]
+        for values, base, form, own in zip(of.T, found[to].T, forms, each, strict=True):
+            cells += [f"{values.mean():{form}}", "" if name == to else estimate(values - base, own, f"+{form}")]
         row(*label, name, *cells)
 
 
