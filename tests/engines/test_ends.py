@@ -297,12 +297,13 @@ def test_the_outer_losses_of_unequal_clients():
 def test_many_small_clients_need_few_stacks():
     """Small samples are evaluated together up to STACK bytes, in stacks of equal size, and large ones up to BLOCK.
 
-    10,000 clients with 5 samples of 16 bytes have 50,000 samples, each with 24 bytes of variables: 2**20 / (16 + 24) =
-    26,214 samples fit into a stack, and 26,214 / 5 = 5,242 blocks. So there are 2 stacks, of 5,000 blocks. With a
-    megabyte of variables a stack has 256 / 5 = 51 blocks, so there are 10,000 / 51 = 197 stacks (rounded up).
+    10,000 clients with 5 samples of 16 bytes have 50,000 samples. With 256 bytes of variables for each sample,
+    2**22 / (16 + 256) = 15,420 samples fit into a stack, and 15,420 / 5 = 3,084 blocks. So there are 4 stacks, of 2,500
+    blocks. With a megabyte of variables a stack has 256 / 5 = 51 blocks, so there are 10,000 / 51 = 197 stacks (rounded
+    up).
     """
     clients = fb.Clients(np.zeros((10_000, 5, 2)))
-    for variables, stacks, size in ((24, 2, 5000), (2**20, 197, 51)):
+    for variables, stacks, size in ((256, 4, 2500), (2**20, 197, 51)):
         found = list(blocks(clients, "outer", whole=False, variables=variables))
         assert (len(found), len(found[0][0])) == (stacks, size)
         assert sum(np.sum(weights) for *_, weights in found) == pytest.approx(1)

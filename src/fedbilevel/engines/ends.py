@@ -26,9 +26,7 @@ from fedbilevel.core.tree import PyTree, nbytes, on_device
 from fedbilevel.machinery.kept import compiled
 
 BLOCK = 256  # the largest number of samples in a block, except for a loss that takes all of a client's samples
-STACK = (
-    2**20
-)  # samples are evaluated together if they and a copy of the variables for each have at most this many bytes
+STACK = 2**22  # the largest number of bytes of a stack of several blocks, with a copy of the variables for each sample
 PADDED = 4  # blocks are padded to several lengths if one length would make more than this many times as many samples
 HELD = 2**24  # inner samples whose stacks, with padding, have at most this many bytes stay in memory while y is trained
 WORSE = 1e-3  # a smaller relative difference of two losses is treated as no change
