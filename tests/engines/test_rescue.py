@@ -7,7 +7,7 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.authoring import XY
 from fedbilevel.engines.costs import Ledger
-from fedbilevel.engines.divergence import Met, Moved
+from fedbilevel.engines.divergence import Met, Movement
 from fedbilevel.engines.engine import Carry
 from fedbilevel.engines.history import History, Result
 from fedbilevel.engines.rescue import Rescue
@@ -94,7 +94,7 @@ def test_only_what_has_moved_is_to_move_more_slowly(x, named, not_named):
 def test_blocks_of_x_that_clients_keep_are_compared_with_the_one_start():
     """Two clients start at x = (1, 1), and one entry of the second moves by 3."""
     blocks = np.array([[1.0, 1.0], [1.0, 4.0]])
-    assert Moved.between(np.ones(2), blocks, (0.0, 5.0)) == Moved(3.0, True, (0.0, 5.0))
+    assert Movement.between(np.ones(2), blocks, (0.0, 5.0)) == Movement(3.0, True, (0.0, 5.0))
 
 
 def test_an_error_says_what_may_help():

@@ -67,7 +67,7 @@ def far_away(round: int, start: float, norm: float) -> str:
     return f"round {round}: the norm of x and y has grown from {start:.4g} to {norm:.4g}" if far else ""
 
 
-class Moved(NamedTuple):
+class Movement(NamedTuple):
     """Say how far x and y are from the start of a run."""
 
     x: float  # the largest absolute change of an entry of x
@@ -75,7 +75,7 @@ class Moved(NamedTuple):
     y: tuple[float, float]  # the norm of y at the start, and now
 
     @classmethod
-    def between(cls, start: PyTree, x: PyTree, y: tuple[float, float]) -> "Moved":
+    def between(cls, start: PyTree, x: PyTree, y: tuple[float, float]) -> "Movement":
         """Compare x with its start; a leaf of x may have a block for each client, all of which have the same start."""
         size, moved = 1.0, 0.0
         with np.errstate(invalid="ignore"):  # x may be infinite or NaN, and is then far away
@@ -85,7 +85,7 @@ class Moved(NamedTuple):
         return cls(float(moved), not moved <= NEAR * size, y)
 
 
-def what_to_lower(algorithm: Algorithm, halvings: int, moved: Moved) -> str:
+def what_to_lower(algorithm: Algorithm, halvings: int, moved: Movement) -> str:
     """Return advice on what to lower: the step sizes that the user set, and the noise of privacy, if any.
 
     If the step sizes adapt, it depends on how far x has moved whether the step on x or the step on y should be smaller.

@@ -14,7 +14,7 @@ from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.errors import NonFiniteError, NumericalWarning, warn
 from fedbilevel.core.on_disk import copied
 from fedbilevel.core.tree import PyTree, split
-from fedbilevel.engines.divergence import Met, Moved, far_away, grown, what_to_lower
+from fedbilevel.engines.divergence import Met, Movement, far_away, grown, what_to_lower
 from fedbilevel.engines.engine import Carry
 from fedbilevel.engines.history import History, Result
 from fedbilevel.engines.process_group import warn_on_first
@@ -97,7 +97,7 @@ class Rescue:
     def advice(self, result: Result, method: Algorithm) -> str:
         """Return advice on what to lower (see `what_to_lower`), from how far the run has moved x and y."""
         x, y = self.start
-        moved = Moved.between(x, split(result.x)[0], (norm(y), norm(result.state.y)))
+        moved = Movement.between(x, split(result.x)[0], (norm(y), norm(result.state.y)))
         return what_to_lower(method, self.halvings, moved)
 
     def warn_of_growth(self, result: Result, method: Algorithm, once: bool = False) -> None:
