@@ -1,10 +1,11 @@
-"""Low-rank adapters of a small transformer, on text of which some is wrong: x says how far to trust each text.
+"""Train low-rank adapters of a small transformer on texts, some of which are noise; x says how far to trust each text.
 
     .venv/bin/python examples/adapters.py
 
-A transformer has learned to count up. Four clients want it to count up by twos: y are adapters of rank 4 for its
-matrices, the transformer stays as it is (the losses close over it). Three of ten training texts are noise; x has a
-weight for each, client by client, and validation texts decide. Dropout on the adapters draws by each sample's key.
+A transformer has learned to count up by ones. Four clients want it to count up by twos. y has adapters of rank 4 for
+the transformer's matrices; the transformer itself does not change, and the losses close over it. Three of ten training
+texts are noise. x has a weight for each training text of each client, and the best x has the smallest loss on
+validation texts. Dropout on the adapters draws its random numbers from each sample's own key.
 """
 
 import jax
@@ -19,13 +20,13 @@ rng = np.random.default_rng(0)
 
 
 def counting(texts, step):
-    """Texts of letters 0..15 that count up by `step` from anywhere."""
+    """Return texts of the letters 0 to 15 that count up by `step`, each from a random letter."""
     start = rng.integers(0, LETTERS, (texts, 1))
     return ((start + step * np.arange(LENGTH)) % LETTERS).astype(np.int32)
 
 
 def network(w, text):
-    """Scores of each next letter, (texts, length, letters)."""
+    """Return the score of each letter as the next one, at each place: shape (texts, length, letters)."""
     a = w["letters"][text] + w["places"][: text.shape[1]]
     q, k, v = (a @ w[name] for name in ("query", "key", "value"))
     past = jnp.tril(jnp.ones((text.shape[1],) * 2, bool))
@@ -35,7 +36,7 @@ def network(w, text):
 
 
 def errors(w, text):
-    """The mean cross-entropy of each text's next letters, (texts,)."""
+    """Return the mean cross-entropy of each text's next letters, in shape (texts,)."""
     scores = network(w, text[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(scores, text[:, 1:]).mean(axis=1)
 
@@ -45,7 +46,7 @@ def accuracy(w, text):
 
 
 def pretrained():
-    """A transformer that counts up by ones."""
+    """Train a transformer to count up by ones, and return its weights."""
     square = dict.fromkeys(("query", "key", "value", "mix", "up", "down"), (WIDTH, WIDTH))
     shapes = {"letters": (LETTERS, WIDTH), "places": (LENGTH, WIDTH), **square, "out": (WIDTH, LETTERS)}
     w = {name: rng.normal(size=shape).astype(np.float32) / shape[0] ** 0.5 for name, shape in shapes.items()}
@@ -64,7 +65,10 @@ ADAPTED = ("value", "mix", "up", "down", "out")
 
 
 def adapted(y, key=None):
-    """The transformer with its adapters; a key drops one in ten of their inner units."""
+    """Return the transformer's weights with the adapters added.
+
+    With a key, a tenth of the adapters' inner units is dropped.
+    """
     w = dict(BASE)
     for number, name in enumerate(ADAPTED):
         middle = y[name]["down"]

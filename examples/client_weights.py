@@ -1,9 +1,9 @@
-"""Clients with wrong labels lose their weight: a picture of how much each client counts, round by round.
+"""Draw how clients with wrong labels lose their weight: a picture of the weight of each client, round by round.
 
 Run: python examples/client_weights.py [FILE.png]        (needs matplotlib)
 
-Half of the clients have labels of which half were drawn at random. The run does not know which clients these are: it
-chooses the weights on everyone's validation loss.
+Half of the clients have wrong labels: half of their labels were drawn at random. The run does not know which clients
+these are. It chooses the weights by the validation loss of all clients.
 """
 
 import sys
@@ -19,7 +19,7 @@ COLOURS = {"right labels": "#0072B2", "wrong labels": "#D55E00"}
 
 
 def weighed(task: Task, rounds: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rounds (R,), and the weight of each client in each of them, (R, M)."""
+    """Run the task. Return the measured rounds, (R,), and the weight of each client in each of them, (R, M)."""
     count = len(task.population)
     metrics = {f"weight {i}": lambda x, y, i=i: weights(x)[i] for i in range(count)}
     method = fb.SimFBO(batch_size=None, local_steps=1)
@@ -30,13 +30,13 @@ def weighed(task: Task, rounds: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def spoilt(task: Task, clean: Task) -> np.ndarray:
-    """Which clients have other labels than in a task in which all labels are right, (M,)."""
+    """Return which clients have other labels than in `clean`, a task in which all labels are right: booleans (M,)."""
     rows = [(task.population.inner.row(i), clean.population.inner.row(i)) for i in range(len(task.population))]
     return np.array([np.any(own["label"] != right["label"]) for own, right in rows])
 
 
 def draw(file: str, rounds: np.ndarray, weight: np.ndarray, wrong: np.ndarray) -> None:
-    """A line for each client, as PNG."""
+    """Draw a line for each client, and save the picture as PNG."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for (label, colour), which in zip(COLOURS.items(), (~wrong, wrong), strict=True):

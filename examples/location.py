@@ -1,9 +1,9 @@
-"""Of all places in every ball, the one nearest to an anchor: a picture of how FISM gets there.
+"""Draw how FISM finds, among all points that lie in every ball, the point nearest to an anchor.
 
 Run: python examples/location.py [FILE.png]        (needs matplotlib)
 
-F, the mean distance to the balls, is 0 on all that they have in common (shaded). H, half the squared distance to the
-anchor, chooses one of these places: where the dashed circle around the anchor just touches.
+F, the mean distance to the balls, is 0 at all points that lie in every ball (shaded). H is half the squared distance to
+the anchor, and chooses one of these points. At this point, the dashed circle around the anchor touches the shaded area.
 """
 
 import sys
@@ -22,7 +22,7 @@ Path = np.ndarray  # (points, 2)
 
 
 def walked(task: Task, rounds: int) -> tuple[Path, Path]:
-    """x_k and the average iterate x̂_k, of every round."""
+    """Run FISM, and return x_k and the average iterate x̂_k of every round."""
     coordinates = {
         f"{name}{i}": lambda x, y, i=i, average=average: (y if average else x)[i]
         for name, average in (("x", False), ("average", True))
@@ -37,7 +37,7 @@ def walked(task: Task, rounds: int) -> tuple[Path, Path]:
 
 
 def draw(file: str, balls: dict[str, np.ndarray], anchor: np.ndarray, path: Path, average: Path) -> None:
-    """Everything in one picture, as PNG."""
+    """Draw the balls, the anchor, the paths and the solution, and save the picture as PNG."""
     centers, radii = balls["center"], balls["radius"]
     solution = nearest_in_all(anchor, centers, radii)
     figure = Figure(figsize=(7, 7), layout="constrained")

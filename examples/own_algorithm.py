@@ -1,11 +1,12 @@
-"""A method of your own in one class: federated averaging of y, then one step of x.
+"""Write a method of your own as one class: federated averaging of y, then one step on x.
 
 Run: python examples/own_algorithm.py
 
-Two exchanges a round. First, clients train y on their own samples and the server averages what they reached. Then
-each client computes a hypergradient with its own Hessian, and the server steps against their mean. The method is
-deliberately naive: a mean of such local hypergradients is not the hypergradient of the mean problem when clients
-differ, so it ends away from the solution. The closed form shows by how much.
+A round has two exchanges. First, clients train y on their own samples, and the server averages the results. Then each
+client computes a hypergradient with its own Hessian, and the server makes a step against the mean of these
+hypergradients. The method is naive on purpose: if clients differ, the mean of their own hypergradients is not the
+hypergradient of the mean problem. So the method ends at a distance from the solution. The task has a closed form, which
+shows how large this distance is.
 """
 
 from typing import Any, NamedTuple
@@ -30,14 +31,18 @@ from fedbilevel.tasks import quadratic
 
 
 class State(NamedTuple):
-    """What the server keeps between rounds."""
+    """Hold the server's state between rounds."""
 
     x: Any
     y: Any
 
 
 class AveragedSteps(Algorithm):
-    """Fields are hyperparameters: `static` ones shape the program, `positive` ones are numbers or schedules."""
+    """Average y over clients, then step on x along the mean of the clients' own hypergradients.
+
+    The fields are hyperparameters. The values of `static` fields are fixed in the compiled program. `positive` fields
+    are numbers or schedules.
+    """
 
     local_steps: int = static(default=5)
     batch_size: int | None = static(default=None)
@@ -49,7 +54,7 @@ class AveragedSteps(Algorithm):
 
     @phase
     def train(self, client: Client, message: State, key: jax.Array) -> Reply:
-        """Client: gradient steps on its inner loss; the reply is the y that they reach."""
+        """Take gradient steps on the client's inner loss, and reply with the y at their end."""
         steps = client.local_steps(self.local_steps)
 
         def step(k: jax.Array, y: Any) -> Any:
@@ -61,7 +66,7 @@ class AveragedSteps(Algorithm):
 
     @phase
     def hypergradient(self, client: Client, message: State, key: jax.Array) -> Reply:
-        """Client: ∇x f_i − ∇²xy g_i v_i, where v_i solves ∇²yy g_i v_i = ∇y f_i on its own samples."""
+        """Reply with ∇x f_i − ∇²xy g_i v_i, where v_i solves ∇²yy g_i v_i = ∇y f_i on the client's own samples."""
         problem, (x, y) = client.problem, message
         outer, inner = client.outer_batch(key, None), client.inner_batch(key, None)
         loss, (grad_x, grad_y) = jax.value_and_grad(problem.outer, argnums=(0, 1))(x, y, outer)

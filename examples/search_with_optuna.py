@@ -1,9 +1,9 @@
-"""A search of one's own by Optuna around `fb.solve`: any sampler, any pruner, any storage.
+"""Search for good values of a method's fields by Optuna around `fb.solve`, with any sampler, pruner or storage.
 
 Run: python examples/search_with_optuna.py [TRIALS]        (needs optuna)
 
-Runs that differ only in their numbers share their compiled programs. A trial reports the metric of each row, by which
-the pruner may end it; a run that diverges is a trial that was ended, too.
+Runs that differ only in their numbers share their compiled programs. A trial reports the metric of each row of its
+history, and the pruner may then end the trial. A trial whose run diverges also counts as ended early.
 """
 
 import sys
@@ -19,7 +19,7 @@ METRIC = "relative_error"
 
 
 def objective(trial: optuna.Trial) -> float:
-    """The metric at the end of a run with values that the sampler draws."""
+    """Make a run with values that the sampler draws, and return the metric at its end."""
     method = fb.SimFBO(
         server_lr=trial.suggest_float("server_lr", 1e-3, 1.0, log=True),
         radius=trial.suggest_float("radius", 1.0, 100.0, log=True),
@@ -42,7 +42,7 @@ def objective(trial: optuna.Trial) -> float:
 
 
 def search(trials: int) -> optuna.Study:
-    """A study of so many trials."""
+    """Run a study with this number of trials, and return it."""
     study = optuna.create_study(
         sampler=optuna.samplers.TPESampler(seed=0),
         pruner=optuna.pruners.HyperbandPruner(min_resource=EVERY, max_resource=ROUNDS),

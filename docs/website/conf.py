@@ -1,8 +1,8 @@
 """Build the pages of the repository into a website: `make docs`.
 
-Sphinx reads the pages where they are. A link to a file of the repository that is no page becomes a download, and a link
-to a folder becomes text. Names of the API in code become links to the reference. The types in a signature become the
-links of the line under it.
+Sphinx reads the pages where they are. If a link leads to a file of the repository that is not a page, it becomes a
+download; if it leads to a folder, it becomes text. Names of the API in code become links to the reference. In a
+signature, types become links: the links of the line "Types:" under the signature, which is removed.
 """
 
 import re
@@ -24,13 +24,13 @@ from navigation import HOME, LIST, below, every_page, sections  # noqa: E402
 
 
 def documented_version() -> str:
-    """The version that these pages describe, of src/fedbilevel/__init__.py."""
+    """Return the version that these pages describe, from src/fedbilevel/__init__.py."""
     text = (ROOT / "src/fedbilevel/__init__.py").read_text("utf-8")
     return re.findall(r'^__version__ = "(.*)"$', text, re.MULTILINE)[0]
 
 
 def revision() -> str:
-    """The commit that these pages describe; empty outside of a clone."""
+    """Return the commit that these pages describe; "" outside of a clone."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
@@ -68,7 +68,7 @@ UNLINKED = (nodes.title, nodes.strong, nodes.reference, addnodes.pending_xref, a
 
 
 class Website(StandaloneHTMLBuilder):
-    """HTML in which README is the page of its folder, index.html."""
+    """Write HTML in which README.md becomes the page of its folder, index.html."""
 
     name = "html"
 
@@ -83,12 +83,12 @@ class Website(StandaloneHTMLBuilder):
 
 
 def address(page: str) -> str:
-    """The address of a page on the website, without .html."""
+    """Return the address of a page on the website, without .html."""
     return re.sub(r"(^|/)README$", r"\1index", page)
 
 
 def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
-    """Add to an index page the hidden tables of contents of which Sphinx makes the navigation."""
+    """Add hidden tables of contents to an index page, from which Sphinx makes the navigation."""
     file = f"{page}.md"
     tables = {"": [LIST], **sections(ROOT)} if file == HOME else {"": below(ROOT, file)}
     for caption, pages in tables.items():
@@ -98,7 +98,7 @@ def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def link_names(app: Sphinx, doctree: nodes.document) -> None:
-    """Make names of the API in code into links, except in titles, in other links and in the section of the name."""
+    """Turn names of the API in code into links, except in titles, in other links and in the section of the name."""
     names, page = entries(INDEX.read_text("utf-8")), app.env.current_document.docname
     for code in list(doctree.findall(nodes.literal)):
         entry = entry_of(code.astext(), names)
@@ -110,7 +110,7 @@ def link_names(app: Sphinx, doctree: nodes.document) -> None:
 
 
 def link_signatures(app: Sphinx, doctree: nodes.document) -> None:
-    """Make the types in a signature into the links of the line "Types:" under it, and remove this line."""
+    """Turn the types in a signature into links, those of the line "Types:" under it, and remove this line."""
     for line in [one for one in doctree.findall(nodes.paragraph) if one.astext().startswith("Types: ")]:
         links = {link.astext(): link for link in line.findall(addnodes.pending_xref)}
         above = line.parent[line.parent.index(line) - 1]
@@ -124,25 +124,25 @@ def link_signatures(app: Sphinx, doctree: nodes.document) -> None:
 
 
 def linked(link: addnodes.pending_xref) -> addnodes.pending_xref:
-    """A copy of a link, whose text is no code of its own as it stands in code."""
+    """Return a copy of a link whose text is plain, since the signature around it is code already."""
     copy = link.copy()
     copy += nodes.inline("", link.astext())
     return copy
 
 
 def ancestors(node: nodes.Element) -> Iterator[nodes.Element]:
-    """The elements around an element, from the inside out."""
+    """Yield the elements that contain an element, from the inside out."""
     while node := node.parent:
         yield node
 
 
 def is_of(node: nodes.Element, entry: Entry, page: str) -> bool:
-    """Whether an element is the section of an entry of the API reference."""
+    """Return whether an element is the section of an entry of the API reference."""
     return isinstance(node, nodes.section) and page == entry.page and nodes.make_id(entry.anchor) in node["ids"]
 
 
 def unlink_folders(app: Sphinx, doctree: nodes.document) -> None:
-    """Make links to folders into text: the website has no page of a folder without README.md."""
+    """Turn links to folders into text, since the website has no page for a folder without README.md."""
     folder = (ROOT / app.env.current_document.docname).parent
     for link in list(doctree.findall(addnodes.pending_xref)):
         if link["reftype"] == "myst" and (folder / link["reftarget"]).is_dir():

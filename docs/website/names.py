@@ -17,9 +17,9 @@ class Entry(NamedTuple):
 
 
 def entries(index: str) -> dict[str, Entry]:
-    """The entry of every name, such as fedbilevel.parts.TopK, as the text of the reference's first page lists it.
+    """Return the entry of every name, such as fedbilevel.parts.TopK, from the text of the reference's first page.
 
-    A class is also under its name alone, in the module that is listed first.
+    A class can also be found by its name alone. If several modules have it, the entry is that of the first one.
     """
     found: dict[str, Entry] = {}
     for module, names in ROW.findall(index):
@@ -31,7 +31,10 @@ def entries(index: str) -> dict[str, Entry]:
 
 
 def entry_of(code: str, names: dict[str, Entry]) -> Entry | None:
-    """The entry of the name or the call that a piece of code is, of its longest beginning that is a public name."""
+    """Return the entry for a piece of code that is a name or a call; None if there is none.
+
+    The entry is that of the longest beginning of the name that is a public name.
+    """
     if not (match := CODE.fullmatch(code)):
         return None
     parts = re.sub(r"^(fb|fedbilevel)\.", "", match[1]).split(".")

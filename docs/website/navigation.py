@@ -1,7 +1,7 @@
-"""Read the navigation of the website off the pages that list others: docs/README.md, and the README.md of a folder.
+"""Read the navigation of the website from pages that list others: docs/README.md, and the README.md of a folder.
 
-docs/README.md gives the sections, and the pages of each in their order. Below a README.md among them come the pages of
-its own folder to which it links. So no second list of pages has to be kept.
+docs/README.md has the sections, and the pages of each section in their order. If one of these pages is a README.md, the
+pages of its folder to which it links come below it. So there is no second list of pages to maintain.
 """
 
 import re
@@ -13,13 +13,13 @@ LINK = re.compile(r"\]\(([^)#\s]+\.md)(?:#[^)]*)?\)")
 
 
 def sections(root: Path) -> dict[str, list[str]]:
-    """The sections of the navigation and the pages of each, as paths from the top of the repository."""
+    """Return the sections of the navigation, and the pages of each, as paths from the top of the repository."""
     parts = re.split(r"^## (.*)\n", (root / LIST).read_text("utf-8"), flags=re.MULTILINE)
     return {title: linked(root, LIST, text) for title, text in zip(parts[1::2], parts[2::2], strict=True)}
 
 
 def below(root: Path, page: str) -> list[str]:
-    """The pages below a README.md of the navigation: those of its folder that docs/README.md does not list itself."""
+    """Return the pages below a README.md of the navigation: pages of its folder that docs/README.md does not list."""
     folder, name = page.rpartition("/")[::2]
     if name != "README.md" or page in (HOME, LIST):
         return []
@@ -29,12 +29,12 @@ def below(root: Path, page: str) -> list[str]:
 
 
 def every_page(root: Path) -> list[str]:
-    """All pages of the navigation, in its order."""
+    """Return all pages of the navigation, in its order."""
     listed = [page for pages in sections(root).values() for page in pages]
     return [HOME, LIST, *(one for page in listed for one in [page, *below(root, page)])]
 
 
 def linked(root: Path, page: str, text: str) -> list[str]:
-    """The pages to which a text on a page links, each once, in their order."""
+    """Return the pages to which a text on a page links, each once, in their order."""
     files = [(root / page).parent / link for link in LINK.findall(text) if "://" not in link]
     return list(dict.fromkeys(str(file.resolve().relative_to(root.resolve())) for file in files))

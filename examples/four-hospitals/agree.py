@@ -1,7 +1,7 @@
-"""What each hospital tells of its columns, from its own file, and what comes of the four texts together.
+"""Write what each hospital sends about its columns, and make the list of columns from these four texts.
 
-Between machines each hospital does the first part for itself, and sends its text by any channel; whoever has the four,
-in any order, gets the same columns.json, to the bit.
+If the hospitals have machines of their own, each makes its text from its own file, and sends the text in any way.
+Everyone who has the four texts gets the same columns.json to the bit, whatever their order.
 """
 
 import tomllib

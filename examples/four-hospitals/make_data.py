@@ -1,5 +1,8 @@
-"""Four hospitals and a test set as CSV files, out of UCI's heart disease data (Janosi, Steinbrunn, Pfisterer, Detrano,
-1988, CC BY 4.0), which are downloaded where they are nowhere yet. A third of each hospital's patients is for the test.
+"""Write a CSV file for each of four hospitals, and one with test patients, from UCI's heart disease data.
+
+The data (Janosi, Steinbrunn, Pfisterer, Detrano, 1988, CC BY 4.0) are downloaded if they are
+neither in $FEDBILEVEL_DATA nor in the cache. A
+third of each hospital's patients are test patients.
 """
 
 import os
@@ -21,7 +24,7 @@ WORDS = {
 
 
 def source(name: str) -> Path:
-    """The hospital's file as UCI has it."""
+    """Return the path of a hospital's file from UCI."""
     data.load_heart(name)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedbilevel" / "data"
     places = (Path(os.environ.get("FEDBILEVEL_DATA") or cache), cache)

@@ -1,5 +1,8 @@
-"""Two hospitals and a test set as CSV files, out of scikit-learn's diabetes data (Efron et al., Annals of Statistics
-32(2), 2004): the hospital in north has the younger patients, the one in south the older ones."""
+"""Write CSV files for two hospitals, and a test set, from scikit-learn's diabetes data.
+
+The hospital in the folder north has the younger patients, and the hospital in south the older ones. Source of the data:
+Efron et al., Annals of Statistics 32(2), 2004.
+"""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
-"""One ridge penalty per feature, chosen on validation data of two hospitals that keep their patients' records.
+"""Choose a ridge penalty for each feature by the validation data of two hospitals, which keep their patients' records.
 
-x: the logarithms of the penalties; y: the weights of a linear model, trained under them.
+x holds the logarithms of the penalties. y holds the weights of a linear model, which is trained with these penalties.
 """
 
 from pathlib import Path
@@ -15,12 +15,12 @@ FEATURES = 10
 
 
 def outer(x, y, batch):
-    """Validation loss: half the mean squared error."""
+    """Return the validation loss, half the mean squared error."""
     return 0.5 * jnp.mean((batch["features"] @ y["weights"] + y["offset"] - batch["target"]) ** 2)
 
 
 def inner(x, y, batch):
-    """Training loss: the same with the penalties."""
+    """Return the training loss, which is the same with the penalties."""
     return outer(x, y, batch) + 0.5 * jnp.sum(jnp.exp(x) * y["weights"] ** 2) + 0.005 * y["offset"] ** 2
 
 
@@ -30,15 +30,15 @@ def read(file):
 
 
 def hospital(folder):
-    """(validation, training) samples of one hospital."""
+    """Return the validation and the training samples of one hospital."""
     return read(folder / "validation.csv"), read(folder / "train.csv")
 
 
 def penalties(folder: str = "data", party: int | str = "all") -> Task:
-    """The task as one party sees it: "server", a client by its number, or "all" in a simulation.
+    """Return the task for one party: "server", a client's number, or "all" in a simulation.
 
     Args:
-        folder: a client's own folder; of the server, and in a simulation, the one with test.csv.
+        folder: for a client, the client's own folder; for the server and in a simulation, the folder with test.csv.
     """
     place, metrics = Path(folder), {}
     if isinstance(party, int):

@@ -86,7 +86,9 @@ def positional(function: Callable[..., Any]) -> int | None:
 
 
 def static(*, default: Any = dataclasses.MISSING) -> Any:
-    """Make a field that the compiled program fixes: a count, a flag or a choice. Without a default it is required.
+    """Make a field whose value is fixed in the compiled program: a count, a flag or a choice.
+
+    Without a default the field is required.
 
     If the default is a flag or an optimizer, only values of this kind are allowed.
     """
@@ -137,9 +139,11 @@ def step_sizes(
     Args:
         default: the default; without a default the field is required.
         own: whether clients may have own values (`Clients.own`), which phases then find in the field.
-        adaptive: the use of the step sizes. A step size may then be None, and `AdaptiveSteps` chooses it.
-        tied: the name of another field with step sizes. A step size may then be None, which means a twentieth of the
-            step size in that field for the same variable. Such a step size only determines how far clients drift apart.
+        adaptive: the use of the step sizes, a `StepKind`. If it is given, a step size may be None, and `AdaptiveSteps`
+            chooses it.
+        tied: the name of another field with step sizes. If it is given, a step size may be None, which means a
+            twentieth of the step size in that field for the same variable. Such a step size only determines how far
+            clients drift apart.
     """
     prepare = functools.partial(_prepare_step_sizes, bool(adaptive or tied))
     metadata = {"prepare": prepare, "own": own, "adaptive": adaptive, "tied": tied}
@@ -167,9 +171,10 @@ def positive(
         several: whether the value may be a list of numbers and schedules, which is stored as a tuple.
         by_k: whether the value may be a function of the round and the inner round.
         finite: whether infinity is refused. The values of a schedule are not checked.
-        adaptive: the use of the step size. The step size may then be None, and `AdaptiveSteps` chooses it.
-        tied: the name of another field with a step size. The step size may then be None, which means a twentieth of the
-            step size in that field.
+        adaptive: the use of the step size, a `StepKind`. If it is given, the step size may be None, and `AdaptiveSteps`
+            chooses it.
+        tied: the name of another field with a step size. If it is given, the step size may be None, which means a
+            twentieth of the step size in that field.
     """
     optional = bool(optional or adaptive or tied)
 

@@ -1,4 +1,4 @@
-"""Compare the outer loss of all clients at the end of a run with that at an earlier point.
+"""Compare the outer loss of all clients at the end of a run with the loss at an earlier point.
 
 The rows of the history cannot always tell which of the two is larger. A row has the losses of the clients that a round
 asked, on the samples that they drew, and the loss "at the start" is that of the first round alone. With small cohorts

@@ -339,12 +339,12 @@ class Cohorts:
     def fresh(self, number: Array | int) -> Cohorts:
         """Return a copy for the round's fresh cohort with this number.
 
-        A round can have several of them, each with newly drawn clients.
+        A round can have several fresh cohorts, each with newly drawn clients.
         """
         return replace(self, keys=self.keys.of_fresh(number))
 
     def repeated(self, i: Array | int) -> Cohorts:
-        """Return a copy for the i-th repetition of a loop: the same clients, with their own numbers for it."""
+        """Return a copy for the i-th repetition of a loop: the same clients, with their numbers in this repetition."""
         return replace(self, repetition=i)
 
     def ids(self) -> Array:

@@ -273,7 +273,7 @@ class Loop:
         return replace(result, stopped=reason, remarks=tuple(filter(None, remarks)))
 
     def ends(self, before: tuple[PyTree, PyTree] | None) -> Ends | None:
-        """Compare the outer loss at the end with that at an earlier point (x, y); None: at the start.
+        """Compare the outer loss at the end with the loss at an earlier point (x, y); None: at the start.
 
         The result is None under privacy, where the clients' losses would be revealed without noise. It is also None for
         runs that were continued by force with other arguments, since they may have had another start.

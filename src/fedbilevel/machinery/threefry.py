@@ -48,8 +48,8 @@ def computed_once(drawn: Array) -> Array:
 
     Without this function, XLA fuses the computation of a random index into the loop that reads the sample at this
     index. The hash is then computed again for every entry of the sample, which took two thirds of a round on a CPU, and
-    two fifths on a GPU. On a GPU an optimization barrier prevents this. On a CPU the barrier does not help, and neither
-    does a sum over windows of one number, but a sum over windows of one number and a zero does.
+    two fifths on a GPU. On a GPU an optimization barrier prevents this. On a CPU the barrier does not help. A sum over
+    windows helps there if each window contains a number and a zero, but not if it contains the number alone.
     """
     if jax.default_backend() != "cpu":
         return lax.optimization_barrier(drawn)

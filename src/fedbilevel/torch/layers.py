@@ -364,7 +364,7 @@ rule("rnn_relu.input", draws=True)(of_one_state(plain_cell(jax.nn.relu)))
 
 @rule("nll_loss_forward", "nll_loss2d_forward")
 def nll_loss(scores: Array, labels: Array, weight: Array | None, reduction: int, ignored: int) -> tuple[Array, Array]:
-    """Return (loss, sum of weights) for scores (samples, classes, …) or (classes,), and labels without that axis."""
+    """Return (loss, sum of weights) for scores (samples, classes, …) or (classes,); labels have no axis of classes."""
     at, axis = jnp.where(labels == ignored, 0, labels), min(1, scores.ndim - 1)
     share = jnp.where(labels == ignored, 0, 1 if weight is None else weight[at]).astype(scores.dtype)
     losses = -share * jnp.take_along_axis(scores, jnp.expand_dims(at, axis), axis).squeeze(axis)
