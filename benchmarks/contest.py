@@ -80,7 +80,7 @@ def samples(arrays: tuple[np.ndarray, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def library(model: str, cohort: int, devices: int | None = None, chunk: int | None = None) -> dict[str, float]:
-    """Measure the library in this process. With None, the library chooses the devices or the chunk."""
+    """Measure the library in this process. If `devices` or `chunk` is None, the library chooses it."""
     import fedbilevel as fb
 
     fb.tune_cpu(devices)

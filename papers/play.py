@@ -387,7 +387,7 @@ def outcome(
 ) -> dict[str, Any]:
     """Return the outcome of a figure, in a form that JSON can store.
 
-    Its `seeds` are the usual ones, and its `seeds_of` those of the panels that have others.
+    Its `seeds` are the usual seeds, and its `seeds_of` has the seeds of panels that have other ones.
     """
     panels: dict[str, dict[str, Any]] = {}
     histories: dict[str, dict[str, list[History | None]]] = {}

@@ -165,7 +165,10 @@ def test_rabo_line_10_has_the_sign_of_the_other_direction():
 
 
 def printed_slopes(problem, x, y, mu):
-    """Return h by (10) for a client alone, with f = Σ y: Σ_p δ_p over the entries of y, for each entry of x."""
+    """Return the h of equation (10) for a single client with f = Σ y.
+
+    For each entry p of x, this is the sum of the entries of δ_p.
+    """
     part, rows = fb.parts.PrintedSlopes(perturbation=mu), jnp.ones((1, 1))
     client = client_alone(problem, rows, rows)
     return np.asarray(part.slopes(client, (jnp.asarray(x), jnp.asarray(y)), jax.random.key(0)).update)

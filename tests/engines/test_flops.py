@@ -137,8 +137,9 @@ CONVOLUTIONAL = (shape(3, 3, 3, 16), shape(3, 3, 16, 32), shape(8, 16, 16, 3))
 def test_gradient_and_product_agree_with_xla(loss, arguments):
     """The operations of a gradient and a product agree with XLA's to 3 %.
 
-    Nine in ten operations are products of matrices, which both count alike. XLA may simplify some of the others, merge
-    equal ones, or count comparisons of integers: 3 % is a third of these others.
+    Nine in ten operations belong to products of matrices, for which the library and XLA count the same number. XLA may
+    simplify some of the other operations, merge equal ones, or count comparisons of integers. 3 % of all operations are
+    a third of these other operations.
     """
     x, y, batch = arguments
 

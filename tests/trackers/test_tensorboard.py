@@ -38,7 +38,10 @@ def events(folder: Path) -> list[Any]:
 
 
 def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
-    """Return (step, value) of a column as TensorBoard shows it, without the steps that a later start takes back."""
+    """Return (step, value) of a column as TensorBoard shows it.
+
+    A start of the run replaces all earlier values from the step on at which it starts.
+    """
     shown: list[tuple[int, float]] = []
     for event in events(folder):
         if event.session_log.status == SessionLog.START:

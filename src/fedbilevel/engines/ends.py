@@ -146,7 +146,7 @@ def trained(problem: Problem, clients: Clients, x: PyTree, y: PyTree, evaluation
         y: the y at which training starts.
         evaluations: the number of gradients after which training stops at the end of a step.
     """
-    from scipy.optimize import minimize  # which takes a fifth of the time to import the library, and is rarely used
+    from scipy.optimize import minimize  # rarely used; its import takes a fifth of the library's
 
     start, shaped = ravel_pytree(y)
     stacks = reread(clients, "inner", "inner" in problem.whole, nbytes((x, y)))

@@ -232,7 +232,9 @@ class AdaptiveSteps(Layer):
         return reply._replace(update=WithMeasured(reply.update, measured), hvps=reply.hvps + products), after
 
     def _size(self, client: Client, steps: Steps, own: Array, open_: OpenStep) -> Any:
-        """Return a client's step size for a field that is None: that of all clients, bounded by the client's curvature.
+        """Return a client's step size for a field that is None.
+
+        It is the step size of all clients, bounded by the client's curvature.
 
         Args:
             client: the client.

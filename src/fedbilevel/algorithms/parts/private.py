@@ -54,7 +54,7 @@ class Private(Privacy, Layer):
     _vectors = True
 
     def server_slot(self, method: Algorithm, x: PyTree, y: PyTree) -> PyTree:
-        """Return 0, the number before round 0 of exchanges whose replies the clients did not count."""
+        """Return 0: the server will count the exchanges whose replies the clients do not count."""
         return jnp.zeros((), jnp.int32)
 
     def client_slot(self, method: Algorithm, problem: Problem, x: PyTree, y: PyTree) -> PyTree:
