@@ -60,7 +60,7 @@ class Server:
     def request(self, x: dict[str, np.ndarray]) -> dict[str, np.ndarray] | None:
         """Return the client's mean gradient at x, on samples that the client draws.
 
-        None if the client refuses, or after `most` requests.
+        The result is None if the client refuses, or after `most` requests.
         """
         if self.asked == self.most:
             return None

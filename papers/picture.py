@@ -1,7 +1,8 @@
 """Draw the picture of a figure.
 
-It has a panel of curves for each setting. For a series, or if a cost is compared, it has one panel with the readings of
-all settings. If the paper has a table, it has the values at the end of the runs beside the values of the table.
+The picture has a panel of curves for each setting. For a series, or if a cost is compared, it has one panel with the
+readings of all settings. If the paper has a table, the picture shows the values at the end of the runs beside the
+values of the table.
 """
 
 from __future__ import annotations
