@@ -2,14 +2,14 @@
 
 There are ten clients, two of each capacity 1, 1/2, 1/4, 1/8 and 1/16, unless another capacity is named.
 
-cost       operations and bytes of a round, as the ledger counts them; an MLP 64-512-512-10 on digits. Aim: of both, at
-           most 27 % of FedMBO's
-resnet12   only operations, counted without a run; the paper's ResNet-12
-time       time of a round, measured in turn; an MLP 64-1024-1024-10
-time-conv4 time of a round; Conv-4 on generated characters, with local hypergradients on one draw of tasks
-time-few-shot  time of a round; Omniglot tasks with five images of each character
-coverage   rounds until 90 % of the accuracy with which whole models end; all ten clients have the capacity 1/4, and
-           segments are assigned anew in each round, so that at least 1 or 2 clients hold each unit
+cost           operations and bytes of a round, as the ledger counts them; an MLP 64-512-512-10 on digits. Aim: of
+               both, at most 27 % of FedMBO's
+resnet12       only operations, counted without a run; the paper's ResNet-12
+time           time of a round, measured in turn; an MLP 64-1024-1024-10
+time-conv4     time of a round; Conv-4 on generated characters, with local hypergradients on one draw of tasks
+time-few-shot  the same with more local steps and products, and with five images of each character
+coverage       rounds until 90 % of the accuracy with which whole models end; all ten clients have the capacity 1/4,
+               and segments are assigned anew in each round, so that at least 1 or 2 clients hold each unit
 """
 
 import tempfile
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -33,45 +33,28 @@ ROUNDS, TERMS = 200, 5
 QUICK = {"parts": ["cost", "time"], "passes": 1, "rounds": 3}
 
 
-class Setting(NamedTuple):
-    """The setting that both methods have in common."""
-
-    inner: fb.parts.LocalSGD
-    solver: fb.parts.Neumann
-    batch_size: int
-    outer_lr: float = 0.1
-    paired: bool = False
-
-    def fedmbo(self) -> fb.FedMBO:
-        """Return FedMBO, with products of random length."""
-        solver = replace(self.solver, sampling="random_per_client")
-        return self.method(fb.FedMBO, fb.parts.Implicit(solver=solver))
-
-    def rabo(self) -> fb.RABO:
-        return self.method(fb.RABO, fb.parts.LocalImplicit(solver=self.solver, paired=self.paired))
-
-    def method(self, kind: Any, hypergradient: Any) -> Any:
-        return kind(inner=self.inner, hypergradient=hypergradient, outer_lr=self.outer_lr, batch_size=self.batch_size)
+def methods(inner: Any, solver: Any, batch_size: int, outer_lr: float = 0.1, paired: bool = False) -> tuple[Any, Any]:
+    """Return FedMBO, with products of random length, and RABO."""
+    lengths, shared = replace(solver, sampling="random_per_client"), {"outer_lr": outer_lr, "batch_size": batch_size}
+    fedmbo = fb.FedMBO(inner=inner, hypergradient=fb.parts.Implicit(solver=lengths), **shared)
+    local = fb.parts.LocalImplicit(solver=solver, paired=paired)
+    return fedmbo, fb.RABO(inner=inner, hypergradient=local, **shared)
 
 
-DIGITS = Setting(fb.parts.LocalSGD(lr=0.3), fb.parts.Neumann(terms=5, step=0.05), 32, 0.3)
-WIDE = Setting(fb.parts.LocalSGD(lr=0.01), fb.parts.Neumann(terms=TERMS, step=0.005), 32, 0.01)
-TASKS = Setting(fb.parts.LocalSGD(lr=1.0), fb.parts.Neumann(terms=TERMS, step=0.2), 2, paired=True)
-FEW_SHOT = Setting(fb.parts.LocalSGD(local_steps=20, lr=1.0), fb.parts.Neumann(terms=10, step=0.2), 5, paired=True)
+DIGITS = methods(fb.parts.LocalSGD(lr=0.3), fb.parts.Neumann(terms=5, step=0.05), 32, 0.3)
+WIDE = methods(fb.parts.LocalSGD(lr=0.01), fb.parts.Neumann(terms=TERMS, step=0.005), 32, 0.01)
+TASKS = methods(fb.parts.LocalSGD(lr=1.0), fb.parts.Neumann(terms=TERMS, step=0.2), 2, paired=True)
+FEW_SHOT = methods(fb.parts.LocalSGD(local_steps=20, lr=1.0), fb.parts.Neumann(terms=10, step=0.2), 5, paired=True)
 Make = Callable[[tuple[float, ...]], Task]
 """A function from the clients' capacities, or () for whole models, to a task."""
 
 
-def digits(capacities: tuple[float, ...], seed: int = 0, hidden: tuple[int, ...] = (64,)) -> Task:
-    task = hyper_representation(data="digits", hidden=hidden, clients=10, seed=seed)
-    return task.with_own(capacity=capacities or None)
+def digits(capacities: tuple[float, ...], **given: Any) -> Task:
+    return hyper_representation(data="digits", clients=10, **given).with_own(capacity=capacities or None)
 
 
-def strokes(
-    capacities: tuple[float, ...], network: str = "conv4", hidden: tuple[int, ...] = (16,), shot: int = 1
-) -> Task:
-    task = few_shot(network=network, hidden=hidden, clients=10, shot=shot, test_episodes=1)
-    return task.with_own(capacity=capacities or None)
+def strokes(capacities: tuple[float, ...], **given: Any) -> Task:
+    return few_shot(clients=10, test_episodes=1, **given).with_own(capacity=capacities or None)
 
 
 def play(task: Task, algorithm: Any, rounds: int, *, measured: bool = False, key: int = 0) -> fb.Result:
@@ -81,8 +64,8 @@ def play(task: Task, algorithm: Any, rounds: int, *, measured: bool = False, key
     return fb.solve(algorithm, *given, rounds=rounds, key=key, eval_every=1, metrics=metrics, count_flops=not measured)
 
 
-def contenders(make: Make, setting: Setting) -> dict[str, tuple[Task, Any]]:
-    return {"FedMBO, whole": (make(()), setting.fedmbo()), "RABO, cut": (make(SPREAD), setting.rabo())}
+def contenders(make: Make, both: tuple[Any, Any]) -> dict[str, tuple[Task, Any]]:
+    return {"FedMBO, whole": (make(()), both[0]), "RABO, cut": (make(SPREAD), both[1])}
 
 
 def spent(task: Task, algorithm: Any) -> dict[str, float]:
@@ -105,9 +88,9 @@ def counted(task: Task, algorithm: Any) -> dict[str, float]:
     return {"GFLOP": sum(cost * each * times.get(call[0], 1) for call, cost in costs.items()) / 1e9}
 
 
-def cost(measure: Callable[[Task, Any], dict[str, float]], make: Make, setting: Setting) -> None:
+def cost(measure: Callable[[Task, Any], dict[str, float]], make: Make, both: tuple[Any, Any]) -> None:
     """Print the costs of a round of RABO on submodels, compared with FedMBO's on whole models."""
-    found = {name: measure(*run) for name, run in contenders(make, setting).items()}
+    found = {name: measure(*run) for name, run in contenders(make, both).items()}
     first = found["FedMBO, whole"]
     head("method, models", *(column for unit in first for column in (unit, "of FedMBO's, %")))
     for name, costs in found.items():
@@ -115,13 +98,13 @@ def cost(measure: Callable[[Task, Any], dict[str, float]], make: Make, setting: 
         row(name, *(cell for pair in shares for cell in pair))
 
 
-def time(make: Make, setting: Setting, passes: int, rounds: int) -> None:
+def time(make: Make, both: tuple[Any, Any], passes: int, rounds: int) -> None:
     """Print the median time of a round, compared with FedMBO's on whole models."""
 
     def measure(task: Task, algorithm: Any) -> float:
         return round_ms(play(task, algorithm, rounds).history["seconds"], 1)
 
-    times = turns({name: partial(measure, *run) for name, run in contenders(make, setting).items()}, passes)
+    times = turns({name: partial(measure, *run) for name, run in contenders(make, both).items()}, passes)
     head("method, models", "ms", "of FedMBO's, %", "pass by pass")
     for name, own in times.items():
         each = [100 * b / a for a, b in zip(times["FedMBO, whole"], own, strict=True)]
@@ -133,8 +116,8 @@ def coverage(seeds: range) -> None:
 
     def accuracies(capacities: tuple[float, ...], **choice: Any) -> np.ndarray:
         """Return the test accuracies, an array (seeds, rows of the history)."""
-        algorithm = fb.Submodels(DIGITS.rabo(), **choice)
-        runs = [play(digits(capacities, seed), algorithm, ROUNDS, measured=True, key=seed) for seed in seeds]
+        algorithm = fb.Submodels(DIGITS[1], **choice)
+        runs = [play(digits(capacities, seed=seed), algorithm, ROUNDS, measured=True, key=seed) for seed in seeds]
         return np.array([run.history["test_accuracy"] for run in runs])
 
     found = {10: accuracies(())}
@@ -157,12 +140,13 @@ def main(
     seeds: int = 3,
 ) -> None:
     paper = partial(strokes, network="resnet12", hidden=(64, 160, 320, 640))
+    conv4 = partial(strokes, hidden=(16,))
     run = {
         "cost": lambda: cost(spent, partial(digits, hidden=(512, 512)), WIDE),
         "resnet12": lambda: cost(counted, paper, TASKS),
         "time": lambda: time(partial(digits, hidden=(1024, 1024)), WIDE, passes, rounds),
-        "time-conv4": lambda: time(strokes, TASKS, passes, rounds),
-        "time-few-shot": lambda: time(partial(strokes, shot=5), FEW_SHOT, passes, rounds),
+        "time-conv4": lambda: time(conv4, TASKS, passes, rounds),
+        "time-few-shot": lambda: time(partial(conv4, shot=5), FEW_SHOT, passes, rounds),
         "coverage": lambda: coverage(range(seeds)),
     }
     with tempfile.TemporaryDirectory() as compiled:  # runs that differ only in their seeds use one program
