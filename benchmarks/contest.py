@@ -1,4 +1,4 @@
-"""FedAvg by this library, written by hand in JAX, and by other libraries: a round, the cold start, memory.
+"""FedAvg by this library, written by hand in JAX, and by other libraries: the time of a round, and the cold start.
 
 There are 100 clients with 600 samples of MNIST's size each, which make 30 local steps with batches of 20, in float32.
 The programs by hand compute clients side by side (vmap), in turn (scan), or on as many devices as there are cores
@@ -9,13 +9,12 @@ program by hand does not import the library for the 2NN. For the CNN it does, be
 loss after all rounds is of 1,000 samples; batches are drawn by other keys, so the losses agree only roughly.
 
 --others torch pfl fedjax also runs peers/with_NAME.py, for the 2NN and cohorts of 10. Each has an environment of its
-own, `.venv-peers/NAME`, which is made the first time (3 GB in total, more with PyTorch for GPUs). 30 steps are one pass
-through a client's samples. The other libraries draw samples without replacement, which changes the loss. The row
-"products" has the matrix products of the 2NN alone, by NumPy, with a thread for each core.
+own, `.venv-peers/NAME`, which is made the first time. The other libraries draw samples without replacement,
+so that 30 batches are one pass through a client's samples; this changes the loss. The row "products" has the matrix
+products of the 2NN alone, by NumPy, with a thread for each core.
 
---chunks also runs the library with other chunks, on one device and on all; the best of them is what a rule for chunks
-could reach. On a GPU, clients are computed side by side only, and memory is the device's; CLIENTS=1000 SAMPLES=32 in
-the environment give more and smaller clients.
+--chunks also runs the library with other chunks, on one device and on all. On a GPU, clients are computed side by side
+only. CLIENTS=1000 SAMPLES=32 in the environment give more and smaller clients.
 """
 
 import json
@@ -36,7 +35,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.harness import ROOT, head, in_process, medians, row, seconds, spread, turns
-from benchmarks.machine import peak_mb
 from benchmarks.peers import fedavg, work
 from benchmarks.peers.work import BATCH, CLIENTS, COHORT, LR, STEPS
 
@@ -94,7 +92,7 @@ def library(model: str, cohort: int, devices: int | None = None, chunk: int | No
     result = play(rounds=work.ROUNDS, eval_every=work.STRETCH)
     for one in result.history.rows[1:]:
         clock.tick(one["round"], one["seconds"])
-    return clock.result(loss(result.x, samples(work.few()))) | {"mb": peak_mb()}
+    return clock.result(loss(result.x, samples(work.few())))
 
 
 def by_hand(model: str, cohort: int, how: str) -> dict[str, float]:
@@ -109,7 +107,7 @@ def by_hand(model: str, cohort: int, how: str) -> dict[str, float]:
     for begin, end in pairwise((0, 1, *range(work.STRETCH, work.ROUNDS + 1, work.STRETCH))):
         x = jax.block_until_ready(run(x, arrays, weights, LR, jax.random.key(begin), end - begin))
         clock.tick(end)
-    return clock.result(loss(x, samples(work.few()))) | {"mb": peak_mb()}
+    return clock.result(loss(x, samples(work.few())))
 
 
 def python_with(name: str) -> str:
@@ -117,8 +115,9 @@ def python_with(name: str) -> str:
     room, pins = ROOT / ".venv-peers" / name, "\n".join(PINS[name])
     done, python = room / "pins.txt", str(room / "bin" / "python")
     if not done.exists() or done.read_text() != pins:
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(room)], check=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *PINS[name]], check=True)
+        uv = str(Path(sys.executable).with_name("uv"))  # libraries with the same PyTorch share its files
+        subprocess.run([uv, "venv", "--quiet", "--clear", "--python", sys.executable, str(room)], check=True)
+        subprocess.run([uv, "pip", "install", "--quiet", "--python", python, *PINS[name]], check=True)
         done.write_text(pins)
     return python
 
@@ -155,7 +154,7 @@ def products() -> dict[str, float]:
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         times = [seconds(lambda: list(pool.map(client, range(COHORT)))) for _ in range(10)]
-    return {"ms": 1e3 * median(times), **dict.fromkeys(("cold", "first", "mb", "loss"), float("nan"))}
+    return {"ms": 1e3 * median(times), **dict.fromkeys(("cold", "first", "loss"), float("nan"))}
 
 
 def contenders(
@@ -220,8 +219,8 @@ def main(
 ) -> None:
     for name in others:
         python_with(name)
-    columns = "the library's, divided by this", "cold start, s", "first call, s", "memory, MB", "loss"
-    head("model", "cohort", "contender", "ms a round", *columns)
+    columns = "ms a round", "the library's, divided by this", "cold start, s", "first call, s", "loss"
+    head("model", "cohort", "contender", *columns)
     for model in models:
         for cohort in cohorts:
             measured = turns(contenders(model, cohort, rounds, chunks, others), passes)
@@ -229,7 +228,7 @@ def main(
             for name, runs in measured.items():
                 ms, cold = spread((one["ms"] for one in runs), ".2f"), spread((one["cold"] for one in runs), ".1f")
                 middle = medians(runs)
-                cells = f"{middle['first']:.1f}", f"{middle['mb']:.0f}", f"{middle['loss']:.3f}"
-                row(model, cohort, name, ms, f"{ours / middle['ms']:.2f}", cold, *cells)
+                ratio, first = f"{ours / middle['ms']:.2f}", f"{middle['first']:.1f}"
+                row(model, cohort, name, ms, ratio, cold, first, f"{middle['loss']:.3f}")
             if picture and "products" in measured:
                 draw(measured, picture)

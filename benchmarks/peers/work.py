@@ -6,7 +6,6 @@ It uses only NumPy, since each library has an environment of its own.
 import itertools
 import json
 import os
-import resource
 import statistics
 import time
 from functools import cache
@@ -66,9 +65,8 @@ class Clock:
 
         The first stretch is left out, since it may contain work that is done once.
         """
-        mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         ms = 1e3 * statistics.median(np.diff(self.at)) / STRETCH
-        return {"ms": ms, "cold": self.cold, "first": self.first, "mb": mb, "loss": float(loss)}
+        return {"ms": ms, "cold": self.cold, "first": self.first, "loss": float(loss)}
 
     def report(self, loss: float) -> None:
         """Print the results as a line of JSON."""
