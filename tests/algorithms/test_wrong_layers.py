@@ -11,7 +11,7 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.algorithms.parts.layers import Layer, layered
-from fedbilevel.algorithms.parts.memory import warn_unless_contraction
+from fedbilevel.algorithms.parts.memory import check_compressor
 from fedbilevel.authoring import Coded, Compressor
 from fedbilevel.core.config import static
 from fedbilevel.core.tree import XYV
@@ -242,14 +242,102 @@ def product(wire):
     return wire[0] * wire[1]
 
 
+def coding(function, decode=None):
+    """Return a compressor that applies `function` to each array, and decodes by `decode`; None: nothing is decoded."""
+    one = function if decode is None else lambda array: Coded(function(array), decode)
+    return type("Codes", (Compressor,), {"coded": lambda self, tree: jax.tree.map(one, tree)})()
+
+
 def test_a_code_that_is_no_contraction_is_warned_of():
     """A code that is not a contraction is warned of.
 
     For entries of size 0.001, the signs are off by about 1000 times their size, which is 10⁶ in the square.
     """
-    with pytest.warns(NumericalWarning, match=r"Signs\.coded .*contraction.* 0\.001"):
+    with pytest.warns(NumericalWarning, match=r"Signs\.coded .*contraction.* 0\.001") as found:
         run(Signs(scaled=False))
+    assert found[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for code in (Signs(), fb.parts.TopK(share=0.2)):
-            warn_unless_contraction(code, (jnp.zeros(6), jnp.zeros((2, 3))))
+            check_compressor(code, (jnp.zeros(6), jnp.zeros((2, 3))))
+
+
+def test_a_code_of_zeros_is_no_contraction():
+    """C(v) = 0 sends nothing, and is as far from v as 0 is: ‖C(v) − v‖² = ‖v‖²."""
+    with pytest.warns(NumericalWarning, match="is 1 "):
+        check_compressor(coding(jnp.zeros_like), jnp.zeros(6))
+
+
+def test_a_compressor_that_draws_its_own_numbers_is_refused():
+    """Half of the entries are kept, by draws of NumPy; two draws for 50 entries are equal with probability 2⁻⁵⁰.
+
+    A draw from a fixed seed gives the same code each time, and is allowed.
+    """
+    drawing = lambda seed: coding(lambda array: array * np.random.default_rng(seed).integers(2, size=array.shape))  # noqa: E731
+    check_compressor(drawing(0), jnp.zeros(50))
+    refused(lambda: check_compressor(drawing(None), jnp.zeros(50)), r"Codes\.coded: .*deterministic.*asked\.key")
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (coding(lambda array: array, first_entries), r"decoding .*\.x is float\d+\[1\], not float\d+\[6\]"),
+        (coding(lambda array: array, lambda wire: "text"), r"Coded\.decode .*\.x is str 'text'"),
+        (coding(lambda array: "text"), r"update .*\.x is str 'text'"),
+        (coding(lambda array: None), r"decoding .*got "),
+    ],
+)
+def test_a_wrong_code_is_found_before_a_run(code, text):
+    refused(
+        lambda: layered(METHOD, code).check(TASK.problem, TASK.clients, TASK.x0, TASK.y0), rf"Codes\.coded: .*{text}"
+    )
+
+
+class NotArrays(Own):
+    """Keep a state that is not made of arrays, on one side.
+
+    Args:
+        make: the function that returns this state, "client_slot" or "server_slot".
+        slot: the state.
+    """
+
+    make: str = static(default="client_slot")
+    slot: object = static(default="text")
+
+    def client_slot(self, method, problem, x, y):
+        return self.slot if self.make == "client_slot" else None
+
+    def server_slot(self, method, x, y):
+        return self.slot if self.make == "server_slot" else None
+
+
+@pytest.mark.parametrize("make", ["client_slot", "server_slot"])
+@pytest.mark.parametrize(
+    ("slot", "leaf"), [("text", "it is str 'text'"), ((0.0, ("n", jnp.sum)), r"\[1\]\[0\] is str")]
+)
+def test_the_state_of_a_layer_is_made_of_arrays(make, slot, leaf):
+    refused(lambda: run(NotArrays(make=make, slot=slot)), rf"NotArrays\.{make}: .*{leaf}")
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "function", "wanted"),
+    [
+        (Own, "reply", lambda self, asked, client, run: None, r"\(self, asked, kept, client, run\)"),
+        (Compressor, "coded", lambda self, tree, key: tree, r"\(self, tree\)"),
+        (fb.parts.Median, "check", lambda self: None, r"\(self, method, problem, clients, x, y\)"),
+    ],
+)
+def test_functions_with_other_arguments_are_refused_when_the_class_is_made(base, name, function, wanted):
+    refused(lambda: type("Wrong", (base,), {name: function}), wanted)
+    type("Right", (base,), {"_helper": function, name: lambda self, *given, more=None: None})
+
+
+def test_a_field_that_is_used_as_a_size_is_named_with_the_function_of_the_layer():
+    class Share(Compressor):
+        share: float = 0.5
+
+        def coded(self, tree):
+            count = lambda array: max(1, int(self.share * array.size))  # noqa: E731
+            return jax.tree.map(lambda array: array.at[count(array) :].set(0), tree)
+
+    refused(lambda: run(Share()), r"Share\.coded is traced .*static\(")

@@ -34,13 +34,15 @@ class Server(Protocol):
     def round(self, fed: Fed, state: Any, key: Array) -> Any: ...
 
 
-def check_arguments(function: Callable[..., Any]) -> None:
-    """Refuse a phase whose arguments are not (self, client, message, key)."""
+def check_arguments(
+    function: Callable[..., Any], kind: str = "a phase", names: Collection[str] = ("self", "client", "message", "key")
+) -> None:
+    """Refuse a function that cannot be called with these arguments; `kind` says what it is, for the message."""
     try:
-        inspect.signature(function).bind("self", "client", "message", "key")
+        inspect.signature(function).bind(*names)
     except TypeError:
         name, takes = function.__qualname__.rpartition("<locals>.")[2], inspect.signature(function)
-        raise ConfigurationError(f"a phase takes (self, client, message, key), got {takes}", where=name) from None
+        raise ConfigurationError(f"{kind} takes ({', '.join(names)}), got {takes}", where=name) from None
 
 
 def checked_init(algorithm: Server, x: PyTree, y: PyTree) -> Any:
@@ -135,12 +137,14 @@ def check_state(where: str, new: PyTree, kept: PyTree) -> None:
 def explained(where: str) -> Iterator[None]:
     """Turn JAX's error for a traced value that is used as a Python number into an error that says what to write.
 
-    `where` names the function, such as "SimFBO.round".
+    `where` names the function of a method or a layer, such as "SimFBO.round".
     """
     try:
         yield
     except NOT_YET_A_NUMBER as error:
-        raise not_yet_a_number(where, error) from error
+        traced = not_yet_a_number(where, error)
+        traced.append("a field whose value Python needs, such as a size, is made by static(…)")
+        raise traced from error
 
 
 def difference(got: PyTree, like: PyTree, dtypes: bool = True) -> str:
@@ -151,6 +155,16 @@ def difference(got: PyTree, like: PyTree, dtypes: bool = True) -> str:
     for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(like), strict=True):
         if np.shape(one) != np.shape(other) or (dtypes and dtype_of(one) != dtype_of(other)):
             return f"{jax.tree_util.keystr(path) or 'it'} is {described(one)}, not {described(other)}"
+    return ""
+
+
+def not_an_array(tree: PyTree) -> str:
+    """Describe the first leaf that is neither an array that JAX supports nor a number; "" if there is none."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        try:
+            jax.eval_shape(lambda array: array, leaf)
+        except TypeError:
+            return f"{jax.tree_util.keystr(path) or 'it'} is {described(leaf)}"
     return ""
 
 

@@ -1,7 +1,11 @@
-"""Check what the functions of a layer return while JAX traces them; errors name the layer and the function."""
+"""Check the functions of a layer: their arguments, and what they return while JAX traces them.
+
+Errors name the layer and the function.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,7 +13,7 @@ import jax
 import numpy as np
 
 from fedbilevel.core.algorithm import Algorithm
-from fedbilevel.core.authored import check_numbers, described, difference
+from fedbilevel.core.authored import check_arguments, check_numbers, described, difference, explained, not_an_array
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import Coded, Reply, Total, decoded
 from fedbilevel.core.submodel import NUMBER
@@ -23,20 +27,47 @@ RETURNS: dict[str, tuple[type, str]] = {
 }
 
 
+def check_functions(cls: type) -> None:
+    """Refuse functions that a class overrides with other arguments than the base class, whose callers know no others.
+
+    Functions whose names begin with an underscore are helpers, and are not checked.
+    """
+    for name, function in vars(cls).items():
+        known = next((vars(base)[name] for base in cls.__mro__[1:] if name in vars(base)), None)
+        if name[0] != "_" and inspect.isfunction(function) and inspect.isfunction(known):
+            check_arguments(
+                function, f"this function of a {known.__qualname__.split('.')[0]}", inspect.signature(known).parameters
+            )
+
+
+def first_slot(layer: Any, make: str, given: tuple[Any, ...]) -> PyTree:
+    """Return the first state of a layer, which its function `make` returns for the arguments `given`, after a check.
+
+    Raises:
+        ConfigurationError: a leaf of the state is not an array.
+    """
+    slot = getattr(layer, make)(*given)
+    if wrong := not_an_array(slot):
+        raise ConfigurationError(
+            f"the leaves of a layer's state must be arrays: {wrong}", where=f"{layer.label}.{make}"
+        )
+    return slot
+
+
 def checked(
-    layer: Any, function: str, returned: Any, slots: Mapping[str, Any], inside: Any = None, undone: bool = False
+    layer: Any, function: str, given: tuple[Any, ...], slots: Mapping[str, Any], like: Any = None, undone: bool = False
 ) -> tuple[Any, Any]:
-    """Return the result of a function of a layer, a pair of its value and the layer's new state, after a check.
+    """Call a function of a layer, and return its result, a pair of its value and the layer's new state, after a check.
 
     The check runs while JAX traces, and adds nothing to the compiled program.
 
     Args:
         layer: the layer.
         function: the name of its function.
-        returned: the result of the function.
+        given: the arguments of the function.
         slots: the states of all layers on the same side (server or client), by the kind of layer.
-        inside: the Reply, the Total or the state that the layer got from the layers inside it; None: the layer did not
-            ask for any.
+        like: what the value must be like: the state that the layer got, or its argument `run` or `ask`, as a `Noted`,
+            whose last result counts.
         undone: whether the layer also has a function on the other side that reverses the changes which this function
             makes to updates.
 
@@ -45,6 +76,9 @@ def checked(
             structure, shapes or dtypes; or an update, a state or a metric does not have the required shapes.
     """
     where, (kind, name) = f"{layer.label}.{function}", RETURNS[function]
+    with explained(where):
+        returned = getattr(layer, function)(*given)
+    inside = like.returned if isinstance(like, Noted) else like
     if type(returned) is not tuple or len(returned) != 2 or not isinstance(returned[0], kind):
         got = described(returned)
         raise ConfigurationError(f"{where} returned {got}: it must return {name} and the layer's new state")
@@ -128,13 +162,21 @@ def plain_update(where: str, update: PyTree) -> PyTree:
     """Return the shapes and dtypes that an update has once its compressed parts (`Coded`) are decoded.
 
     Raises:
-        ConfigurationError: the `decode` of a coded part is not a function.
+        ConfigurationError: the `decode` of a coded part is not a function, or a leaf is not an array.
     """
     for part in jax.tree.leaves(update, is_leaf=lambda part: isinstance(part, Coded)):
         if isinstance(part, Coded) and not callable(part.decode):
             takes = "it must be a function of the wire that a module defines, or a frozen dataclass"
             raise ConfigurationError(f"Coded.decode is {described(part.decode)}: {takes}", where=where)
-    return jax.eval_shape(decoded, update)
+    if wrong := not_an_array(update):
+        raise ConfigurationError(f"the leaves of an update must be arrays: {wrong}", where=where)
+
+    def plain(update: PyTree) -> PyTree:
+        if wrong := not_an_array(found := decoded(update)):
+            raise ConfigurationError(f"Coded.decode must return arrays: {wrong}", where=where)
+        return found
+
+    return jax.eval_shape(plain, update)
 
 
 class Noted:

@@ -29,7 +29,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 from jax import Array
 
-from fedbilevel.algorithms.parts.layer_checks import Noted, check_declared, checked
+from fedbilevel.algorithms.parts.layer_checks import Noted, check_declared, check_functions, checked, first_slot
 from fedbilevel.algorithms.parts.slots import (
     LayeredClient,
     LayeredState,
@@ -111,6 +111,7 @@ class Around(Part):
         super().__init_subclass__(**options)
         place = vars(cls).get("place", PLACES[0])
         require(place in PLACES, f"{cls.__name__}.place", place, ", ".join(PLACES))
+        check_functions(cls)
 
     @property
     def label(self) -> str:
@@ -289,23 +290,22 @@ class Stack(NamedTuple):
 
         `make` is the name of the function that makes a layer's state, and `given` has the arguments of this function.
         """
-        made = {layer.kind: getattr(layer, make)(self.method, *given) for layer in self.layers}
+        made = {layer.kind: first_slot(layer, make, (self.method, *given)) for layer in self.layers}
         return {kind: slot for kind, slot in made.items() if slot is not None}
 
     def begun(self, slots: Slots) -> tuple[Algorithm, Slots]:
         """Return the method as a round runs it, and the new states of the layers."""
         method = self.method
         for layer in self.layers:
-            returned = layer.before_round(method, slots.get(layer.kind))
-            method, slot = checked(layer, "before_round", returned, slots)
+            method, slot = checked(layer, "before_round", (method, slots.get(layer.kind)), slots)
             slots = with_slot(slots, layer.kind, slot)
         return method, slots
 
     def ended(self, problem: Problem, slots: Slots, before: Any, after: Any) -> tuple[Any, Slots]:
         """Return the method's state at the end of a round, and the new states of the layers."""
         for layer in self.layers:
-            returned = layer.after_round(self.method, problem, slots.get(layer.kind), before, after)
-            after, slot = checked(layer, "after_round", returned, slots, after)
+            given = self.method, problem, slots.get(layer.kind), before, after
+            after, slot = checked(layer, "after_round", given, slots, after)
             slots = with_slot(slots, layer.kind, slot)
         return after, slots
 
@@ -481,8 +481,8 @@ def around(layers: Iterable[Layer], run: Inside) -> Inside:
 
     def one(layer: Layer, run: Inside, asked: Asked, client: Client) -> Reply:
         slots, inside = client_parts(client.state).slots, Noted(run)
-        returned = layer.reply(asked, slots.get(layer.kind), client, inside)
-        reply, slot = checked(layer, "reply", returned, slots, inside.returned, overrides(layer, "exchange"))
+        given = asked, slots.get(layer.kind), client, inside
+        reply, slot = checked(layer, "reply", given, slots, inside, overrides(layer, "exchange"))
         if slot is None:
             return reply
         return reply._replace(state=reply.state._replace(slots=with_slot(reply.state.slots, layer.kind, slot)))
@@ -524,8 +524,8 @@ class LayersFed:
 
     def one(self, layer: Layer, ask: Ask, asked: Asked) -> Total:
         inside = Noted(ask)
-        returned = layer.exchange(asked, self.slots.get(layer.kind), inside)
-        total, slot = checked(layer, "exchange", returned, self.slots, inside.returned, overrides(layer, "reply"))
+        given = asked, self.slots.get(layer.kind), inside
+        total, slot = checked(layer, "exchange", given, self.slots, inside, overrides(layer, "reply"))
         if overrides(layer, "exchange") and overrides(layer, "reply"):
             self.check_declared(layer, asked, total.update)
         self.slots = with_slot(self.slots, layer.kind, slot)

@@ -51,7 +51,6 @@ vanish, and so do their rounding errors: with replies that shrink by 0.001 in ev
 
 from __future__ import annotations
 
-import warnings
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
@@ -67,10 +66,10 @@ from jax import Array
 from fedbilevel.algorithms.parts.layer_checks import plain_update
 from fedbilevel.algorithms.parts.layers import Around, Ask, Asked, First, Inside, Kept, Layer
 from fedbilevel.core.algorithm import Algorithm, takes_and_gives
-from fedbilevel.core.authored import difference
+from fedbilevel.core.authored import difference, explained
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive_integer, static
-from fedbilevel.core.errors import ConfigurationError, NumericalWarning, require
+from fedbilevel.core.errors import ConfigurationError, NumericalWarning, require, warn
 from fedbilevel.core.facts import Allows, Asks, Findings, No
 from fedbilevel.core.fed import Public, Reply, Total, decoded
 from fedbilevel.core.local_x import server_x
@@ -78,10 +77,11 @@ from fedbilevel.core.own_y import server_y
 from fedbilevel.core.privacy import is_marked, private_part
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import NUMBER
-from fedbilevel.core.tree import PyTree, join, over
+from fedbilevel.core.tree import XY, PyTree, join, over
 
 SHORTENED = 10  # a remark follows if step sizes were divided by at least this number because replies were old
 DELAY_PENALTY = 2.0  # the default of `Asynchronous.delay_penalty`, which is derived above
+SAME = 1e-10  # two codes v, w of one tree t are the same if ‖v − w‖² ≤ SAME ‖t‖²: a GPU may add in another order
 ROUNDING = 1e-5  # the largest rounding error of a sum of all weights in float32
 
 
@@ -100,7 +100,11 @@ class Compressor(Around):
 
     @abstractmethod
     def coded(self, tree: PyTree) -> PyTree:
-        """Return a tree of floating-point arrays with some or all parts replaced by `authoring.Coded` parts."""
+        """Return a tree of floating-point arrays with some or all parts replaced by `authoring.Coded` parts.
+
+        The result must depend only on the tree and on the fields of the compressor. There is no random key: a
+        compressor that draws random numbers is a `Layer` whose `reply` draws with `asked.key`.
+        """
 
 
 class Asynchronous(Around):
@@ -225,13 +229,8 @@ class ReplyDelta(NamedTuple):
         if compressor is not None:
             marked = jax.tree.map(lambda part: part if is_marked(part) else None, change, is_leaf=is_marked)
             private = private_part(change)
-            coded = compressor.coded(private)
-            name = f"{type(compressor).__name__}.coded"
-            plain_update(name, coded)
-            if wrong := difference(restored := decoded(coded), private):
-                raise ConfigurationError(
-                    f"{name}: decoding must return the structure, shapes and dtypes of the encoded tree: {wrong}"
-                )
+            coded = checked_code(compressor, private)
+            restored = decoded(coded)
             update = optax.tree.add(last.update, join(restored, marked))
             change = (coded, marked)
         return cls(change, Public(joins), Public(exchanges)), LastReply(update, exchange)
@@ -271,7 +270,7 @@ class Memory(Layer):
 
     def check(self, method: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> None:
         if self.compressor is not None:
-            warn_unless_contraction(self.compressor, (x, y))
+            check_compressor(self.compressor, XY(x, y))
         if self.late is None:
             return
         alone = self.late.delay_penalty == 0 or problem.local is None
@@ -345,29 +344,50 @@ class Memory(Layer):
         )
 
 
-def warn_unless_contraction(compressor: Compressor, like: PyTree) -> None:
-    """Warn if a compressor is not a contraction for a random tree v with the shapes of `like`, at three sizes of v.
+def checked_code(compressor: Compressor, tree: PyTree) -> PyTree:
+    """Return the code of a tree.
 
-    A compressor is no contraction if C(v), compressed and decoded, is further from v than 0 is from v. A compressor
-    that passes this check may still not be a contraction for other trees.
+    Raises:
+        ConfigurationError: the decoded code differs from the tree in structure, shapes or dtypes.
     """
-    random = np.random.default_rng(0)
+    where = f"{type(compressor).__name__}.coded"
+    with explained(where):
+        coded = compressor.coded(tree)
+    if wrong := difference(plain_update(where, coded), tree):
+        must = "decoding must return the structure, shapes and dtypes of the encoded tree"
+        raise ConfigurationError(f"{must}: {wrong}", where=where)
+    return coded
+
+
+def check_compressor(compressor: Compressor, like: PyTree) -> None:
+    """Try a compressor C on a random tree v with the shapes of `like`, at three sizes of v.
+
+    A compressor is no contraction if C(v), compressed and decoded, is not nearer to v than 0 is; then warn. A
+    compressor that passes this check may still not be a contraction for other trees.
+
+    Raises:
+        ConfigurationError: the decoded C(v) does not have the shapes of v, or a second C(v) differs from the first.
+    """
+    random, where = np.random.default_rng(0), f"{type(compressor).__name__}.coded"
     tree = jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=jnp.shape(leaf)), jnp.result_type(leaf)), like)
     for size in (1e-3, 1.0, 1e3):
         v = jax.tree.map(lambda leaf, size=size: (size * leaf).astype(leaf.dtype), tree)
-        coded = compressor.coded(v)
-        plain = plain_update(f"{type(compressor).__name__}.coded", coded)
-        if difference(plain, v):
-            return  # the first reply raises an error
-        off = optax.tree.norm(optax.tree.sub(decoded(coded), v), squared=True)
-        share = float(off / optax.tree.norm(v, squared=True))
-        if share > 1:
-            text = (
-                f"{type(compressor).__name__}.coded is not a contraction: for a random v with entries of size {size:g} "
-            )
+        first, second = (decoded(checked_code(compressor, v)) for _ in range(2))
+        if _squared(optax.tree.sub(first, second)) > SAME * _squared(v):
+            text = "it returned two results for the same tree, and must be deterministic: a round is traced once, and "
+            text += "draws would be the same in every round. A random compressor is a Layer that draws with asked.key"
+            raise ConfigurationError(text, where=where)
+        share = _squared(optax.tree.sub(first, v)) / (_squared(v) or 1)  # the norm is 0 if there are no entries
+        if share >= 1:
+            text = f"{where} is not a contraction: for a random v with entries of size {size:g} "
             text += f"‖C(v) − v‖² is {share:.3g} ‖v‖²; it must be below ‖v‖², or the run may not converge"
-            warnings.warn(NumericalWarning(text), stacklevel=2)
+            warn(NumericalWarning(text))
             return
+
+
+def _squared(tree: PyTree) -> float:
+    """Return the sum of the squares of all entries."""
+    return float(optax.tree.norm(tree, squared=True))
 
 
 def gives(method: Algorithm, phase: str) -> PyTree:
