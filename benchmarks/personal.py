@@ -1,29 +1,17 @@
 """A model for each client that is pulled to a shared model by a learned pull, compared with other personal models.
 
-Each model is a softmax regression. The rows of each client are divided into training, validation and test samples; for
-images, each part is a third. 20 clients have two shards of images each, so that a client has two or three of ten
-classes. Images of 28×28 pixels are averaged down to 14×14. In Omniglot the clients are the 20 writers of an alphabet,
-and y predicts its characters. A writer drew each character once, so the characters of a writer's test samples are not
-among the writer's other samples. Each split has 45 characters of one of the five largest alphabets. The tables are
-heart disease (four hospitals) and azpro (17 hospitals; the procedure is predicted). Three of the compared methods are
-one run of SimFBO each, with steps that adapt and 1,000 exchanges, in which x is chosen by the validation loss:
+The page docs/how-to/personalised.md describes the data sets and the methods. Each model is a softmax regression. The
+rows of each client are divided into training, validation and test samples; for images, each part is a third. A client
+with images of ten classes has two shards of them. Each split of Omniglot has one of the five largest alphabets.
 
-    one model           y is shared, x its penalty
-    own models          y is each client's own, x a penalty for all of them
-    pulled              y is a shared model, and a model of each client's own. x has the factors of two penalties: one
-                        pulls the own models to the shared model, the other is on the shared model
-
-The other methods have six trials each, of which the best by the mean validation loss is used. Their losses are
-minimised completely, so that no step size has to be chosen:
-
-    FedAvg              one model, of the mean training loss with a penalty of 1e-5 to 1
-    FedAvg, fine-tuned  FedAvg's model, after 0, 1, 3, 10, 30 or 100 gradient steps of size 1/L by each client alone
-    Ditto               own models, pulled to FedAvg's by 1e-4 to 10
-    alone               own models, with a penalty of 1e-5 to 1 that each client chooses by its own validation samples
+"One model", "own models" and "pulled" are one run of SimFBO each, with steps that adapt, in which x is chosen by the
+validation loss. The other methods have six trials each, of which the best by the mean validation loss is used ("alone":
+each client uses its own best). Their losses are minimised completely, so that no step size has to be chosen. A step of
+fine-tuning is 1/L times a client's gradient.
 
 The columns are the mean over clients of the accuracy on a client's test samples, the accuracy of the worst client, and
-the mean of the loss. Differences are to "pulled", ± half of a 95 % Student interval over splits. After each split, a
-line has the three numbers of each method. Data are read from $FEDBILEVEL_DATA.
+the mean of the loss. After each split, a line has the three numbers of each method. Data are read from
+$FEDBILEVEL_DATA.
 """
 
 import warnings
@@ -46,11 +34,9 @@ from fedbilevel.tasks.regularization import with_one
 CLIENTS, IMAGES = 20, 120  # the numbers of clients, and of images of each client
 CHARACTERS = 45  # the number of characters of an alphabet
 EXCHANGES = 1000
-PENALTIES = 10.0 ** np.arange(-5, 1)
-PULLS = 10.0 ** np.arange(-4, 2)
-STEPS = (0, 1, 3, 10, 30, 100)
-BOX = (-6.0, 1.0)  # the bounds of x, exponents of ten
-START = -3.0
+PENALTIES, PULLS = 10.0 ** np.arange(-5, 1), 10.0 ** np.arange(-4, 2)  # of FedAvg and "alone"; of Ditto
+STEPS = (0, 1, 3, 10, 30, 100)  # of fine-tuning
+START, LEAST, MOST = -3.0, -6.0, 1.0  # of x, exponents of ten
 QUICK = {"sets": ["digits"], "splits": [0, 1]}
 Models = np.ndarray
 """The models of all clients, (clients, features, classes)."""
@@ -65,8 +51,6 @@ class Part(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The samples of all clients, in three parts."""
-
     train: Part
     valid: Part
     test: Part
@@ -182,17 +166,14 @@ def bilevel(own: bool, pulled: bool, at: Split) -> Models:
         both = of_batch(y["own"], batch) + of_batch(y["shared"], batch)
         return both + 10 ** x[0] * size(y["own"] - y["shared"]) + 10 ** x[1] * size(y["shared"])
 
-    def everyones(model: Any) -> Any:
-        return jnp.broadcast_to(model, (len(at.train.rows), *start.shape))
-
     is_own = (lambda path: path == "own") if pulled else (lambda path: True) if own else None
-    problem = fb.Bilevel(outer, inner, own=is_own, project_x=fb.projections.box(*BOX))
+    problem = fb.Bilevel(outer, inner, own=is_own, project_x=fb.projections.box(LEAST, MOST))
     samples = [{name: field[:, None] for name, field in part._asdict().items()} for part in (at.valid, at.train)]
     start = np.zeros((at.train.rows.shape[2], at.classes))
     y0 = {"shared": start, "own": start} if pulled else start
     method, x0 = fb.SimFBO(local_steps=1, batch_size=None), np.full(2 if pulled else 1, START)
     found = fb.solve(method, problem, fb.Clients(*samples), x0, y0, rounds=EXCHANGES, progress=False)
-    return np.asarray(everyones(of(found.y)))
+    return np.broadcast_to(of(found.y), (len(at.train.rows), *start.shape))
 
 
 def minimised(objective: Callable[[Any, Any], Any], factors: Sequence[float], start: np.ndarray) -> list[np.ndarray]:
@@ -219,13 +200,11 @@ def best(trials: Sequence[Models], at: Split, each: bool = False) -> Models:
 
 
 def fedavg(at: Split) -> Models:
-    clients, start = len(at.train.rows), np.zeros((at.train.rows.shape[2], at.classes))
-
     def whole(model: Any, penalty: float) -> Any:
         return jnp.mean(jax.vmap(loss, (None, 0, 0, 0))(model, *at.train)) + penalty * size(model)
 
-    trials = minimised(whole, PENALTIES, start)
-    return best([np.broadcast_to(model, (clients, *model.shape)) for model in trials], at)
+    trials = minimised(whole, PENALTIES, np.zeros((at.train.rows.shape[2], at.classes)))
+    return best([np.broadcast_to(model, (len(at.train.rows), *model.shape)) for model in trials], at)
 
 
 def fine_tuned(models: Models, at: Split) -> Models:
