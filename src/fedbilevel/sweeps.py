@@ -203,13 +203,13 @@ def product(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
         plain = [value.tolist() if hasattr(value, "tolist") else value for value in values]  # arrays of NumPy or JAX
         for i, value in enumerate(plain):
             if any(value is other or (value == other) is True for other in plain[:i]):
-                raise ConfigurationError(f"grid of {name} has {value!r} twice")
+                message = f"grid of {name} has {value!r} twice"
+                raise ConfigurationError(path=f"grid of {name}", got=value, allowed="there once", message=message)
     for part, whole in itertools.combinations(grid, 2):
         if part.startswith(f"{whole}."):
-            raise ConfigurationError(
-                f"{part} is a field of {whole}, whose values would replace those of {part}: name {whole} first, or "
-                "leave one of them out"
-            )
+            message = f"{part} is a field of {whole}, whose values would replace those of {part}: "
+            message += f"name {whole} first, or leave one of them out"
+            raise ConfigurationError(path="grid", got=part, allowed=f"after {whole}", message=message)
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
@@ -261,9 +261,9 @@ def measured_on_test(metric: str) -> bool:
 def require_holdout(select: str, on_test: bool, advice: str) -> None:
     """Refuse to select on test data unless `on_test` allows it; `advice` is the remedy in the message."""
     if measured_on_test(select) and not on_test:
-        raise ConfigurationError(
-            f"{select} is measured on test data: a setting that is selected on it looks better than it is. {advice}"
-        )
+        looks = "a setting that is selected on it looks better than it is"
+        message = f"{select} is measured on test data: {looks}. {advice}"
+        raise ConfigurationError(path="metric to select on", got=select, allowed=advice, message=message)
 
 
 def played(

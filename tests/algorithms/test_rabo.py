@@ -494,5 +494,5 @@ def test_each_hypergradient_is_asked_for_by_itself(task):
     report = fb.check_hypergradient(*given, estimators=alone, draws=1)
     assert report["slopes"].relative_error == pytest.approx(report["own"].relative_error, rel=1e-5)
     steps = fixed(fb.AFBO(hypergradient=fb.parts.SystemSteps()))
-    with pytest.raises(fb.errors.ConfigurationError, match=r"^SystemSteps "):
+    with refuses("", fact="SystemSteps "):
         fb.check_hypergradient(*given, estimators={"steps": steps}, draws=1)

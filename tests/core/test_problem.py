@@ -1,14 +1,11 @@
 """Are losses refused that are not one real number, and are models split and joined again without changes?"""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.problem import Padded, check_losses
 from fedbilevel.core.tree import join, nonfinite_leaves, split
 from refusals import ANY, refuses
@@ -52,20 +49,17 @@ def in_numpy(x, y, batch):
 
 
 @pytest.mark.parametrize(
-    ("loss", "line", "words"),
+    ("loss", "line", "fact"),
     [
-        (failing, 'return batch["a"]', r"the outer loss .*TypeError: .* x: shape \(\);"),
-        (
-            in_numpy,
-            "return jnp.mean(batch @ y) + np.sum(np.exp(x))",
-            r"the outer loss .* jnp ",
-        ),
+        (failing, 'return batch["a"]', " x: shape ();"),
+        (in_numpy, "return jnp.mean(batch @ y) + np.sum(np.exp(x))", " jnp "),
     ],
 )
-def test_a_loss_that_fails_is_explained_beginning_with_its_own_line(loss, line, words):
-    place = f"{__file__}:{loss.__code__.co_firstlineno + 1}, `{line}`: "
-    with pytest.raises(ConfigurationError, match=f"^{re.escape(place)}{words}") as error:
+def test_a_loss_that_fails_is_explained_beginning_with_its_own_line(loss, line, fact):
+    place = f"{__file__}:{loss.__code__.co_firstlineno + 1}, `{line}`: the outer loss "
+    with refuses("", fact=fact) as error:
         check_losses(fb.Bilevel(loss, good), jnp.ones(()), jnp.ones(2), SAMPLES[0], SAMPLES[0])
+    assert str(error.value).startswith(place)
     assert "core/problem.py" not in str(error.value)
 
 

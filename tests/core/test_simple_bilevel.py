@@ -64,33 +64,33 @@ SOLVED = {
         lambda: solved(fb.FISM(lr=3.0, regularization=1.0)),
         ("FISM: lr·regularization·μ", ANY, "at most 2"),
     ),
-    "H linear": (lambda: solved(outer=jnp.sum), ("", ANY, "strong_convexity")),
+    "H linear": (lambda: solved(outer=jnp.sum), ("SimpleBilevel.outer", ANY, "strongly convex")),
     "H less convex": (
         lambda: solved(outer=lambda x: half_square(x) / 2, strong_convexity=1.0),
-        ("", ANY, "μ = 1: "),
+        ("SimpleBilevel.outer", ANY, "μ = 1"),
     ),
     "H's kink of no slope": (
         lambda: solved(outer=lambda x: half_square(x) + jnp.sqrt(jnp.sum(x))),
         ("SimpleBilevel.outer", ANY, "finite there"),
     ),
     "H of many values": (lambda: solved(outer=lambda x: x), ("", ANY, "(2,)", "", "the outer loss")),
-    "X scaled": (lambda: solved(project=lambda x: x / 2), ("", ANY, "projected again")),
+    "X scaled": (lambda: solved(project=lambda x: x / 2), ("SimpleBilevel.project", ANY, "0: ")),
     "X not convex": (
         lambda: solved(project=lambda x: x / jnp.linalg.norm(x + 1e-9)),
-        ("", ANY, "not the nearest point of X"),
+        ("SimpleBilevel.project", "another point", "nearest"),
     ),
     "X empty": (
         lambda: solved(
             project=fb.projections.intersection(fb.projections.box(1, 2), fb.projections.half_space(1, 1), max_steps=50)
         ),
-        ("", ANY, "SimpleBilevel.project(x0) is not finite"),
+        ("SimpleBilevel.project(x0)", "not finite"),
     ),
     "H unknown": (lambda: solved(outer=None), ("SimpleBilevel.outer", None, "(x)")),
     "y0": (lambda: solved(y0=jnp.zeros(2)), ("y0", ANY, "SimpleBilevel")),
     "IR-IG of two": (lambda: solved(fb.IRIG()), ("IRIG: clients", 2, "clients.pooled()")),
     "another problem": (
         lambda: solved(given=fb.Bilevel(lambda x, y, batch: loss(y, batch), lambda x, y, batch: loss(y, batch))),
-        ("", ANY, "FISM solves SimpleBilevel problems, not Bilevel problems"),
+        ("problem", "Bilevel", "a SimpleBilevel problem"),
     ),
 }
 

@@ -109,7 +109,7 @@ def test_kept_is_rounded_to_the_nearest():
     assert unit_layout.kept(0.5) == {"eight": 4, "five": 3}  # of 2.5
     assert unit_layout.kept(0.25) == {"eight": 2, "five": 1}  # of 1.25
     assert unit_layout.kept(0.1) == {"eight": 1, "five": 1}  # of 0.8 and of 0.5
-    with pytest.raises(fb.errors.ConfigurationError, match=r"0\.09 .*'five' .* 5 .* 0\.1\b"):
+    with refuses("capacity", 0.09, "at least 0.1, for the 5 units of group 'five'"):
         unit_layout.kept(0.09)
 
 

@@ -92,7 +92,7 @@ def test_other_kinds_of_problem(made, start, limit):
 @pytest.mark.parametrize(
     ("changed", "refusal"),
     [
-        ({"project_x": lambda x: 2 * x}, ("", ANY, "Bilevel.project_x ")),
+        ({"project_x": lambda x: 2 * x}, ("Bilevel.project_x", ANY, "0: ")),
         ({"project_x": lambda x: x[:2]}, ("Bilevel.project_x(x0)", ((2,), "float64"), "(3,)")),
     ],
 )

@@ -88,8 +88,9 @@ def small(**changed):
 )
 def test_an_axis_that_is_not_said(changed):
     problem, x, batch = small(**changed)
-    with pytest.raises(fb.errors.ConfigurationError, match=r"'hidden' \(outer loss"):
+    with refuses("problem.structure") as error:
         fb.check_structure(problem, x, None, batch, batch)
+    assert any("'hidden' (outer loss" in group for group in error.value.got)
 
 
 def test_a_flattened_axis_in_the_wrong_order():
@@ -104,8 +105,9 @@ def test_a_flattened_axis_in_the_wrong_order():
         return networks.cross_entropy(maps.swapaxes(1, 2).reshape(len(maps), -1) @ x["head"], batch["label"])
 
     wrong = fb.SingleLevel(loss, structure=problem.structure)
-    with pytest.raises(fb.errors.ConfigurationError, match="'hidden'"):
+    with refuses("problem.structure") as error:
         fb.check_structure(wrong, x, None, batch, batch)
+    assert any("'hidden'" in group for group in error.value.got)
 
 
 def test_a_branch_whose_units_are_not_the_shortcuts():
@@ -135,9 +137,10 @@ def test_a_branch_whose_units_are_not_the_shortcuts():
         fb.check_structure(problem, x, jax.random.normal(jax.random.key(5), (4, 2)), batch, batch)
 
     check("maps")
-    with pytest.raises(fb.errors.ConfigurationError, match=r"'branch' \(outer loss.*'maps' \(outer loss") as caught:
+    with refuses("problem.structure") as error:
         check("branch")
-    assert "'inner'" not in str(caught.value)
+    groups = [group.partition("'")[2].partition("'")[0] for group in error.value.got if "outer loss" in group]
+    assert groups == ["branch", "maps"]
 
 
 @pytest.mark.parametrize("make", [loss_tuning, lambda: classification(hidden=(8,))])
@@ -155,7 +158,7 @@ def test_refusals():
     problem, x, batch = small()
     fb.check_structure(problem, x, None, batch, batch)
     none = fb.SingleLevel(lambda x, batch: jnp.zeros(()))
-    with pytest.raises(fb.errors.ConfigurationError, match=r"^problem\.structure = None"):
+    with refuses("problem.structure", None):
         fb.check_structure(none, x, None, batch, batch)
     with refuses("the outer loss at (x, y) and near it"):
         fb.check_structure(problem, {**x, "bias": np.full(4, np.inf)}, None, batch, batch)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
-from refusals import refuses
+from refusals import refuses, warns_with
 
 PROBLEM = fb.SingleLevel(lambda x, batch: jnp.mean((x - batch["a"]) ** 2))
 ROWS = [{"a": np.full((2, 1), float(i))} for i in range(4)]
@@ -73,22 +73,22 @@ def test_by_a_metric_of_which_neither_value_is_better_nothing_is_judged(recwarn)
     assert "height" not in found.judged
     assert "best" not in found.in_words()["height"]
     assert not recwarn
-    with pytest.warns(fb.errors.NumericalWarning, match="height has grown"):
+    with warns_with(fb.errors.NumericalWarning, "height "):
         solved(metrics={"height": heights["height"].function})
 
 
 @pytest.mark.parametrize("name", ["accuracy", "inaccuracy", "test_accuracy.young"])
 def test_no_name_says_which_way_is_better(name):
-    with pytest.raises(fb.errors.ConfigurationError, match=rf"\b{name} .*fb\.Metric"):
+    with refuses(f"metric {name}", fact="Metric"):
         solved(metrics={name: lambda x, y: x[0]})
-    with pytest.raises(fb.errors.ConfigurationError, match=rf"\b{name} .*fb\.Metric"):
+    with refuses(f"metric {name}", fact="Metric"):
         solved(metrics_per_client={name: lambda x, y, batch: jnp.mean(batch["a"])})
     said = solved(metrics={name: fb.Metric(lambda x, y: 1.5 - x[0], larger_is_better=False)}, rounds=1)
     assert said.history.in_words()[name].startswith("150.00 %" if name != "inaccuracy" else "1.5 →")
 
 
 def test_patience_with_two_rows_alone_is_warned_of(result):
-    with pytest.warns(UserWarning, match="eval_every=…"):
+    with warns_with(UserWarning, "eval_every"):
         assert solved(callbacks=[fb.stop_without_progress("score", patience=3)], eval_every=4).round == 4
 
 

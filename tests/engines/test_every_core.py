@@ -15,6 +15,7 @@ from fedbilevel.engines import checkpoint, machine
 from fedbilevel.engines.engine import Cohort
 from fedbilevel.engines.local.engine import CACHE, MUCH_STATE, Local, default_chunk, default_devices
 from fedbilevel.engines.local.samples import in_place, replicate
+from refusals import warns_with
 
 LARGE = MUCH_STATE // 16 + 1  # numbers of four bytes: four clients then have more than MUCH_STATE
 PROGRAM = """
@@ -135,7 +136,7 @@ def test_where_fewer_devices_are_there_a_sentence_says_so(tmp_path, monkeypatch)
     file = tmp_path / "run.npz"
     solved(Local(), 2, checkpoint=file)
     monkeypatch.setattr(jax, "local_device_count", lambda: 1)
-    with pytest.warns(fb.errors.CheckpointWarning, match=r"\b2 devices .* on 1\b"):
+    with warns_with(fb.errors.CheckpointWarning, " 2 devices"):
         end = solved(Local(), 4, checkpoint=file, resume=True)
     np.testing.assert_allclose(end.x, solved(Local(devices=2), 4).x, rtol=1e-5, atol=1e-6)
 

@@ -10,7 +10,7 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.authoring import XY, Algorithm, Reply, phase, static
-from refusals import ANY, refuses
+from refusals import ANY, refuses, warns_with
 
 
 def outer(x, y, batch):
@@ -100,7 +100,7 @@ def run(**changed):
 @pytest.mark.parametrize("field", ["key", "x0"])
 def test_a_run_within_a_transformation_is_refused(field):
     values = {"key": jax.random.split(jax.random.key(0)), "x0": jnp.zeros((2, 3))}[field]
-    with pytest.raises(fb.errors.ConfigurationError, match=rf"^{field} .*jax\.vmap"):
+    with refuses(field, "traced by JAX", "jax.vmap"):
         jax.vmap(lambda value: run(**{field: value}).x)(values)
 
 
@@ -132,7 +132,7 @@ def test_pytorch_in_a_loss_is_answered_with_from_torch(loss, tmp_path, monkeypat
     spec = importlib.util.spec_from_file_location("torch", tmp_path / "torch" / "__init__.py")
     monkeypatch.setitem(sys.modules, "torch", importlib.util.module_from_spec(spec))
     spec.loader.exec_module(sys.modules["torch"])
-    with pytest.raises(fb.errors.ConfigurationError, match=r"the outer loss .*fedbilevel\.torch\.from_torch\("):
+    with refuses("", fact="fedbilevel.torch.from_torch("):
         run(problem=fb.Bilevel(loss, inner))
 
 
@@ -217,6 +217,6 @@ def test_a_mistake_in_a_method_is_met_once_and_keys_of_jaxs_own_kind_are_found()
 
 def test_a_whole_number_in_a_start_is_warned_of_since_it_stays():
     loss = fb.SingleLevel(lambda x, batch: jnp.sum(x["a"] ** 2) + x["b"] + jnp.mean(batch["t"]))
-    with pytest.warns(fb.errors.InfluenceWarning, match=r"x0\['b'\] = 0 .*0\.0 "):
+    with warns_with(fb.errors.InfluenceWarning, "x0['b'] = 0 "):
         result = fb.solve(fb.FedAvg(), loss, fb.Clients(entries()), {"a": np.ones(2), "b": 0}, rounds=1)
     assert result.x["b"] == 0

@@ -9,7 +9,6 @@ import pytest
 from command_line import outcome
 
 from fedbilevel import experiments
-from fedbilevel.core.errors import ConfigurationError
 from refusals import ANY, refuses
 
 BUDGET = 60
@@ -60,7 +59,7 @@ def test_an_interrupted_run_ends_at_the_same_bits(random_length, tmp_path) -> No
 
     with pytest.raises(KeyboardInterrupt):
         experiments.run(spec, tmp_path / "run", plot=False, callbacks=[interrupt])
-    with pytest.raises(ConfigurationError, match=r"^rounds .* 60 exchanges"):
+    with refuses("rounds", 99, " 60 exchanges"):
         experiments.resume(tmp_path / "run", rounds=99, plot=False)
     with refuses("callbacks", interrupt, "list"):
         experiments.resume(tmp_path / "run", plot=False, callbacks=interrupt)

@@ -6,9 +6,9 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel import tasks
-from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.engines import submodels
 from fedbilevel.experiments import tables
+from refusals import refuses
 
 TASKS = {
     "hyper_representation": fb.RABO(),
@@ -28,7 +28,7 @@ def test_the_losses_of_a_task_take_submodels(name) -> None:
 
 def test_a_network_without_units_is_not_cut() -> None:
     task = tasks.hyper_cleaning().with_own(capacity=0.5)
-    with pytest.raises(ConfigurationError, match=r"^Clients\.capacity .*structure"):
+    with refuses("Clients.capacity", "0.5", "structure"):
         fb.solve(fb.SimFBO(server_lr=0.1), task.problem, task.clients, task.x0, task.y0, rounds=1)
 
 

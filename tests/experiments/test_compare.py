@@ -9,7 +9,6 @@ import shutil
 import pytest
 
 from fedbilevel import experiments
-from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.display import curves
 from fedbilevel.engines.history import History
 from fedbilevel.experiments import compare, export, tables
@@ -98,7 +97,7 @@ def test_groups_of_one_name_are_told_apart_and_no_run_counts_twice(runs, tmp_pat
         spec.write_text(re.sub(r"condition = \S+", f"condition = {condition}", spec.read_text()))
     assert [group.label for group in load_groups([tmp_path, runs / "sim"])] == ["a/shro", "b/shro", "sim (3 seeds)"]
     shutil.copytree(runs / "shro", tmp_path / "again")
-    with pytest.raises(ConfigurationError, match=r"shro/seed-0 .*again/seed-0 .*seed"):
+    with refuses("runs", [str(runs / "shro" / "seed-0"), str(tmp_path / "again" / "seed-0")]):
         load_groups([runs / "shro", tmp_path / "again"])
 
 
@@ -116,7 +115,7 @@ def test_a_run_that_a_folder_has_twice_is_left_out(runs, tmp_path, run) -> None:
     assert [run.folder.path.parent.name for group in load_groups([tmp_path / "dup"]) for run in group.runs] == ["a"]
     assert run("report", tmp_path / "dup", "--out", tmp_path / "page.html")[0] == 0
     assert again.removeprefix("left out") in (tmp_path / "page.html").read_text(encoding="utf-8")
-    with pytest.raises(ConfigurationError, match=r"a/seed-0 .*b/seed-0 .*seed"):
+    with refuses("runs", [str(tmp_path / "dup" / one / "seed-0") for one in "ab"]):
         load_groups([tmp_path / "dup" / "a", tmp_path / "dup" / "b"])
 
 
@@ -165,11 +164,11 @@ def test_runs_that_measure_different_things_or_disagree_on_the_better_way_are_re
     spec = experiments.configure(task="quadratic", settings=["rounds=20"])
     write_run(tmp_path / "a", spec, larger=True)
     other = write_run(tmp_path / "b", spec.replace(run={"seed": 1}), larger=False)
-    with pytest.raises(ConfigurationError, match=r"relative_error, better when larger .*, relative_error \("):
+    with refuses("metrics of the runs", ["relative_error, better when larger", "relative_error"]):
         load_groups([tmp_path])
     for file in (other / "summary.json", other / "history.jsonl"):
         file.write_text(file.read_text().replace('"relative_error"', '"test_loss"'))
-    with pytest.raises(ConfigurationError, match=r"relative_error.*, test_loss \("):
+    with refuses("metrics of the runs", ["relative_error, better when larger", "test_loss"]):
         load_groups([tmp_path])
 
 
@@ -237,7 +236,7 @@ def test_a_loaded_run_has_what_the_result_had(runs) -> None:
     loaded = experiments.load_run(runs / "sim" / "seed-0")
     assert loaded.spec.tables() == spec.tables()
     assert experiments.resolve(loaded.spec.tables()) == spec
-    with pytest.raises(ConfigurationError, match=r"resolve\(spec\.tables"):
+    with refuses("spec", fact="resolve(spec.tables"):
         experiments.build(loaded.spec)
     assert loaded.metric == "relative_error"
     assert len(loaded.history) == 7

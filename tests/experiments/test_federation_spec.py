@@ -519,7 +519,7 @@ def test_a_site_that_could_not_take_part_is_told_why(node, more, message, hospit
 def test_a_task_that_cannot_be_made_of_a_sites_data_is_refused_in_a_sentence(line, why, tmp_path):
     (tmp_path / "mine.py").write_text(f"def mine(party='all'):\n    return {line}\n")
     spec = configure(task=f"{tmp_path / 'mine.py'}:mine", algorithm="simfbo")
-    with pytest.raises(fb.errors.ConfigurationError, match=rf"mine\.py:mine .*party = 7: {why}"):
+    with refuses("task", f"{tmp_path / 'mine.py'}:mine", f"party = 7: {why}"):
         federation.site(spec, {}, {"partition-id": 7})
 
 

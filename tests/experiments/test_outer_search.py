@@ -21,7 +21,7 @@ from fedbilevel.experiments.outer_search import TPE, Halving, Random, SearchRun,
 from fedbilevel.experiments.runner import build
 from fedbilevel.experiments.series import comparison_specs
 from fedbilevel.tasks.quadratic import outer, quadratic
-from refusals import ANY, refuses, warns_with
+from refusals import ANY, raises_with, refuses, warns_with
 
 optuna = pytest.importorskip("optuna")
 BOUNDS = {"low": -1.0, "high": 1.0}
@@ -253,15 +253,13 @@ def test_a_search_ends_though_no_trial_can_begin(unit):
     nowhere = replace(
         TASK, metrics={}, problem=fb.Bilevel(lambda x, y, rows: jnp.inf + 0 * jnp.sum(y), TASK.problem.inner)
     )
-    with pytest.raises(NumericalError, match=r"all .* trials of .* diverged"):
+    with raises_with(NumericalError, " trials of "):
         searched(Random(**BOUNDS, trial_exchanges=4, batch_size=None), 30, nowhere, unit=unit)
 
 
 def test_a_search_whose_trials_all_diverge_names_the_field_to_change():
     method = Random(**BOUNDS, trial_exchanges=4, batch_size=None, lr=1e200)
-    with pytest.raises(
-        NumericalError, match=r"all 4 trials of .* diverged: lower Random\.lr = 1e\+200, or draw x"
-    ) as error:
+    with raises_with(NumericalError, "Random.lr = 1e+200") as error:
         searched(method, 5)
     assert error.value.ledger.exchanges == 4
 

@@ -100,7 +100,7 @@ def test_a_comparison_draws_the_clients_of_those_who_measured_them(place, tmp_pa
     assert solid.get_color() == worst.get_color() == cost.lines[2].get_color() == COLOURS[2]
     np.testing.assert_allclose(solid.get_ydata(), 100 * one.history["client_accuracy.mean"])
     np.testing.assert_allclose(worst.get_ydata(), 100 * one.history["client_accuracy.worst"])
-    with pytest.raises(ConfigurationError, match=r"\bper_client: .*run\.metrics_per_client=true"):
+    with refuses("panel", "per_client", "run.metrics_per_client=true"):
         compare.draw(groups[1:2], tmp_path / "c.png", ["per_client"])
 
 
@@ -114,7 +114,7 @@ def test_a_misspelt_panel_is_answered_with_the_nearest():
 
 def test_a_panel_of_clients_whom_no_run_will_measure_is_refused_before_anything_runs(tmp_path):
     specs = {"fedavg": configure(task="classification", algorithm="fedavg", settings=SETTINGS)}
-    with pytest.raises(ConfigurationError, match=r"\bper_client: .*run\.metrics_per_client=true"):
+    with refuses("panel", "per_client", "run.metrics_per_client=true"):
         play_all(specs, tmp_path / "c", panels=["per_client"])
     assert not (tmp_path / "c").exists()
 

@@ -16,7 +16,7 @@ from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.history import History
 from fedbilevel.experiments import configure, search, sweep
 from fedbilevel.experiments.search import Range, search_specs
-from refusals import ANY, refuses
+from refusals import ANY, raises_with, refuses
 
 optuna = pytest.importorskip("optuna")
 SPACE = {"server_lr.x": Range(0.001, 1, log=True), "local_steps": Range(1, 8), "batch_size": ["none", 4]}
@@ -132,7 +132,7 @@ def test_what_a_run_could_not_read_is_no_fault_of_the_study(monkeypatch, tmp_pat
         raise FileNotFoundError(2, "No such file or directory", "mine.csv")
 
     monkeypatch.setattr(sweep, "run_of", run)
-    with pytest.raises(FileNotFoundError, match=r"mine\.csv"):
+    with raises_with(FileNotFoundError, filename="mine.csv"):
         searched(tmp_path, 1)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fedbilevel import experiments
-from fedbilevel.core.errors import ConfigurationError, ExchangeError, NumericalError
+from fedbilevel.core.errors import ExchangeError, NumericalError
 from fedbilevel.engines import lock
 from fedbilevel.experiments import Folder, folder_reader
 from fedbilevel.experiments.folder_reader import FolderReader, best_runs, mean_of
@@ -233,7 +233,7 @@ def test_the_app_of_a_demo_is_no_run(tmp_path) -> None:
 
 def test_a_folder_that_is_no_runs_is_refused(tmp_path) -> None:
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(ConfigurationError, match=r"spec\.toml .*exchanges\.jsonl.* notes\.txt"):
+    with refuses("FOLDER", str(tmp_path), " notes.txt"):
         seen(tmp_path)
     with refuses("FOLDER", str(tmp_path / "none"), "fedbilevel watch --serve"):
         seen(tmp_path / "none")

@@ -345,7 +345,7 @@ def test_settings_may_be_values_of_python() -> None:
 def test_the_field_of_a_part_is_not_taken_for_that_of_a_task() -> None:
     """A setting means a field of a section rather than of a part, and if several places fit, an error lists them."""
     assert configure(task="quadratic", algorithm="fednest", settings=["rounds=9"]).run.rounds == 9
-    with pytest.raises(ConfigurationError, match=r"inner\.local_steps or clients\.local_steps"):
+    with refuses("setting", "local_steps", "inner.local_steps or clients.local_steps"):
         configure(task="quadratic", algorithm="fednest", settings=["local_steps=9"])
 
 

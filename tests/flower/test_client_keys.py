@@ -60,7 +60,7 @@ def test_a_registered_key_does_not_take_another_clients_place(keys, caplog):
 
     Node 3 has a key that belongs to no client, and claims to be client 2. Nodes 5 and 6 have each other's keys.
     """
-    with pytest.raises(ExchangeError, match=r"^3 clients .* 4 of 6 .*another key") as told:
+    with raises_with(ExchangeError, replies=3, needed=4) as told:
         solve(registered(InProcess(ONLINE, 6), keys, [0, 1, 6, 3, 5, 4]), keys, quorum=0.6)
     refused = [record.getMessage() for record in caplog.records if record.name == "fedbilevel.server"]
     claims = "does not take part: the node claims to be client"
@@ -74,7 +74,7 @@ def test_a_registered_key_does_not_take_another_clients_place(keys, caplog):
 
 def test_nodes_without_keys_are_nobody(keys):
     """A node that has registered no key takes no client's place."""
-    with pytest.raises(ExchangeError, match="0 clients are online"):
+    with raises_with(ExchangeError, replies=0):
         solve(InProcess(ONLINE, 6), keys)
 
 

@@ -242,13 +242,13 @@ class Odd(authoring.Algorithm):
 
 
 @pytest.mark.parametrize(("what", "place"), [
-    ("key in message", r"the message of phase phase: \['k'\] is a PRNG key"),
-    ("key in reply", "the update of phase phase: value is a PRNG key"),
-    ("key kept", "the state of clients: value is a PRNG key"),
+    ("key in message", "the message of phase phase: ['k']"),
+    ("key in reply", "the update of phase phase: value"),
+    ("key kept", "the state of clients: value"),
 ])  # fmt: skip
 def test_keys_are_refused(what, place):
     """A PRNG key in a message, in an update or in the state of clients is refused."""
-    with pytest.raises(fb.errors.ConfigurationError, match=place):
+    with refuses(place, "a PRNG key"):
         contract(Odd(what=what))
 
 
@@ -277,6 +277,5 @@ def test_weak_numbers_stay_weak():
 
 
 def test_messages_of_changing_shape_are_refused():
-    said = r"^round 0 .*float64\[1\] .*phase phase"
-    with pytest.raises(fb.errors.ConfigurationError, match=said):
+    with refuses("message of phase phase", "value float64[1]"):
         run("changing")

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import fedbilevel as fb
 from fedbilevel import authoring
 from fedbilevel.core.config import static
 from fedbilevel.core.errors import ExchangeError
@@ -170,7 +169,7 @@ def test_what_a_run_cannot_be_asked(algorithm, options, path, got, fact):
 
 
 def test_a_method_says_that_it_asks_for_first_replies():
-    with pytest.raises(fb.errors.ConfigurationError, match=r"\bsum_first: Silent .*asks = Asks\(first"):
+    with refuses("asks", fact="Asks(first"):
         run(Silent())
 
 

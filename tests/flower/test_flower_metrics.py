@@ -17,7 +17,7 @@ from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.server.engine import ClientMetrics
 from fedbilevel.flower.wire import METRICS as METRICS_ASKED
 from fedbilevel.flower.wire import RequestMessage, to_bytes
-from refusals import refuses
+from refusals import refuses, warns_with
 
 METRICS = {"fit": own.TASK.problem.outer, "inner_fit": fb.PerClient(own.TASK.problem.inner, "inner")}
 ONE = {"fit": METRICS["fit"]}
@@ -56,7 +56,7 @@ def test_where_everyone_tells_the_numbers_are_those_of_a_simulation(everyone):
 
 
 def test_a_site_does_not_tell_unless_it_is_let(everyone):
-    with pytest.warns(fb.errors.AbsenceWarning, match="only 0 of 6 .*share"):
+    with warns_with(fb.errors.AbsenceWarning, " 0 of 6 "):
         result = solve([])
     assert [row["fit.clients"] for row in result.history.rows] == [0, 0]
     assert not any(name.startswith("fit.") for name in set(result.history.columns) - {"fit.clients"})
@@ -66,7 +66,7 @@ def test_a_site_does_not_tell_unless_it_is_let(everyone):
 
 def test_the_columns_are_of_those_who_tell(everyone):
     some = [1, 5]
-    with pytest.warns(fb.errors.AbsenceWarning, match="only 2 of 6 clients"):
+    with warns_with(fb.errors.AbsenceWarning, " 2 of 6 "):
         row = solve(some, ONE, metrics_per_client=ONE).history.rows[0]
     x, y, clients = own.TASK.x0, own.TASK.y0, own.TASK.clients
     values = np.array([float(METRICS["fit"](x, y, clients.outer.row(k))) for k in some])
@@ -80,7 +80,7 @@ def test_the_columns_are_of_those_who_tell(everyone):
     ({"fit": lambda x, y, batch: jnp.nan * jnp.sum(x)}, "its metrics are not finite"),
 ])  # fmt: skip
 def test_what_is_no_answer_to_the_request_does_not_count(metrics, why):
-    with pytest.warns(fb.errors.AbsenceWarning, match=rf"only 0 of 6 clients \(.*({why})"):
+    with warns_with(fb.errors.AbsenceWarning, why):
         assert solve([0], metrics, metrics_per_client=ONE).history.rows[0]["fit.clients"] == 0
 
 

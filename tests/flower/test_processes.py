@@ -25,6 +25,7 @@ from fedbilevel.flower.launch.processes import (
     free_ports,
     require_begun,
 )
+from refusals import raises_with
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 DETACHING = """
@@ -179,7 +180,7 @@ def test_a_node_is_killed_and_started_again(tmp_path):
 
 def test_what_does_not_start_is_reported_with_its_log_and_the_rest_is_stopped(tmp_path):
     federation = Broken(tmp_path, 2)
-    with pytest.raises(StartError, match=r"client-1 ended\n--- .*client-1\.log\nno disk"), federation:
+    with raises_with(StartError, "client-1.log\nno disk"), federation:
         pass
     assert federation.nodes == {}
     assert free_ports(1, federation.port) == [federation.port]  # the port is free again
@@ -212,9 +213,9 @@ def test_a_run_that_nothing_takes_is_told_from_one_that_has_just_come_and_from_t
     require_begun(Saying(runs(a="running", b="pending"), runs(b="starting", c="pending")), "there")
     assert slept == [10.0]
     stays = runs(a="running", b="pending", c="pending", d="pending")
-    with pytest.raises(CommandError, match=r"does not begin waiting runs \(2, for 10 s or more\): flower-supere"):
+    with raises_with(CommandError, "(2, for 10 s"):
         require_begun(Saying(stays, runs(b="pending", c="pending", d="running", e="pending")), "there")
-    with pytest.raises(CommandError, match=r"flwr list there: no such name$"):
+    with raises_with(CommandError, "flwr list there: no such name"):
         require_begun(Saying({"success": False, "error-message": "no such\nname"}), "there")
 
 

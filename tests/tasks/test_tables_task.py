@@ -16,7 +16,7 @@ from fedbilevel.data import DataError
 from fedbilevel.errors import ConfigurationError, DataWarning
 from fedbilevel.estimators import Preparer
 from fedbilevel.tasks import tables
-from refusals import ANY, raises_with, refuses
+from refusals import ANY, raises_with, refuses, warns_with
 
 KINDS = ("binary", "classes", "count", "continuous", "survival")
 SITES = {"a": 14, "b": 9, "c": 1}
@@ -272,7 +272,7 @@ def test_a_column_that_a_site_does_not_have(tmp_path):
 def test_rows_without_a_target_are_left_out(tmp_path):
     made = frames("continuous")
     made["a"].loc[[0, 3], "outcome"] = np.nan
-    with pytest.warns(DataWarning, match=r"2 of 14 rows of a\.csv have no outcome"):
+    with warns_with(DataWarning, "2 of 14 rows of a.csv "):
         task = tables(folder=written(tmp_path, made), outcome="continuous", test=0.0)
     assert task.clients.inner.size.tolist() == [12, 9, 1]
 
@@ -333,11 +333,6 @@ def test_the_rows_of_test_csv_need_a_site(tmp_path):
     folder = written(tmp_path, frames())
     frames()["a"].assign(Site="a").to_csv(tmp_path / "test.csv", index=False)
     with refuses("column of test.csv", "site", near="Site"):
-        tables(folder=folder, test=0.0)
-    words = (
-        r"^test\.csv has no column 'site', which names the site of each row; its columns are 'Site', .*mean 'Site'\?$"
-    )
-    with pytest.raises(ConfigurationError, match=words):
         tables(folder=folder, test=0.0)
 
 

@@ -377,7 +377,10 @@ def check_solves(algorithm: Algorithm, problem: Problem) -> None:
     able = sorted(cls.__name__ for cls in ALGORITHMS.values() if isinstance(problem, cls.solves))
     kinds = " or ".join(kind.__name__ for kind in algorithm.kinds_of_problem)
     text = f"{algorithm.label} solves {kinds} problems, not {type(problem).__name__} problems"
-    raise ConfigurationError(f"{text}; these methods do: {', '.join(able)}")
+    message = f"{text}; these methods do: {', '.join(able)}"
+    got = type(problem).__name__
+    allowed = f"a {kinds} problem; {got} problems are solved by {', '.join(able)}"
+    raise ConfigurationError(path="problem", got=got, allowed=allowed, message=message)
 
 
 def check_fields(algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree, rounds: int) -> None:

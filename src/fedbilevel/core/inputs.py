@@ -183,9 +183,9 @@ def require_start(name: str, given: PyTree, variable: PyTree) -> None:
 def require_not_traced(name: str, given: PyTree) -> None:
     """Refuse a traced value: a run cannot be inside `jax.vmap`, `jax.jit` or `jax.grad`."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(given)):
-        raise ConfigurationError(
-            f"{name} is traced by JAX: a run cannot be inside jax.vmap, jax.jit or jax.grad; run several in a loop"
-        )
+        allowed = "outside of jax.vmap, jax.jit and jax.grad"
+        message = f"{name} is traced by JAX: a run must be {allowed}; run several in a loop"
+        raise ConfigurationError(path=name, got="traced by JAX", allowed=allowed, message=message)
 
 
 def arrays_of(field: str, data: PyTree, whose: str = "") -> PyTree:

@@ -61,7 +61,8 @@ def directions(metrics: Mapping[str, Any]) -> dict[str, bool]:
             continue
         if "accuracy" in name and larger is None:
             remedy = "write fb.Metric(function, larger_is_better=True), or False"
-            raise ConfigurationError(f"the metric {name} does not say whether a larger value is better: {remedy}")
+            message = f"the metric {name} does not say whether a larger value is better: {remedy}"
+            raise ConfigurationError(path=f"metric {name}", got="a plain function", allowed="a Metric", message=message)
         larger_by_name[name] = bool(larger)
     return larger_by_name
 

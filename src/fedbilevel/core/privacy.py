@@ -97,8 +97,9 @@ class PrivacyAccount:
         try:
             return cls({float(noise_multiplier): count for noise_multiplier, count in parse_json(text).items()})
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            got = f"{text[:200]!r} ({in_a_line(error)})"
-            raise ConfigurationError(f"this is not a stored privacy account: {got}") from None
+            message = f"this is not a stored privacy account: {text[:200]!r} ({in_a_line(error)})"
+            allowed = "a text of PrivacyAccount.to_json"
+            raise ConfigurationError(path="privacy account", got=text, allowed=allowed, message=message) from None
 
 
 class NoiseError(UnsupportedError):

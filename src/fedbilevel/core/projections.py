@@ -171,21 +171,22 @@ def check_projection(field: str, project: Project, x: PyTree, points: PyTree) ->
     images = of_each(project, points)
     finite = np.all(np.isfinite(as_rows(images)), axis=1)
     if not finite[0]:
-        raise ConfigurationError(f"{field}(x0) is not finite; the set may be empty, as for sets that do not meet")
+        message = f"{field}(x0) is not finite; the set may be empty, as for sets that do not meet"
+        raise ConfigurationError(path=f"{field}(x0)", got="not finite", allowed="a point of X", message=message)
     points, images = (jax.tree.map(lambda leaf: leaf[finite], tree) for tree in (points, images))
     u, p, again = map(as_rows, (points, images, of_each(project, images)))
     scale = 1 + np.linalg.norm(u, axis=1)
     slack = max(INEXACT, 1e3 * epsilon(x)) * scale
     moved = np.linalg.norm(again - p, axis=1)
     if np.any(moved > slack):
+        message = f"{field} is not a projection: a projected point moves by {moved.max():.3g} when projected again"
         raise ConfigurationError(
-            f"{field} is not a projection: a projected point moves by {moved.max():.3g} when projected again"
+            path=field, got=float(moved.max()), allowed="0: a projected point stays", message=message
         )
     reach = (u - p) @ p.T - np.sum((u - p) * p, axis=1)[:, None]
     if np.any(reach > (slack * scale)[:, None]):
-        raise ConfigurationError(
-            f"{field} is not a projection onto a convex set: a projected point is not the nearest point of X"
-        )
+        message = f"{field} is not a projection onto a convex set: a projected point is not the nearest point of X"
+        raise ConfigurationError(path=field, got="another point", allowed="the nearest point of X", message=message)
     return images
 
 

@@ -137,10 +137,12 @@ class UnitLayout:
         for group, count in kept.items():
             size = self.sizes[group]
             if count == 0:
-                raise ConfigurationError(
+                message = (
                     f"capacity {capacity:g} leaves group {group!r} with none of its {size} units: use a capacity of at "
                     f"least {0.5 / size:.3g}, or a wider layer"
                 )
+                allowed = f"at least {0.5 / size:.3g}, for the {size} units of group {group!r}"
+                raise ConfigurationError(path="capacity", got=capacity, allowed=allowed, message=message)
         return kept
 
     def shapes_of(self, kept: Mapping[str, int]) -> Units:

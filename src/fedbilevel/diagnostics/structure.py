@@ -37,7 +37,7 @@ def check_structure(
     """
     structure = problem.structure
     if structure is None:
-        raise ConfigurationError("problem.structure = None: there is nothing to check; give the problem a Structure")
+        raise ConfigurationError(path="problem.structure", got=None, allowed="a Structure, which is checked")
     (x, x_fixed), (y, y_fixed) = split(x), split(y)
     problem = problem.with_fixed(x_fixed, y_fixed)
     unit_layout = UnitLayout.of(structure, x, y)
@@ -57,10 +57,10 @@ def check_structure(
             if not abs(after - float(before[name])) <= ROUNDING * epsilon(x, y, before[name]) * size[name]:
                 found.append(f"{group!r} ({name} loss {float(before[name]):.9g} became {after:.9g})")
     if found:
-        raise ConfigurationError(
-            f"permuting units changes a loss, so that the axes of these groups are incomplete or wrong: "
-            f"{', '.join(found)}"
-        )
+        message = "permuting units changes a loss, so that the axes of these groups are incomplete or wrong: "
+        message += ", ".join(found)
+        allowed = "groups whose units can be permuted"
+        raise ConfigurationError(path="problem.structure", got=found, allowed=allowed, message=message)
 
 
 def _derangement(units: int, rng: np.random.Generator) -> np.ndarray:

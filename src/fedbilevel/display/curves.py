@@ -400,7 +400,9 @@ def gflop(flops: float) -> str:
 def require_picture(file: Path) -> None:
     """Refuse a file name if its suffix does not belong to a supported format."""
     if file.suffix.lower() not in SUFFIXES:
-        raise ConfigurationError(f"cannot draw {file}: the name of a picture must end in {', '.join(SUFFIXES)}")
+        allowed = ", ".join(SUFFIXES)
+        message = f"cannot draw {file}: the name of a picture must end in {allowed}"
+        raise ConfigurationError(path="name of a picture", got=str(file), allowed=allowed, message=message)
 
 
 def encoded(figure: Any, file: Path) -> bytes:
@@ -422,7 +424,8 @@ def require_panel(panel: str, curves: Sequence[Curve]) -> None:
     if panel not in COSTS:
         raise unknown("panel", panel, COSTS)
     if lacking := [line.label for line in curves if panel not in line.costs and not line.level]:
-        raise ConfigurationError(f"cannot draw a panel of {panel}: it was not counted in {', '.join(lacking)}")
+        message = f"cannot draw a panel of {panel}: it was not counted in {', '.join(lacking)}"
+        raise ConfigurationError(path="panel", got=panel, allowed="a cost that all runs counted", message=message)
 
 
 def installed() -> bool:

@@ -269,7 +269,8 @@ def check_first(n: int, available: int, max_staleness: int | None, queues: InFli
             that it is asynchronous (`Asks.first`).
     """
     if queues is None:
-        raise ConfigurationError("a round calls fed.sum_first: its algorithm must declare asks = Asks(first=…)")
+        message = "a round calls fed.sum_first: its algorithm must declare asks = Asks(first=…)"
+        raise ConfigurationError(path="asks", got="without first", allowed="Asks(first=…)", message=message)
     allowed = f"1 to {available}, the number of clients that are ever available"
     require(1 <= n <= available, "fed.sum_first: n", n, allowed)
     require_count("fed.sum_first: max_staleness", max_staleness, optional=True)

@@ -31,9 +31,9 @@ def cost_of_round(algorithm: Algorithm, problem: Problem, clients: Clients, x: P
     for number, (cut, count) in enumerate(groups_of(algorithm, problem, clients, x, y)):
         for exchange, (phase, down, up), cost in calls_of(algorithm, problem, clients, x, y, cut):
             if exchange.early or not math.isfinite(exchange.times):
-                raise ConfigurationError(
-                    f"{algorithm.label} decides only during a round how many clients run the phase {phase}"
-                )
+                message = f"{algorithm.label} decides only during a round how many clients run the phase {phase}"
+                path, allowed = f"number of clients of phase {phase}", "fixed before the round"
+                raise ConfigurationError(path=path, got="not fixed", allowed=allowed, message=message)
             times = int(exchange.times)
             ledger.exchanges += times if number == 0 else 0
             ledger.replies += times * count
@@ -55,5 +55,6 @@ def groups_of(
     if plan is None:
         return [(None, len(clients))]
     if plan.number.ndim > 1:
-        raise ConfigurationError("capacities change from round to round, and with them what a round costs")
+        message = "capacities change from round to round, and with them what a round costs"
+        raise ConfigurationError(path="Clients.capacity", got="by round", allowed="the same", message=message)
     return list(zip(plan.classes, plan.places, strict=True))

@@ -98,7 +98,8 @@ def _initialize(
         for which in ("local", "global"):
             jax.config.update(f"jax_cpu_get_{which}_topology_timeout_minutes", TOPOLOGY_MINUTES)
     except RuntimeError as error:
-        raise ConfigurationError("join must be called before JAX computes anything or looks at its devices") from error
+        message = "join must be called before JAX computes anything or looks at its devices"
+        raise ConfigurationError(path="join", got="after JAX", allowed="before JAX", message=message) from error
     try:
         jax.distributed.initialize(
             None if auto else coordinator,
@@ -256,10 +257,12 @@ def check_reachable(coordinator: str, names: list[list[str]]) -> None:
     apart = len({name for name, _ in names}) > 1 and not _is_loopback(_resolved(host_and_port(coordinator)[0]))
     for process, (name, address) in enumerate(names):
         if apart and _is_loopback(address):
-            raise ConfigurationError(
+            message = (
                 f"the host of process {process} takes its own name, {name!r}, for {address}, where no other host can "
                 f"reach it; see `getent hosts $(hostname)` there, and give the name its real address in /etc/hosts"
             )
+            path, allowed = f"address of {name!r} on the host of process {process}", "the real address of this host"
+            raise ConfigurationError(path=path, got=address, allowed=allowed, message=message)
 
 
 def _resolved(name: str) -> str:

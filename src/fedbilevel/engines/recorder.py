@@ -151,9 +151,9 @@ def check_plain(what: str, tree: PyTree) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
             place = jax.tree_util.keystr(path) or "value"
-            raise ConfigurationError(
-                f"{what}: {place} is a PRNG key; use the key that a phase gets, or send jax.random.key_data of it"
-            )
+            path, allowed = f"{what}: {place}", "an array without PRNG keys, such as jax.random.key_data of a key"
+            message = f"{path} is a PRNG key; use the key that a phase gets, or send jax.random.key_data of it"
+            raise ConfigurationError(path=path, got="a PRNG key", allowed=allowed, message=message)
 
 
 CapacityClass = tuple[UnitLayout, Mapping[str, int]]

@@ -27,6 +27,8 @@ from fedbilevel.engines.costs import RoundCosts, Sums
 from fedbilevel.engines.recorder import CapacityClass
 from fedbilevel.machinery.kept import kept
 
+CAPACITY = "Clients.capacity"
+
 STREAM = 2**32 - 1  # folded into the run's key for the choice of units; no round has this number
 
 
@@ -95,13 +97,16 @@ class SubmodelPlan:
             return None
         if problem.structure is None and not weak:
             return None
+        shares = span(clients.capacity, ".3g")
         if problem.structure is None:
-            raise ConfigurationError("Clients.capacity is given, but the problem has no structure by which to cut")
+            message = f"{CAPACITY} is given, but the problem has no structure by which to cut"
+            allowed = "None, or a problem with a structure"
+            raise ConfigurationError(path=CAPACITY, got=shares, allowed=allowed, message=message)
         stateless = not algorithm.asks.asynchronous and algorithm.client_state(problem, x, y) is None
         require(
             stateless,
-            "Clients.capacity",
-            span(clients.capacity, ".3g"),
+            CAPACITY,
+            shares,
             f"None: with these fields {name} keeps whole models on clients",
         )
         by_weight = policy.policy == "weights"
@@ -111,8 +116,9 @@ class SubmodelPlan:
             unit_layout = WeightLayout.over(unit_layout, x, y, policy.pruned, biased=biased)
         if weak and not unit_layout.sizes:
             reach = "" if policy.pruned == "both" else f" with pruned = {policy.pruned!r}"
-            text = "Clients.capacity is given, but the structure has no group of units to cut"
-            raise ConfigurationError(text + reach)
+            message = f"{CAPACITY} is given, but the structure has no group of units to cut{reach}"
+            allowed = f"None, or a structure with a group of units{reach}"
+            raise ConfigurationError(path=CAPACITY, got=shares, allowed=allowed, message=message)
         capacities, number = np.unique(-clients.capacity, return_inverse=True)
         number = number.reshape(clients.capacity.shape).astype(np.int32)
         available = ~np.isin(np.arange(len(clients)), never_available)

@@ -61,19 +61,22 @@ def check_steps(site: str, baseline: Any, grid: Sequence[float]) -> None:
     Raises:
         ConfigurationError: the curve has another form; the message names the site.
     """
-    curve = f"the survival curve of the site {site}"
+    curve, allowed = f"survival curve of the site {site}", "steps on the grid, as `steps` returns them"
     try:
         end, at_risk, events, hazard = np.array(baseline, float).reshape(-1, 4).T
     except (ValueError, TypeError) as error:
-        raise ConfigurationError(f"{curve} cannot be read: {error}") from error
+        message = f"the {curve} cannot be read: {error}"
+        raise ConfigurationError(path=curve, got=baseline, allowed=allowed, message=message) from error
     fits = len(end) > 0 and np.isin(end, grid).all() and (np.diff(end) > 0).all() and (np.diff(at_risk) < 0).all()
     fits = fits and ((events >= 0) & (events <= at_risk) & (at_risk >= 1)).all()
     fits = fits and np.isfinite(hazard).all() and (np.diff(hazard, prepend=0) >= 0).all()
     if not fits:
-        raise ConfigurationError(
-            f"{curve} is not valid: it must have at least one time, its times must be on the grid and increase, its "
-            "numbers of rows at risk must decrease and not be below the numbers of events, and its hazard must not fall"
+        message = (
+            f"the {curve} is not valid: it must have at least one time, its times must be on the grid and increase, "
+            "its numbers of rows at risk must decrease and not be below the numbers of events, and its hazard must not "
+            "fall"
         )
+        raise ConfigurationError(path=curve, got=baseline, allowed=allowed, message=message)
 
 
 def kaplan_meier(baselines: Mapping[str, CurveSteps]) -> list[dict[str, float]]:

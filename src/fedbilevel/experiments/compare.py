@@ -32,7 +32,6 @@ from fedbilevel.wording import printable
 ORDER = "methods.json"  # the file of a comparison that lists its methods, in the order of their colours
 TARGETS = 3
 PER_CLIENT = "per_client"  # the name of the panel of metrics per client
-UNMEASURED = "has metrics per client; --set run.metrics_per_client=true measures them"
 SEARCHES = {path_word(label(rival)): label(rival) for rival in RIVALS.values() if rival not in ALGORITHMS}
 """The name of a folder -> the label of the search over x whose run is in it."""
 WRITTEN = (*SUFFIXES, ".csv", ".json", ".tex", ".md")  # suffixes of the files that a comparison writes among its runs
@@ -195,14 +194,17 @@ def load_groups(paths: Sequence[str | Path], look: Look | None = None) -> list[R
     metrics = {_measured(run): run for run in runs}
     if len(metrics) > 1:
         each = ", ".join(f"{name} ({run.folder.path})" for name, run in metrics.items())
-        raise ConfigurationError(f"these runs cannot be compared, since their metrics differ: {each}")
+        message = f"these runs cannot be compared, since their metrics differ: {each}"
+        raise ConfigurationError(path="metrics of the runs", got=[*metrics], allowed="the same", message=message)
     groups: dict[str, list[LoadedRun]] = {}
     same: dict[str, LoadedRun] = {}
     for run in runs:
         first = same.setdefault(repr(run.spec.tables()), run)
         if first is not run:
             both = f"{first.folder.path} and {run.folder.path}"
-            raise ConfigurationError(f"{both} have the same spec and seed: leave out one of them")
+            message = f"{both} have the same spec and seed: leave out one of them"
+            paths = [str(first.folder.path), str(run.folder.path)]
+            raise ConfigurationError(path="runs", got=paths, allowed="of another spec or seed", message=message)
         groups.setdefault(_but_for_seeds(run), []).append(run)
     names, look = _names(list(groups.values())), look or Look()
     require_labelled(look, names)
@@ -267,13 +269,20 @@ def is_per_client(panel: str) -> bool:
     return per_client
 
 
+def unmeasured(panel: str) -> ConfigurationError:
+    """Return the error for a panel of metrics per client if no run has them."""
+    remedy = "run.metrics_per_client=true"
+    message = f"no panel {panel}: none of these runs has metrics per client; --set {remedy} measures them"
+    return ConfigurationError(path="panel", got=panel, allowed=f"of runs with {remedy}", message=message)
+
+
 def client_panels(groups: Sequence[RunGroup], panel: str) -> list[ClientPanel]:
     """Return a panel for each metric that some groups measured per client."""
     cost, names = panel.partition(":")[2] or "exchanges", legend(groups)
     has = [set.intersection(*(set(run.history.per_client) for run in group.runs)) for group in groups]
     metrics = sorted(set.union(*has))
     if not metrics:
-        raise ConfigurationError(f"no panel {panel}: none of these runs {UNMEASURED}")
+        raise unmeasured(panel)
     made = []
     for metric in metrics:
         places = [i for i, own in enumerate(has) if metric in own]

@@ -74,7 +74,7 @@ class FolderReader:
         if not found and not (self.path / PLAN).is_file() and here.remains() is None:
             there = ", ".join(sorted(printable(file.name, 40) for file in self.path.iterdir())[:5])
             sought = f"the folder of a run (it has no {' and no '.join(names)}), or one with such folders in it"
-            raise ConfigurationError(f"FOLDER = '{self.path}' is not allowed: it must be {sought}; it has {there}")
+            raise ConfigurationError(path="FOLDER", got=str(self.path), allowed=f"{sought}; it has {there}")
         return [Folder(place) for place in found]
 
     def _content(self, file: Path, read: Callable[[Path], Any]) -> Any:

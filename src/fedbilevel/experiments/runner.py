@@ -143,9 +143,9 @@ def algorithm_of(spec: Spec) -> Algorithm:
     """Return the algorithm of a spec. No data are loaded."""
     algorithm = spec.algorithm.value
     if not isinstance(algorithm, Algorithm):
-        raise ConfigurationError(
-            "the spec of a finished run has only tables; experiments.resolve(spec.tables()) makes a complete one"
-        )
+        remedy = "experiments.resolve(spec.tables())"
+        message = f"the spec of a finished run has only tables; {remedy} makes a complete one"
+        raise ConfigurationError(path="spec", got="of a finished run", allowed=remedy, message=message)
     if spec.submodels != UnitPolicy():
         algorithm = Submodels(algorithm, **asdict(spec.submodels))
     waits = spec.asynchronous.wait_for is None
@@ -166,7 +166,8 @@ def task_of(spec: Spec, **party: str | int) -> Task:
     except (ValueError, TypeError, LookupError, OverflowError) as error:  # for example sizes or columns are wrong
         seen = f" for party = {party['party']!r}" if party else ""
         why = f"{type(error).__name__}: " * isinstance(error, KeyError) + str(error)
-        raise ConfigurationError(f"task {label(name)} cannot be made with these values{seen}: {why}") from error
+        message = f"task {label(name)} cannot be made with these values{seen}: {why}"
+        raise ConfigurationError(path="task", got=name, message=message) from error
     numbers, site = dict(spec.clients), party.get("party")
     capacity = numbers.pop("capacity", None)
     if isinstance(site, int):  # the server sends a site's own numbers, except its capacity
@@ -372,13 +373,11 @@ def _resumable(place: Folder, rounds: int | None) -> Spec:
     spec = read_spec(place.spec)
     place.environments()  # raises an error now, not at the end, if the file cannot be read and extended
     if rounds is not None and spec.run.rounds is None:
-        raise ConfigurationError(
-            f"rounds cannot be set: the run in {place.path} ends after {in_words(spec.run.budget)}"
-        )
+        allowed = f"left out: the run in {place.path} ends after {in_words(spec.run.budget)}"
+        raise ConfigurationError(path="rounds", got=rounds, allowed=allowed)
     if rounds is not None and spec.run.rounds is not None and rounds < spec.run.rounds:
-        raise ConfigurationError(
-            f"rounds = {rounds} is not allowed: it must be at least {spec.run.rounds}, as in the run in {place.path}"
-        )
+        allowed = f"at least {spec.run.rounds}, as in the run in {place.path}"
+        raise ConfigurationError(path="rounds", got=rounds, allowed=allowed)
     return spec if rounds is None else spec.replace(run={"rounds": rounds})
 
 

@@ -21,13 +21,13 @@ from fedbilevel.engines.tracking import MEMORY
 from fedbilevel.experiments.compare import (
     ORDER,
     PER_CLIENT,
-    UNMEASURED,
     Look,
     RunGroup,
     draw,
     is_per_client,
     load_groups,
     recorded_order,
+    unmeasured,
 )
 from fedbilevel.experiments.export import names
 from fedbilevel.experiments.folder import Folder, default_path, path_word, require_free
@@ -148,7 +148,7 @@ def play_all(
     if picture:
         require_matplotlib()
     if any(map(is_per_client, panels or ())) and not any(spec.run.metrics_per_client for spec in specs.values()):
-        raise ConfigurationError(f"no panel {PER_CLIENT}: none of these runs {UNMEASURED}")
+        raise unmeasured(PER_CLIENT)
     series = _series(folder, specs, seeds)
     require_series(folder, series, besides=WRITTEN_BESIDE)
     tasks = TaskCache()

@@ -532,7 +532,8 @@ def located(name: str, task: str, algorithm: str) -> list[str]:
     inside = [one for one, hint in hints if any(path[0] in names_of(part) for part in parts_of(hint).values())]
     if holders != ["run"] and len(several := [*inside, *holders]) > 1:
         choices = " or ".join(f"{holder}.{path[0]}" for holder in several)
-        raise ConfigurationError(f"{path[0]!r} is a field of {' and of '.join(several)}: write {choices}")
+        message = f"{path[0]!r} is a field of {' and of '.join(several)}: write {choices}"
+        raise ConfigurationError(path="setting", got=path[0], allowed=choices, message=message)
     return [holders[0], *path]
 
 

@@ -228,7 +228,8 @@ def chosen_metric(spec: Spec, select: str | None, on_test: bool, tasks: Callable
         others = " or ".join(one for one in known if not measured_on_test(one))
         advice = f"Task {label(spec.task.name)} holds no data out; choose by {others}"
     if select not in known and "validation" in select and on_holdout:
-        raise ConfigurationError(f"task {label(spec.task.name)} does not measure {select}: {advice}")
+        message = f"task {label(spec.task.name)} does not measure {select}: {advice}"
+        raise ConfigurationError(path="metric to select on", got=select, allowed=advice, message=message)
     require_known(select, known)
     require_holdout(select, on_test, f"{advice}; --select-on-test chooses by test data nevertheless")
     return select

@@ -77,11 +77,11 @@ def parse_value(text: str) -> Any:
     except (ValueError, RecursionError):
         if text and set(text) <= WORD and not text.isdecimal():
             return text
-        raise ConfigurationError(
-            f"{text[:SHOWN]!r} is not a TOML value (a list is [1, 2]; quote text that is not a single word)"
-        ) from None
+        message = f"{text[:SHOWN]!r} is not a TOML value (a list is [1, 2]; quote text that is not a single word)"
+        raise ConfigurationError(path="value", got=text[:SHOWN], allowed="a TOML value", message=message) from None
     if list(document) != ["value"]:
-        raise ConfigurationError(f"{text[:SHOWN]!r} is not a single TOML value")
+        message = f"{text[:SHOWN]!r} is not a single TOML value"
+        raise ConfigurationError(path="value", got=text[:SHOWN], allowed="a TOML value", message=message)
     _check(text[:SHOWN], document["value"])
     return document["value"]
 

@@ -417,8 +417,8 @@ def draw_up(
     for phase, message, reply, early, *_ in exchanges_of(algorithm, problem, x, y, examples):
         check_plain(f"the message of phase {phase}", message)
         if early and not algorithm.asks.asynchronous:
-            must = f"{algorithm.label} must declare asks = Asks(first=…)"
-            raise ConfigurationError(f"phase {phase} is asked by fed.sum_first: {must}")
+            message = f"phase {phase} is asked by fed.sum_first: {algorithm.label} must declare asks = Asks(first=…)"
+            raise ConfigurationError(path="asks", got="without first", allowed="Asks(first=…)", message=message)
         if early and first.setdefault(phase, shapes(reply.update)) != shapes(reply.update):
             raise ConfigurationError(f"phase {phase} is asked by fed.sum_first with replies of different shapes")
         call = CallSignature(phase, shapes(message), shapes(reply.update), tuple(sorted(reply.metrics or {})))

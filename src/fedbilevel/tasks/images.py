@@ -73,10 +73,11 @@ class LabelledImages:
         """Return the function from (body, head) to an array with the accuracy on each class of the images of `part`."""
         counts = np.bincount(self.data.test_labels, minlength=self.data.classes)
         if not counts.all():
-            raise ConfigurationError(
-                f"class {counts.argmin()} has no {self.part} image, so that its accuracy cannot be measured; use a "
-                "larger holdout"
+            path, remedy = f"number of {self.part} images of class {counts.argmin()}", "use a larger holdout"
+            message = (
+                f"class {counts.argmin()} has no {self.part} image, so that its accuracy cannot be measured; {remedy}"
             )
+            raise ConfigurationError(path=path, got=0, allowed=f"1 or more: {remedy}", message=message)
         right = networks.correctness(self.model, self.standard(self.data.test_images), self.data.test_labels)
         truth = jnp.asarray(self.data.test_labels)
         return lambda body, head: jax.ops.segment_sum(right(body, head), truth, len(counts)) / counts

@@ -239,7 +239,8 @@ def _curvatures(h: np.ndarray, v: np.ndarray, slopes: np.ndarray, u: int, precis
 
 def _require_convex(convex: bool, what: str, curvature: float) -> None:
     if not convex:
-        raise ConfigurationError(
+        message = (
             f"SimpleBilevel.outer is not {what}: between two points of X its curvature is {curvature:.3g}; add a small "
             "multiple of ½‖x‖² to make it strongly convex, or set strong_convexity if you know it"
         )
+        raise ConfigurationError(path="SimpleBilevel.outer", got=curvature, allowed=what, message=message)

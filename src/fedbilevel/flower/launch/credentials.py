@@ -69,7 +69,9 @@ def make(directory: Path, clients: int, names: Sequence[str] = ("localhost", "12
     try:
         server = authority.issue_cert(*names, not_after=datetime.now(UTC) + timedelta(days=DAYS))
     except ValueError as error:
-        raise ConfigurationError(f"a server cannot have one of the names {', '.join(names)}: {error}") from error
+        message = f"a server cannot have one of the names {', '.join(names)}: {error}"
+        allowed = "names that a certificate can have"
+        raise ConfigurationError(path="names", got=[*names], allowed=allowed, message=message) from error
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     write(found.ca, authority.cert_pem.bytes())
     write(found.certificate, server.cert_chain_pems[0].bytes())

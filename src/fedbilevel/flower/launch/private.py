@@ -409,7 +409,9 @@ def pinned(reference: str) -> AppSource:
     try:
         app = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ConfigurationError(f"--app {reference} cannot be loaded: {error}") from error
+        message = f"--app {reference} cannot be loaded: {error}"
+        allowed = "the name of an object that can be imported"
+        raise ConfigurationError(path="--app", got=reference, allowed=allowed, message=message) from error
     require(callable(app), "--app", reference, "the name of a ClientApp")
     return lambda run, fab: app
 

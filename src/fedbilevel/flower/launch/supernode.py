@@ -125,8 +125,9 @@ def command(arguments: list[str], version: str) -> list[str]:
         return [sys.executable, "-m", __spec__.name, "serve", options.app or "", "all" * options.flower_log, *passed]
     tried = ", ".join(TESTED)
     if options.app:
-        why = f"--app needs a tested version of Flower ({tried}); with {version}, the app of any run would be executed"
-        raise ConfigurationError(why)
+        allowed = f"left out with Flower {version}"
+        message = f"--app needs a tested version of Flower ({tried}): with {version}, any run's app would be executed"
+        raise ConfigurationError(path="--app", got=options.app, allowed=allowed, message=message)
     logger.warning("Flower %s was not tested (%s were tested): starting flower-supernode", version, tried)
     return [*flower_command("flower-supernode"), *passed]
 

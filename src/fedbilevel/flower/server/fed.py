@@ -146,10 +146,10 @@ class FlowerFed(PythonFed):
         name = CallSignature(phase, wire.shapes(message), None, ()).name
         if name not in contract.calls:
             asked = ", ".join(wire.layout(message)) or "nothing"
-            raise ConfigurationError(
-                f"round {self.round} sends {asked} to phase {phase}, and the contract has no such call: "
-                "the shapes and dtypes of messages must be the same in every round"
-            )
+            allowed = "of the same shapes and dtypes in every round"
+            message = f"round {self.round} sends {asked} to phase {phase}, and the contract has no such call: "
+            message += f"messages must be {allowed}"
+            raise ConfigurationError(path=f"message of phase {phase}", got=asked, allowed=allowed, message=message)
         return EncodedMessage(contract, contract.calls[name], wire.to_bytes(message))
 
     def total(self, phase: str, replies: list[CountedReply]) -> Sums:
