@@ -35,6 +35,18 @@ def asked(key, data, weights, cohort):
     return data, weights, jax.random.split(key, len(weights))
 
 
+def directions(problem, point, outer_batch, inner_batch):
+    """Return the directions of x, y and v: ∇x f − ∇²xy g v, ∇y g and ∇²yy g v − ∇y f."""
+    x, y, v = point
+
+    def surrogate(x, y):
+        slope = jax.grad(problem.inner, 1)(x, y, inner_batch)
+        return problem.outer(x, y, outer_batch) - dot(slope, v), slope
+
+    (dx, minus_dv), dy = jax.grad(surrogate, (0, 1), has_aux=True)(x, y)
+    return dx, dy, jax.tree.map(jnp.negative, minus_dv)
+
+
 def mean(phase, data, weights, keys, one_by_one=False):
     """Return Σ w_i phase(data_i, key_i), for trees.
 

@@ -8,21 +8,14 @@ estimates add up to the form used here.
 import jax
 import jax.numpy as jnp
 
-from benchmarks.peers.common import dot
+from benchmarks.peers.common import directions
 
 
 def program(problem, *, local_steps):
     """Return run((x, y, v), data, weights, steps of (x, y, v), rounds) -> (x, y, v)."""
 
-    def directions(point, client):
-        x, y, v = point
-
-        def surrogate(x, y):
-            slope = jax.grad(problem.inner, 1)(x, y, client["inner"])
-            return problem.outer(x, y, client["outer"]) - dot(slope, v), slope
-
-        (dx, minus_dv), dy = jax.grad(surrogate, (0, 1), has_aux=True)(x, y)
-        return dx, dy, -minus_dv
+    def own(point, client):
+        return directions(problem, point, client["outer"], client["inner"])
 
     @jax.jit
     def run(point, data, weights, steps, rounds):
@@ -30,13 +23,13 @@ def program(problem, *, local_steps):
             return [jnp.tensordot(weights, each, 1) for each in jax.vmap(of_client)(data)]
 
         def once(_, point):
-            anchor = mean(lambda client: directions(point, client))  # the first exchange
+            anchor = mean(lambda client: own(point, client))  # the first exchange
 
             def local(client):
-                start = directions(point, client)
+                start = own(point, client)
 
                 def step(_, here):
-                    found = zip(here, steps, directions(here, client), start, anchor, strict=True)
+                    found = zip(here, steps, own(here, client), start, anchor, strict=True)
                     return tuple(z - lr * (d - before + common) for z, lr, d, before, common in found)
 
                 return jax.lax.fori_loop(0, local_steps, step, point)

@@ -3,21 +3,11 @@
 import jax
 import jax.numpy as jnp
 
-from benchmarks.peers.common import asked, dot, mean, move, zeros
+from benchmarks.peers.common import asked, directions, dot, mean, move, zeros
 
 
 def program(problem, *, local_steps, batch_size, cohort=None, one_by_one=False):
     """Return run((x, y), data, weights, (three client's steps, three server's, radius), key, rounds) -> (x, y, v)."""
-
-    def directions(iterate, outer_batch, inner_batch):
-        x, y, v = iterate
-
-        def surrogate(x, y):
-            slope = jax.grad(problem.inner, 1)(x, y, inner_batch)
-            return problem.outer(x, y, outer_batch) - dot(slope, v), slope
-
-        (dx, minus_dv), dy = jax.grad(surrogate, (0, 1), has_aux=True)(x, y)
-        return dx, dy, jax.tree.map(jnp.negative, minus_dv)
 
     @jax.jit
     def run(start, data, weights, steps, key, rounds):
@@ -35,7 +25,7 @@ def program(problem, *, local_steps, batch_size, cohort=None, one_by_one=False):
             def client(i, key):
                 def step(here, key):
                     first, second = jax.random.split(key)
-                    found = directions(here, batch("outer", i, first), batch("inner", i, second))
+                    found = directions(problem, here, batch("outer", i, first), batch("inner", i, second))
                     return tuple(map(move, here, local, found)), None
 
                 end, _ = jax.lax.scan(step, iterate, jax.random.split(key, local_steps))
