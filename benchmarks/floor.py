@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from time import process_time
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -29,8 +30,8 @@ from benchmarks.peers import afbo, fednest, fism, lfednest, problems, rabo, simf
 
 QUICK = {"rows": ["simfbo-quadratic-6"], "passes": 1}
 CAPACITIES = (1.0, 0.5, 0.25, 0.125, 0.0625)
-Play = Callable[[float, int, int], Any]
-"""A function (factor of all step sizes, seed, rounds) -> (x, y)."""
+Play = Callable[..., Any]
+"""A function (factor of all step sizes, seed, rounds) -> a result with x and y."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,18 @@ class Setting:
     one_by_one: bool = False
 
 
-MNIST: dict[str, Any] = {
-    "rounds": 10,
-    "timed": 10,
-    "data": {"task": "images"},
-    "batch": 64,
-    "cohort": 10,
-    "one_by_one": True,
-}
 TINY: dict[str, Any] = {"rounds": 50, "timed": 500, "data": {"task": "quadratic", "clients": 6}}
+MANY: dict[str, Any] = {"rounds": 50, "timed": 50, "data": {"task": "quadratic", "clients": 10_000}, "cohort": 100}
+IMAGES: dict[str, Any] = {"data": {"task": "images"}, "batch": 64, "cohort": 10, "one_by_one": True}
+SIZES: dict[str, dict[str, Any]] = {
+    "mnist": {**IMAGES, "rounds": 10, "timed": 10},
+    "mnist-100": {**IMAGES, "rounds": 2, "timed": 2, "cohort": 100, "one_by_one": False},
+    "cnn": {**IMAGES, "rounds": 2, "timed": 1, "data": {"task": "images", "network": "cnn"}},
+    "transformer": {**IMAGES, "rounds": 2, "timed": 1, "data": {"task": "images", "network": "transformer"}},
+}
+STEPS = (0.01, 0.1, 0.1, 0.01, 0.1, 0.1)
+LONG: dict[str, Any] = {"steps": (0.03, 0.1, 0.1, 0.05, 0.1, 0.1), "local_steps": 10}
+NESTED: dict[str, Any] = {"steps": (2.5, 0.02, 0.05), "local_steps": 25, "terms": 5, "random": True}
 SMALL: dict[str, dict[str, Any]] = {
     "images": {"clients": 10, "samples": 8, "pixels": 12, "hidden": 16, "classes": 4},
     "quadratic": {"samples": (8, 8)},
@@ -70,30 +74,16 @@ PEERS = {"simfbo": simfbo, "fednest": fednest, "lfednest": lfednest, "afbo": afb
 FIRST = 3  # the number of answers for which AFBO waits
 CLOCK = [1.0 + 0.37 * i for i in range(18)]  # the seconds that clients need for an answer
 ROWS = {
-    "simfbo-quadratic-6": Setting("simfbo", steps=(0.01, 0.1, 0.1, 0.01, 0.1, 0.1), **TINY),
-    "simfbo-quadratic-10000": Setting(
-        "simfbo", 50, 50, {"task": "quadratic", "clients": 10_000}, (0.01, 0.1, 0.1, 0.01, 0.1, 0.1), cohort=100
-    ),
-    "simfbo-mnist": Setting("simfbo", steps=(0.03, 0.1, 0.1, 0.05, 0.1, 0.1), local_steps=10, **MNIST),
+    "simfbo-quadratic-6": Setting("simfbo", steps=STEPS, **TINY),
+    "simfbo-quadratic-10000": Setting("simfbo", steps=STEPS, **MANY),
     "fednest-quadratic-6": Setting("fednest", steps=(0.5, 0.5, 0.1), **TINY),
-    "fednest-mnist": Setting("fednest", steps=(2.5, 0.02, 0.05), local_steps=25, terms=5, random=True, **MNIST),
-    "lfednest-mnist": Setting("lfednest", steps=(2.5, 0.02, 0.05), local_steps=25, terms=5, random=True, **MNIST),
     "afbo-quadratic-18": Setting(
         "afbo", 50, 500, {"task": "quadratic", "clients": 18}, (0.01, 0.5, 0.5, 0.1), terms=5
     ),
     "fism-location": Setting("fism", 50, 5000, {"task": "location"}, (1.0, 0.6, 0.05, 0.35)),
-    **{
-        f"{kind}-{name}": Setting(kind, **{**MNIST, **changed, **rest})
-        for name, changed in {
-            "mnist-100": {"rounds": 2, "timed": 2, "cohort": 100, "one_by_one": False},
-            "cnn": {"rounds": 2, "timed": 1, "data": {"task": "images", "network": "cnn"}},
-            "transformer": {"rounds": 2, "timed": 1, "data": {"task": "images", "network": "transformer"}},
-        }.items()
-        for kind, rest in {
-            "simfbo": {"steps": (0.03, 0.1, 0.1, 0.05, 0.1, 0.1), "local_steps": 10},
-            "fednest": {"steps": (2.5, 0.02, 0.05), "local_steps": 25, "terms": 5, "random": True},
-        }.items()
-    },
+    **{f"simfbo-{name}": Setting("simfbo", **LONG, **size) for name, size in SIZES.items()},
+    **{f"fednest-{name}": Setting("fednest", **NESTED, **size) for name, size in SIZES.items()},
+    "lfednest-mnist": Setting("lfednest", **NESTED, **SIZES["mnist"]),
     "rabo-five-capacities": Setting(
         "rabo", 50, 20, {"task": "images", "clients": 10, "samples": 100, "pixels": 64, "hidden": 512},
         (0.1, 0.05, 0.1), terms=5,
@@ -134,40 +124,29 @@ def hand_written(s: Setting, p: Any) -> Play:
         data = tuple([jax.tree.map(lambda a, c=c: a[c], part) for c in classes] for part in data)
 
     def play(scale: float, seed: int, rounds: int) -> Any:
-        return jax.block_until_ready(run(start, *data, steps_of(s, scale), jax.random.key(seed), rounds)[:2])
+        x, y, *_ = run(start, *data, steps_of(s, scale), jax.random.key(seed), rounds)
+        return SimpleNamespace(x=jax.block_until_ready(x), y=jax.block_until_ready(y))
 
     return play
 
 
-def of_library(s: Setting, p: Any) -> tuple[Callable[..., Any], Play]:
-    """Return a function that solves a row with options of `fb.solve`, and the same as a `Play`."""
-    engine, capacity = None, None
+def of_library(s: Setting, p: Any) -> Play:
+    """Return the library's program for a row, which also takes options of `fb.solve`."""
+    engine = fb.Local(clock=fb.Clock(network=CLOCK)) if s.kind == "afbo" else None
     if s.kind == "fism":
-        rows = jax.tree.map(np.asarray, p.data)
-        clients = fb.Clients(fb_rows(rows, p.sizes), weights="size")
-        problem: Any = fb.SimpleBilevel(p.outer, p.inner, p.project, strong_convexity=1.0)
+        given = p.task.problem, p.task.clients, p.x
     else:
-        structure = None
-        if s.kind == "rabo":
-            capacity = np.repeat(CAPACITIES, len(p.weights) // len(CAPACITIES))
-            body = [{"weight": "_ hidden", "bias": "hidden"}]
-            structure = fb.Structure(body, {"weight": "hidden _", "bias": "_"})
-        problem = fb.Bilevel(p.outer, p.inner, structure=structure) if structure else fb.Bilevel(p.outer, p.inner)
+        each = len(p.weights) // len(CAPACITIES)
+        capacity, structure = (np.repeat(CAPACITIES, each), p.structure) if s.kind == "rabo" else (None, None)
         sizes = {"outer_sizes": p.data["outer_size"], "inner_sizes": p.data["inner_size"]}
         clients = fb.Clients(p.data["outer"], p.data["inner"], weights=p.weights, capacity=capacity, **sizes)
-    if s.kind == "afbo":
-        engine = fb.Local(clock=fb.Clock(network=CLOCK))
+        given = fb.Bilevel(p.outer, p.inner, structure=structure), clients, p.x, p.y
 
-    def solve(scale: float, seed: int, rounds: int, **options: Any) -> Any:
-        given = problem, clients, p.x, *(() if s.kind == "fism" else (p.y,))
+    def play(scale: float, seed: int, rounds: int, **options: Any) -> Any:
         options = {"engine": engine, **options}
         return fb.solve(algorithm(s, scale), *given, rounds=rounds, cohort=s.cohort, key=seed, **options)
 
-    def play(scale: float, seed: int, rounds: int) -> Any:
-        result = solve(scale, seed, rounds)
-        return result.x, result.y
-
-    return solve, play
+    return play
 
 
 def algorithm(s: Setting, scale: float) -> Any:
@@ -192,9 +171,7 @@ def algorithm(s: Setting, scale: float) -> Any:
     return kind(inner=fb.parts.LocalSGD(lr=t[0], **walk), hypergradient=own, **rest)
 
 
-def fb_rows(rows: Any, sizes: np.ndarray) -> list[Any]:
-    """Return the rows of each client, without padding."""
-    return [{name: a[i, :n] for name, a in rows.items()} for i, n in enumerate(sizes)]
+CONTENDERS = {"library": of_library, "peer": hand_written}
 
 
 def measure(name: str, who: str, cores: bool) -> dict[str, float]:
@@ -202,18 +179,14 @@ def measure(name: str, who: str, cores: bool) -> dict[str, float]:
     s = ROWS[name]
     if cores and who == "library":
         fb.tune_cpu()
-    p = problem_of(s, np.float32)
-    if who == "library":
-        solve, play = of_library(s, p)
-    else:
-        play = hand_written(s, p)
+    play = CONTENDERS[who](s, problem_of(s, np.float32))
     out: dict[str, float] = {}
     for call, (scale, seed) in {"first": (1.0, 0), "second": (0.9, 1)}.items():
         began = process_time()
         play(scale, seed, s.rounds)
         out[call] = process_time() - began
     if who == "library":
-        out["round"] = round_ms(solve(1.0, 0, 6 * s.timed, eval_every=s.timed).history["seconds"], s.timed)
+        out["round"] = round_ms(play(1.0, 0, 6 * s.timed, eval_every=s.timed).history["seconds"], s.timed)
     else:
         out["round"] = 1e3 * median(seconds(lambda: play(1.0, 0, s.timed)) for _ in range(5)) / s.timed
     return {**out, "memory": peak_mb()}
@@ -238,13 +211,13 @@ def compared(name: str) -> tuple[float, float]:
     s = small(name)
     p = problem_of(s, np.float64)
     scale = 0.1 if "network" in s.data else 1.0  # with the few samples of `small`, networks need shorter steps
-    ours, theirs = of_library(s, p)[1](scale, 0, CHECKED), hand_written(s, p)(scale, 0, CHECKED)
-    return difference(ours, theirs), difference(theirs, (p.x, p.y))
+    ours, theirs = (contender(s, p)(scale, 0, CHECKED) for contender in CONTENDERS.values())
+    return difference(ours, theirs), difference(theirs, p)
 
 
 def difference(a: Any, b: Any) -> float:
-    """Return the largest difference of two trees, relative to the largest entry."""
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    """Return the largest difference of x and y in two results, relative to the largest entry."""
+    pairs = zip(jax.tree.leaves((a.x, a.y)), jax.tree.leaves((b.x, b.y)), strict=True)
     return max(float(jnp.max(jnp.abs(u - v)) / jnp.maximum(jnp.max(jnp.abs(v)), 1)) for u, v in pairs)
 
 
@@ -254,7 +227,7 @@ FORMS = {"first": ".2f", "second": ".3f", "round": ".3f", "memory": ".0f"}
 def main(rows: tuple[str, ...] = tuple(ROWS), passes: int = 3, cores: bool = False) -> None:
     head("row", "first, s", "second, s", "round, ms", "memory, MB")
     for name in rows:
-        contenders = {who: partial(in_process, measure, name, who, cores) for who in ("library", "peer")}
+        contenders = {who: partial(in_process, measure, name, who, cores) for who in CONTENDERS}
         ours, theirs = map(medians, turns(contenders, passes).values())
         pairs = [(form, ours[key], theirs[key]) for key, form in FORMS.items()]
         row(name, *(f"{a:{form}}, {b:{form}}, **{a / b:.2f}**" for form, a, b in pairs))

@@ -22,9 +22,7 @@ QUICK = {"rows": TINY[:1]}
 def first_call(name: str, who: str) -> None:
     """Call one contender in this process."""
     s = floor.ROWS[name]
-    p = floor.problem_of(s, np.float32)
-    contender = floor.of_library(s, p)[1] if who == "library" else floor.hand_written(s, p)
-    contender(1.0, 0, s.rounds)
+    floor.CONTENDERS[who](s, floor.problem_of(s, np.float32))(1.0, 0, s.rounds)
 
 
 def kernels(name: str, who: str) -> int:
@@ -40,5 +38,5 @@ def kernels(name: str, who: str) -> int:
 def main(rows: tuple[str, ...] = TINY) -> None:
     head("row", "library", "by hand", "ratio")
     for name in rows:
-        library, peer = (kernels(name, who) for who in ("library", "peer"))
+        library, peer = (kernels(name, who) for who in floor.CONTENDERS)
         row(name, library, peer, f"{library / peer:.2f}")

@@ -1,11 +1,9 @@
 """SimFBO, FedNest and LFedNest compared with serial PyTorch loops, and with the machine's rate of matrix products.
 
-The settings are the rows simfbo-mnist, fednest-mnist and lfednest-mnist of floor.py: a model 784-200-10 (x is the
-hidden layer, y the head), 100 clients with 300 + 300 samples, cohorts of 10, batches of 64, float32. SimFBO has τ = 10;
-the others have the setting of FedNest's published scripts, with one inner round of τ = 25 steps, N = 5, and one outer
-step. Every contender, and NumPy's matrix product, is a process of its own, measured in turn. First, the library and
-PyTorch must end at the same numbers on a small problem, in float64 and with all samples. PyTorch is installed in
-`.venv-peers/torch` the first time.
+The settings are the rows simfbo-mnist, fednest-mnist and lfednest-mnist of floor.py. FedNest and LFedNest have the
+setting of FedNest's published scripts. Every contender, and NumPy's matrix product, is a process of its own, measured
+in turn. First, the library and PyTorch must end at the same numbers on a small problem, in float64 and with all
+samples. PyTorch is installed in `.venv-peers/torch` the first time.
 
 The counted work of SimFBO is the matrix products that every formulation needs: forward and backward through the first
 layer for each of the two losses, 4 · 2·64·784·200 FLOP, and as many through the head. The counted work of the others is
@@ -27,6 +25,7 @@ from benchmarks import floor
 from benchmarks.contest import python_with
 from benchmarks.harness import head, in_process, round_ms, row, turns
 from benchmarks.machine import gemm_rate
+from benchmarks.peers.problems import RIDGE
 
 ENGINES = {"XLA's defaults": (1, False), "tune_cpu(1)": (1, True), "tune_cpu(2)": (2, True)}  # name: (devices, tuned)
 THREADS = {"simfbo": ("",), "fednest": ("1", "2"), "lfednest": ("1", "2")}  # PyTorch's threads; "": its own choice
@@ -44,8 +43,8 @@ def library(method: str, engine: str, timed: int) -> float:
     devices, tuned = ENGINES[engine]
     if tuned:
         fb.tune_cpu(devices)
-    solve, _ = floor.of_library(setting(method), floor.problem_of(setting(method), np.float32))
-    seconds = solve(1.0, 0, 3 * timed, engine=fb.Local(devices=devices), eval_every=timed).history["seconds"]
+    play = floor.of_library(setting(method), floor.problem_of(setting(method), np.float32))
+    seconds = play(1.0, 0, 3 * timed, engine=fb.Local(devices=devices), eval_every=timed).history["seconds"]
     return round_ms(seconds, timed)
 
 
@@ -55,15 +54,15 @@ def write(s: floor.Setting, dtype: str, file: str) -> None:
     data = {f"{name}_{key}s": a for name in ("inner", "outer") for key, a in p.data[name].items()}
     start = {"x_w": p.x[0]["weight"], "x_b": p.x[0]["bias"], "y_w": p.y["weight"], "y_b": p.y["bias"]}
     numbers = {"local_steps": s.local_steps, "terms": s.terms, "batch_size": s.batch or 0}
-    np.savez(file, **data, **start, **numbers, steps=s.steps, ridge=5e-4, cohort=s.cohort or len(p.weights))
+    np.savez(file, **data, **start, **numbers, steps=s.steps, ridge=RIDGE, cohort=s.cohort or len(p.weights))
 
 
-def small(method: str, problem: str, end: str) -> None:
-    """Write a small problem, and the numbers at which the library ends."""
+def small(method: str, problem: str) -> dict[str, Any]:
+    """Write a small problem. Return the numbers at which the library ends."""
     s = floor.small(f"{method}-mnist")
     write(s, "float64", problem)
-    x, y = floor.of_library(s, floor.problem_of(s, np.float64))[1](1.0, 0, floor.CHECKED)
-    np.savez(end, x_w=x[0]["weight"], y_w=y["weight"])
+    end = floor.of_library(s, floor.problem_of(s, np.float64))(1.0, 0, floor.CHECKED)
+    return {"x_w": end.x[0]["weight"].tolist(), "y_w": end.y["weight"].tolist()}
 
 
 def peer(method: str, problem: str, rounds: int, threads: str = "") -> dict[str, Any]:
@@ -76,10 +75,10 @@ def peer(method: str, problem: str, rounds: int, threads: str = "") -> dict[str,
 
 def check(method: str, folder: Path) -> float:
     """Return the largest difference of the numbers at which the library and PyTorch end."""
-    problem, end = str(folder / "small.npz"), str(folder / "end.npz")
-    in_process(small, method, problem, end, environment={"JAX_ENABLE_X64": "1"})
-    theirs, ours = peer(method, problem, floor.CHECKED, "1"), np.load(end)
-    apart = max(float(np.max(np.abs(theirs[name] - ours[name]))) for name in ours.files)
+    problem = str(folder / "small.npz")
+    ours = in_process(small, method, problem, environment={"JAX_ENABLE_X64": "1"})
+    theirs = peer(method, problem, floor.CHECKED, "1")
+    apart = max(float(np.max(np.abs(theirs[name] - end))) for name, end in ours.items())
     assert apart < APART, f"PyTorch does not compute what the library does: {apart}"
     return apart
 
@@ -105,8 +104,7 @@ def compare(method: str, passes: int, timed: int, folder: Path) -> None:
     print(f"\n{method}: NumPy float32 1024³ {', '.join(f'{rate:.0f}' for rate in rates)} GFLOP/s")
     print(f"PyTorch and the library end at the same numbers, up to {apart:.0e}")
     torch = min((ms for name, ms in measured.items() if name.startswith("PyTorch")), key=min)
-    columns = "ms a round: least", "median", "GFLOP/s", "of NumPy's best", "× PyTorch: least", "median"
-    head("contender", *columns)
+    head("contender", "ms a round: least", "median", "GFLOP/s", "of NumPy's best", "× PyTorch: least", "median")
     for name, ms in measured.items():
         rate = flop(setting(method)) / min(ms) / 1e6
         cells = f"{min(ms):.1f}", f"{median(ms):.1f}", f"{rate:.0f}", f"{rate / max(rates):.2f}"
