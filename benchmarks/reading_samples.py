@@ -13,7 +13,6 @@ A sample counts as read if every pixel, from 0 to 1, is right to 1e-3.
 
 import secrets
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -135,6 +134,6 @@ def main(most: int = 1500) -> None:
             ("100 requests in all", Limits(max_requests=100), None),
             ("default floors and noise", Limits(), noise),
         ):
-            server = Server(batch_size, replace(limits), privacy, most)
+            server = Server(batch_size, limits, privacy, most)
             attack(server)
             row(kind, client, server.asked, len(server.read), server.refused)

@@ -1,24 +1,15 @@
-"""SimFBO, FedNest and LFedNest as serial PyTorch loops, one client after the other, with which `speed` compares.
+"""SimFBO, FedNest and LFedNest as loops over clients in PyTorch: what somebody would write today without this library.
 
-This program needs only torch and numpy, so that `speed` can run it by another interpreter:
+It needs only torch and numpy, so that `speed` can run it by another interpreter:
 
     python torch_loops.py METHOD problem.npz result.npz ROUNDS [THREADS]
 
-Task: hyper-representation. x = first layer (w, b), y = head (w, b) of an MLP; inner loss g = cross-entropy on training
-samples + ridge * |y|^2; outer loss f = cross-entropy on validation samples; equal weights. One round of
-
-    SimFBO      each client makes tau steps of x, y and v at once, along df/dx - d2g/dxy v, dg/dy and d2g/dyy v - df/dy;
-                the server moves by the mean of the sums of their directions. With torch.func
-    FedNest     q = mean of the clients' dg/dy; each client makes tau steps
-                y_i <- y_i - beta/tau * (dg/dy(y_i) - dg/dy(y) + q), the same batch in both; y <- mean y_i;
-                p = N * eta * mean df/dy; N' times p <- p - eta * mean (d2g/dyy p);
-                h = mean (df/dx - d2g/dxy p); x <- x - alpha * h
-    LFedNest    each client makes tau steps y_i <- y_i - beta/tau * dg/dy(y_i); y <- mean y_i;
-                each client finds p and h as above by itself, f on one batch for both; x <- x - alpha * mean h
-
-N' is 0, 1, …, N - 1 in turn. The first corrected step of FedNest is along q, since its correction is 0. Nothing is
-computed unnecessarily: the hidden units of a batch are computed once for both gradients of a pair, and only h needs
-derivatives in x. The nested methods use autograd, which takes 0.6 of the time of torch.func here.
+The task is hyper_representation: x is the first layer (w, b), and y the head (w, b) of an MLP. The pages in
+docs/reference/algorithms have the equations of a round. SimFBO uses torch.func. The nested methods use autograd, which
+takes 0.6 of the time of torch.func here; their Hessian series have 0, 1, …, N - 1 products in turn, and one step on x.
+LFedNest uses one batch for both gradients of f. Nothing is computed unnecessarily: the first corrected step of FedNest
+is along q, since its correction is 0; the hidden units of a batch are computed once for both gradients of a pair; and
+only the step on x needs derivatives in x.
 
 `problem.npz` has x_w (D, H), x_b (H,), y_w (H, C) and y_b (C,), the start, v being 0; inner_images, outer_images (M, S,
 D), inner_labels and outer_labels (M, S); steps, local and server's or beta, eta and alpha; and the numbers local_steps,
@@ -98,7 +89,7 @@ class Peer:
         return added(f_x, cross_v, -1), d_y, added(hessian_v, f_y, -1)
 
     def series(self, start: Layer, product: Callable[[Layer], Layer]) -> Layer:
-        """Return p: N' products with the Hessian, or the whole series."""
+        """Return p, about the inverse Hessian times `start`: some products with the Hessian, or the whole series."""
         eta = self.steps[1]
         b = scaled(start, eta)
         if not self.batch_size:
