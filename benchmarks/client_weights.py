@@ -4,7 +4,7 @@ Of the 18 clients of the task `client_weights`, nine are bad in one of three way
 docs/how-to/unequal-clients.md describes. Half of each client's samples are validation samples, which are always right.
 The four compared runs are runs of SimFBO with τ = 1, all samples and steps that adapt. "Chosen" trains x, from equal
 weights. In the other runs x is fixed: at 0 ("equal"), at the logarithms of the numbers of training samples ("by size"),
-or at values by which the nine clients have no weight ("left out").
+or at values at which the nine bad clients have no weight ("left out").
 """
 
 import warnings

@@ -5,8 +5,8 @@ The programs by hand compute clients side by side (vmap), in turn (scan), or on 
 (shard_map, in turn on each device). Every measurement is a process of its own. The clock is read five times, and
 --rounds is the number of rounds between two readings. The cold start is the time from the beginning of the process to
 the end of the first round, with imports and compilation, and without a cache; "first call" leaves out the imports. The
-program by hand does not import the library for the 2NN. For the CNN it does, because it takes the network from it. The
-loss after all rounds is of 1,000 samples; batches are drawn by other keys, so the losses agree only roughly.
+program by hand imports the library only for the CNN, whose network the library contains, and not for the 2NN. The loss
+after all rounds is measured on 1,000 samples; batches are drawn by other keys, so the losses agree only roughly.
 
 --others torch pfl fedjax also runs peers/with_NAME.py, for the 2NN and cohorts of 10. Each has an environment of its
 own, `.venv-peers/NAME`, which is made the first time. The other libraries draw samples without replacement,

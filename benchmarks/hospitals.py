@@ -4,9 +4,9 @@ The accuracies of five splits are in hospitals.json. From this file the tables a
 in each hospital, and paired differences to FedAvg with 95 % intervals.
 
 With --folder, hospitals.json is written anew. The runs are made in this folder, and finished runs are not made again.
-For each split and method, these are the sweep of nine trials in METHODS (`fedbilevel sweep` with task.holdout=0.25, by
-validation_loss), and a run of the chosen spec on all training patients (`fedbilevel run`). No choice uses test patients
-of the same split. The patients' files are read from $FEDBILEVEL_DATA.
+For each split and method, there is a sweep of the nine trials in METHODS (`fedbilevel sweep` with task.holdout=0.25, by
+validation_loss), and then a run of the chosen spec on all training patients (`fedbilevel run`). No choice uses test
+patients of the same split. The patients' files are read from $FEDBILEVEL_DATA.
 """
 
 import json

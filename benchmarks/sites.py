@@ -46,7 +46,7 @@ class Table(NamedTuple):
 
     @property
     def survival(self) -> bool:
-        """Whether the target is (time, event)."""
+        """Return whether the target is (time, event)."""
         return self.target.ndim == 2
 
     def some(self, rows: np.ndarray) -> "Table":

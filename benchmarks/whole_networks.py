@@ -1,10 +1,10 @@
 """A whole network as y: MEHA compared with methods that need an inner loss that is strongly convex in y.
 
-The page docs/reference/algorithms/meha.md describes both problems, the settings and the columns. Their networks have a
+The page docs/reference/algorithms/meha.md describes both problems, the settings and the columns. The networks have a
 hidden layer, so the inner loss is not convex in y. All runs have the same number of exchanges. MEHA trains y on both
 losses. Therefore the accuracy "anew" is of a new network that is trained from y0 on the inner loss alone, on all
-training samples in one place, with the x at the end of the run; the row "x0" has it with the x at the start. CPU
-seconds are the median over seeds, without compilation.
+training samples in one place, with the x at the end of the run. The row "x0" has this accuracy for the x at the start.
+CPU seconds are the median over seeds, without compilation.
 """
 
 from __future__ import annotations

@@ -387,7 +387,7 @@ def test_who_is_never_there_counts_nowhere(task):
 
 @pytest.mark.parametrize("method", [fb.ADBO, fb.SDBO])
 def test_a_minimax_problem_is_refused(method):
-    """Clients step down the outer loss in y, of which a minimax problem has no minimum."""
+    """A minimax problem is refused: clients lower the outer loss in y, and this loss has no minimum in y."""
     problem = fb.Minimax(lambda x, y, batch: jnp.mean(x * y - y**2 + 0 * batch))
     with raises_with(fb.errors.UnsupportedError, path="problem", got="Minimax"):
         fb.solve(method(), problem, fb.Clients(np.zeros((3, 4))), np.ones(()), np.ones(()), rounds=1)

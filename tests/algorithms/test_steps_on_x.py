@@ -36,8 +36,11 @@ ON_X_TOO = [fb.SimFBO, fb.FedNest, fb.AFBO, fb.AggITD, fb.RABO, fb.FedBiO, fb.LF
 @pytest.mark.parametrize("rounds", [1, 12])
 @pytest.mark.parametrize("method", slow_but(fb.SimFBO, fb.LFedNest, of=ON_X_TOO))
 def test_steps_on_x_are_those_of_adagrad(method, rounds):
-    """Steps on x are AdaGrad's for ∇Φ = s(x − 3e), s = (1, 10, 10^-4), which has no y, also where clients step on x. An
-    entry of a vector moves at its own pace, whatever its scale. In a matrix, an entry of small scale moves less."""
+    """Steps on x are those of AdaGrad, also in methods whose clients step on x.
+
+    The hypergradient is ∇Φ = s(x − 3e) with s = (1, 10, 10^-4), and does not depend on y. An entry of a vector moves at
+    its own pace, whatever its scale. In a matrix, an entry of small scale moves less.
+    """
     start = {"vector": np.zeros(3), "matrix": np.zeros((1, 3))}
     run = fb.solve(method(batch_size=None), *OF_X, start, np.zeros(2), rounds=rounds)
     for name, leaf in start.items():
@@ -71,7 +74,9 @@ def test_entries_without_a_minimum_are_named():
 
 def test_entries_at_their_bounds_do_not_move():
     """Entries of x that are pressed against the bounds of their box are not reported as moving.
-    Φ = (x_0 − 2)²/2 + (x_1 + 2)²/2 presses x against the corner (1, −1) of the box, where x is after 50 rounds."""
+
+    Φ = (x_0 − 2)²/2 + (x_1 + 2)²/2 presses x against the corner (1, −1) of the box, where x is after 50 rounds.
+    """
     wanted = jnp.array([2.0, -2.0])
     problem = fb.Bilevel(
         lambda x, y, batch: jnp.sum((x - wanted) ** 2) / 2 + 0 * jnp.mean(batch),
@@ -89,8 +94,11 @@ def test_entries_at_their_bounds_do_not_move():
     "method", slow_but(fb.SimFBO, of=[fb.SimFBO, fb.FedBiO, fb.FedNest, fb.AFBO, fb.RABO, fb.AggITD])
 )
 def test_a_hypergradient_far_below_x_is_not_rounded_off(method):
-    """In single precision, x moves although ∇Φ = 10^-6 (x − 3e) is tiny. Near −4 the spacing of single precision is
-    5e-7, and a first step of 10^-3 h would be less. In ten rounds x moves by 2η at least."""
+    """In single precision, x moves although ∇Φ = 10^-6 (x − 3e) is tiny.
+
+    Near −4 the spacing of single precision is 5e-7, and a first step of 10^-3 h would be less. In ten rounds x moves by
+    at least 2η.
+    """
     problem = fb.Bilevel(lambda x, y, batch: 1e-6 * jnp.sum((x - 3) ** 2) / 2, lambda x, y, batch: jnp.vdot(y, y) / 2)
     clients = fb.Clients([np.ones((1, 1), np.float32)] * 2)
     start = np.full(3, -4, np.float32)
@@ -122,8 +130,10 @@ def test_entries_of_x_that_never_move_are_named():
 
 
 def test_entries_at_a_bound_of_x_have_moved():
-    """Entries of x that stay at their bound are not reported as never moved. With x ≤ 0 and a start at 0, about half of
-    the entries stay at 0. Their hypergradient is not 0."""
+    """Entries of x that stay at their bound are not reported as never moved.
+
+    With x ≤ 0 and a start at 0, about half of the entries stay at 0. Their hypergradient is not 0.
+    """
     result = cleaning(np.arange(80).reshape(4, 20), 20, project_x=fb.projections.box(-8, 0))
     assert np.any(result.x == 0)
     assert not any("never moved" in one for one in result.remarks)

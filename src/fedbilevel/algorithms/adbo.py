@@ -513,7 +513,7 @@ def refuse_unsuitable(method: CuttingPlanes, problem: Problem, clients: Clients 
     """
     refuse_local_steps(method.label, clients.own, STEPS)
     if isinstance(problem, Minimax):
-        why = f"clients of {method.label} step down the outer loss in y, and that of a minimax problem is concave in y"
+        why = f"clients of {method.label} lower the outer loss in y, and in a minimax problem this loss is concave in y"
         allowed = f"a problem whose outer loss has a minimum in y: {why}"
         raise UnsupportedError(path="problem", got=type(problem).__name__, allowed=allowed)
 

@@ -26,7 +26,9 @@ ENTRIES = 1_000_000  # curvature is measured for a y of at most this many entrie
 ROUNDING = 1e-3  # the relative rounding error of a curvature that is 0
 FAR = 1000  # a loss above FAR·max(|first loss|, 1) is a sign of steps that are too large
 HIGH = 10  # in place of FAR: the factor for a loss in two consecutive rows, if the run can return to a better row
-NEAR = 0.1  # x is still near its start if no entry has moved by more than NEAR times the largest one at the start, or 1
+NEAR = (
+    0.1  # x is near its start if no entry moved by more than NEAR times the larger of 1 and the start's largest entry
+)
 STILL = 10  # a loss still grows if it is above STILL times its median size in the rows before; less can be noise
 
 
@@ -88,7 +90,7 @@ class Movement(NamedTuple):
 def what_to_lower(algorithm: Algorithm, halvings: int, moved: Movement) -> str:
     """Return advice on what to lower: the step sizes that the user set, and the noise of privacy, if any.
 
-    If the step sizes adapt, it depends on how far x has moved whether the step on x or the step on y should be smaller.
+    If the step sizes adapt, the advice is about the step on x if x has moved far, and otherwise about the step on y.
 
     Args:
         algorithm: the method within its layers.
@@ -105,8 +107,8 @@ def what_to_lower(algorithm: Algorithm, halvings: int, moved: Movement) -> str:
         return f"bound x (project_x), or {slower}{noise}"
     return (
         "look whether the inner loss has a minimum in y, or let y move more slowly (fb.layered(method, "
-        f"fb.AdaptiveSteps(y_lr=0.1))), since its norm has changed from {moved.y[0]:.3g} to {moved.y[1]:.3g}, and no "
-        f"entry of x has moved by more than {moved.x:.3g}{noise}"
+        f"fb.AdaptiveSteps(y_lr=0.1))), since the norm of y has changed from {moved.y[0]:.3g} to {moved.y[1]:.3g}, "
+        f"and no entry of x has moved by more than {moved.x:.3g}{noise}"
     )
 
 

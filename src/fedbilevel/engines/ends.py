@@ -202,9 +202,10 @@ def reread(clients: Clients, name: str, whole: bool, variables: int) -> Callable
 def blocks(clients: Clients, name: str, whole: bool, variables: int) -> Iterator[tuple[np.ndarray, PyTree, np.ndarray]]:
     """Divide the samples of each client into blocks, and yield stacks of blocks of equal length.
 
-    A stack has one block, or as many as have at most BLOCK samples. If samples and variables are small, it has more, so
-    that many small clients need few stacks: up to STACK bytes, where each sample counts with its own bytes and those of
-    the variables, because a loss computes about as many intermediate values for each sample.
+    A stack has one block, or as many blocks as together have at most BLOCK samples. If samples and variables are small,
+    a stack has more blocks, up to STACK bytes, so that many small clients need few stacks. In this limit, each sample
+    counts with its own bytes and the bytes of the variables, because a loss computes about as many intermediate values
+    for each sample.
 
     A stack is yielded as (owner, samples, weights). `owner` has the client of each block, as an array of shape
     (blocks,). `samples` has leaves of shape (blocks, length, ...), and is `Padded` if blocks are shorter than this

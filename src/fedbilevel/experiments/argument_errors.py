@@ -16,7 +16,7 @@ def data_errors_in(place: str = "") -> Iterator[None]:
     """Raise a DataError of the block as a ConfigurationError with the same fields, whose message begins with `place`.
 
     Args:
-        place: the argument that names the data; "" if the message should begin with that of the DataError.
+        place: the argument that names the data; "" if the message should begin as the message of the DataError does.
     """
     try:
         yield
@@ -33,9 +33,9 @@ def data_errors_in(place: str = "") -> Iterator[None]:
 
 @contextmanager
 def paths_in(table: str, names: Collection[str]) -> Iterator[None]:
-    """Report errors of the block about arguments of a function by the paths of the fields of a spec that have them.
+    """Name the fields of a spec in errors of the block that are about arguments of a function.
 
-    The error about the argument `clients` of a task's function is then about `task.clients`.
+    An error about the argument `clients` of a task's function then names `task.clients`.
 
     Args:
         table: the table of the spec that has the arguments, such as "task".

@@ -28,7 +28,9 @@ RETURNS: dict[str, tuple[type, str]] = {
 
 
 def check_functions(cls: type) -> None:
-    """Refuse functions that a class overrides with other arguments than the base class, whose callers know no others.
+    """Refuse functions of a class that override functions of its base class, and have other arguments.
+
+    The library calls them with the arguments of the base class.
 
     Functions whose names begin with an underscore are helpers, and are not checked.
     """

@@ -362,7 +362,7 @@ def checked_code(compressor: Compressor, tree: PyTree) -> PyTree:
 def check_compressor(compressor: Compressor, like: PyTree) -> None:
     """Try a compressor C on a random tree v with the shapes of `like`, at three sizes of v.
 
-    A compressor is no contraction if C(v), compressed and decoded, is not nearer to v than 0 is; then warn. A
+    Warn if the compressor is not a contraction: if C(v), compressed and decoded, is not nearer to v than 0 is. A
     compressor that passes this check may still not be a contraction for other trees.
 
     Raises:
