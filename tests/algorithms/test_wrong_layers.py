@@ -341,3 +341,11 @@ def test_a_field_that_is_used_as_a_size_is_named_with_the_function_of_the_layer(
             return jax.tree.map(lambda array: array.at[count(array) :].set(0), tree)
 
     refused(lambda: run(Share()), r"Share\.coded is traced .*static\(")
+
+
+@pytest.mark.parametrize("resume", [True, "force"])
+def test_a_checkpoint_with_the_state_of_another_layer_is_refused_by_the_name_of_the_layer(resume, tmp_path):
+    file = tmp_path / "run.npz"
+    run(fb.parts.TopK(), checkpoint=file)
+    with pytest.raises(fb.errors.CheckpointError, match=r"the layer TopK, which is missing now; start a new run"):
+        run(None, checkpoint=file, resume=resume)

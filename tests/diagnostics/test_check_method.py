@@ -1,6 +1,9 @@
 """Does check_method pass correct methods, and name the mistakes of others?"""
 
 import itertools
+import os
+import signal
+import warnings
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,7 +14,7 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.authoring import XY, Algorithm, Allows, Facts, No, OwnParts, Reply, UnitPolicy, phase, positive, static
-from fedbilevel.diagnostics.method import Runs, another_seed, checks, not_over_flower, over_flower
+from fedbilevel.diagnostics.method import Runs, another_seed, checks, not_over_flower, over_flower, with_layers
 from fedbilevel.diagnostics.report import outcome
 from fedbilevel.engines.local.engine import Local
 from fedbilevel.tasks.quadratic import quadratic
@@ -330,3 +333,33 @@ def test_another_seed_is_not_judged_where_each_client_has_one_sample():
         runs = Runs(Descent(), task.problem, task.clients, task.x0, task.y0, rounds=2, key=0)
         keyless = replace(runs, method=Keyless())
         assert "one sample" in another_seed(keyless, keyless.run(Local()))
+
+
+def test_a_report_names_the_layers_of_the_method():
+    method = fb.SimFBO(server_lr=0.1, client_lr=0.1)
+    assert with_layers(method) == "SimFBO"
+    assert with_layers(fb.layered(method, fb.Asynchronous(wait_for=2), fb.parts.TopK())) == (
+        "SimFBO with TopK, Asynchronous"
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_checks_when_the_present_run_ends(number):
+    """The signal comes in the first run; the checks have no other error that ends them all, and no later check runs."""
+
+    class Signals(Descent):
+        def round(self, fed, state, key):
+            os.kill(os.getpid(), number)
+            return super().round(fed, state, key)
+
+    handler = signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+    try:
+        with warnings.catch_warnings(action="ignore"), pytest.raises((KeyboardInterrupt, SystemExit)):
+            fb.check_method(Signals(), *MINE)
+    finally:
+        signal.signal(number, handler)
+
+
+def test_a_missing_fact_is_named():
+    with pytest.raises(fb.errors.ConfigurationError, match=r"^Facts: .*'bias'"):
+        Facts(paper="none", good_for="nothing", exchanges="one", up="1 like y", cost="a gradient")

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import fedbilevel as fb
+from fedbilevel.authoring import Compressor
 from fedbilevel.core.problem import check_losses
 from fedbilevel.core.ragged import Ragged
 from fedbilevel.engines import fingerprint
@@ -147,6 +148,36 @@ def test_nothing_differs_in_a_second_look(before):
 def test_what_differs_is_named(before, case):
     changes, differences = CHANGES[case]
     assert taken(**changes).differences(before) == differences
+
+
+class Other(Compressor):
+    """Send everything as it is."""
+
+    def coded(self, tree):
+        return tree
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "words"),
+    [
+        ([fb.parts.TopK()], [], "it was written with the layer TopK, which is missing now"),
+        ([], [fb.parts.TopK()], "it was written without the layer TopK, which this run has"),
+        (
+            [fb.parts.TopK()],
+            [Other()],
+            "it was written with the layer TopK, which is missing now, and without the layer Other, which this run has",
+        ),
+        ([fb.parts.TopK()], [fb.parts.TopK(share=0.2)], "its coded.share is 0.1, not 0.2"),
+    ],
+)
+def test_layers_that_differ_are_named_and_not_all_fields_that_have_other_names_then(then, now, words):
+    before, after = (taken(algorithm=fb.layered(fixed(fb.SimFBO()), *layers)) for layers in (then, now))
+    assert fingerprint.in_words(after.differences(before)) == words
+
+
+def test_a_checkpoint_without_the_names_of_layers_is_compared_without_them(before):
+    old = dataclasses.replace(before, stated={k: v for k, v in before.stated.items() if k != "layers"})
+    assert taken().differences(old) == {}
 
 
 def test_an_optimizers_own_functions_count():

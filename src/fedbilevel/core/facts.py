@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from fedbilevel.core.errors import explain_misspelt
 from fedbilevel.core.submodel import UnitPolicy
 
 HEADINGS = {
@@ -28,6 +29,7 @@ HEADINGS = {
 """The headings of the facts."""
 
 
+@explain_misspelt
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     """Hold the costs, needs and uses of a method, in a few words each, with the symbols of the method's docstring.

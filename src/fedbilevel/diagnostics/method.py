@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedbilevel.algorithms.parts.adaptive_steps import adapted, adaptive
-from fedbilevel.algorithms.parts.layers import layered
+from fedbilevel.algorithms.parts.layers import layered, layers_at
 from fedbilevel.algorithms.parts.memory import Asynchronous
 from fedbilevel.algorithms.parts.own_leaves import serves_mixed
 from fedbilevel.core.algorithm import Algorithm, check_algorithm
@@ -86,9 +86,8 @@ def check_method(
     - A seed repeats a run to the bit, also if it is resumed from a checkpoint. Another seed gives another run if the
       method has a batch size.
     - `Reference`, which computes one client after the other without vectorising, and `Local`, with all clients at once,
-      one by one and streamed, have the same state and costs. The same holds for a cohort of half the clients, and for a
-      federation over Flower in this process, if Flower is installed.
-    - The ledger has the bytes of the replies.
+      one by one and streamed, have the same state and costs, and the ledger has the bytes of the replies. The same
+      holds for a cohort of half the clients, and for a federation over Flower in this process, if Flower is installed.
     - Late replies and noised replies work, or the method refuses them.
     - If leaves of y are each client's own, engines agree. With a single client and fixed step sizes, the run ends where
       it ends with a shared y: otherwise the variables or the step sizes in `Allows.own_y` are wrong.
@@ -124,7 +123,13 @@ def check_method(
     require(isinstance(clients, Clients) and len(clients) > 1, "clients", clients, "Clients of at least two")
     with jax.enable_x64(True):
         runs = Runs(method, problem, clients, in_float64(x0), in_float64(y0), rounds, key)
-        return report_of(method.label, checks(runs, runs.run(Local())))
+        return report_of(with_layers(method), checks(runs, runs.run(Local())))
+
+
+def with_layers(method: Algorithm) -> str:
+    """Return the name of a method and the names of its layers."""
+    layers = ", ".join(type(layer).__name__ for layer in layers_at(method))
+    return f"{method.label} with {layers}" if layers else method.label
 
 
 def in_float64(tree: PyTree) -> PyTree:

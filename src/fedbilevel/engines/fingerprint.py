@@ -6,7 +6,7 @@ Arrays and functions are hashed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from functools import partial
 from itertools import pairwise
@@ -19,6 +19,7 @@ import optax
 from jax.extend.core import ClosedJaxpr
 
 from fedbilevel import __version__
+from fedbilevel.algorithms.parts.layers import layers_at
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients, RemoteClients
 from fedbilevel.core.config import Schedule
@@ -37,6 +38,8 @@ PYTHON = f"Python {sys.version_info[0]}.{sys.version_info[1]}"
 VERSIONS = f"fedbilevel {__version__}, jax {jax.__version__}, optax {optax.__version__}, {PYTHON}"
 LIBRARIES = ("fedbilevel", "optax", "jax", "jaxlib", "chex", "numpy", "builtins")
 """Packages whose functions depend only on their arguments and captured values, and not on variables that change."""
+WITH_FIELDS = "steps", "privacy"
+"""Places whose layers are not compared by name: they follow from other arguments, such as step sizes of None."""
 Hashes = dict[str, str]
 """Name of a function, array, … -> its hash; messages use the name if hashes differ."""
 
@@ -66,6 +69,7 @@ class Fingerprint:
         Functions and metrics are not compared if other versions of the libraries traced them.
         """
         old, new = before.stated, self.stated
+        old = {"layers": new.get("layers"), **old}  # earlier versions did not record the layers
         stated = {name: (old.get(name), new.get(name)) for name in _changed(old, new)}
         hashes = _changed(before.hashed, self.hashed)
         for name in sorted(before.by_round.keys() | self.by_round.keys()):
@@ -85,10 +89,20 @@ class Fingerprint:
 
 
 def in_words(differences: ChangedValues) -> str:
-    """Describe what `Fingerprint.differences` has found."""
+    """Describe what `Fingerprint.differences` has found; only the layers if they differ, since fields are renamed."""
+    if values := differences.get("layers"):
+        return in_words_of_layers(*values)
     said = [f"its {name} is {values[0]}, not {values[1]}" for name, values in differences.items() if values]
     hashes = [name for name, values in differences.items() if values is None]
     return "; ".join(said + ([f"different now: {', '.join(hashes)}"] if hashes else []))
+
+
+def in_words_of_layers(before: Collection[str], now: Collection[str]) -> str:
+    """Describe how the layers of a checkpoint differ from the layers of this run."""
+    lost, new = (", ".join(name for name in one if name not in other) for one, other in ((before, now), (now, before)))
+    parts = [f"with the layer {lost}, which is missing now"] if lost else []
+    parts += [f"without the layer {new}, which this run has"] if new else []
+    return f"it was written {', and '.join(parts)}"
 
 
 def take(
@@ -149,7 +163,8 @@ def of_method(algorithm: Algorithm) -> tuple[dict[str, Any], Hashes]:
         if isinstance(part, optax.GradientTransformation):
             functions[name] = short(*_made_of(part))
     kinds = {name: type(part).__name__ for name, part in parts.items() if is_dataclass(part)}
-    return {"algorithm": algorithm.label, **kinds, **hyperparameters(algorithm)}, functions
+    layers = [type(layer).__name__ for layer in layers_at(algorithm) if layer.place not in WITH_FIELDS]
+    return {"algorithm": algorithm.label, "layers": layers, **kinds, **hyperparameters(algorithm)}, functions
 
 
 def of_metrics(programs: Mapping[str, ClosedJaxpr], metrics: Mapping[str, Any]) -> Hashes:

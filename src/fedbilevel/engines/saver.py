@@ -123,6 +123,10 @@ class Saver:
             text = f"{self.path} belongs to a run {there} privacy, and this run {here}"
             changed = {name: (stated.get(name), mine.get(name)) for name in terms}
             return CheckpointError(text, path=self.path, differences=changed)
+        layers = stated.get("layers", mine["layers"]), mine["layers"]
+        if before == now and layers[0] != layers[1]:
+            text = f"{self.path} belongs to another run: {in_words({'layers': layers})}"
+            return CheckpointError(text, path=self.path, differences={"layers": layers}, remedy=START_ANEW)
         if before in (None, now):
             return None
         text = f"{self.path} has the state of a run of {before}, from which {now} cannot continue"
