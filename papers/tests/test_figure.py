@@ -38,6 +38,7 @@ LONGER = {
     "rabo-3",
     "rabo-table-2",
     "rabo-table-3",
+    "simfbo-4",
 }
 """Figures that take more than ten minutes on two cores: those of CIFAR-10, few-shot learning and hundreds of runs."""
 
