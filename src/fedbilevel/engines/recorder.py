@@ -150,10 +150,10 @@ def check_plain(what: str, tree: PyTree) -> None:
     """Raise a ConfigurationError if a tree has PRNG keys, which cannot be sent or kept as bytes."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
-            place = jax.tree_util.keystr(path) or "value"
-            path, allowed = f"{what}: {place}", "an array without PRNG keys, such as jax.random.key_data of a key"
-            message = f"{path} is a PRNG key; use the key that a phase gets, or send jax.random.key_data of it"
-            raise ConfigurationError(path=path, got="a PRNG key", allowed=allowed, message=message)
+            place = f"{what}: {jax.tree_util.keystr(path) or 'value'}"
+            allowed = "an array without PRNG keys, such as jax.random.key_data of a key"
+            message = f"{place} is a PRNG key; use the key that a phase gets, or send jax.random.key_data of it"
+            raise ConfigurationError(path=place, got="a PRNG key", allowed=allowed, message=message)
 
 
 CapacityClass = tuple[UnitLayout, Mapping[str, int]]
