@@ -6,9 +6,10 @@ in turn. First, the library and PyTorch must end at the same numbers on a small 
 samples. PyTorch is installed in `.venv-peers/torch` the first time.
 
 The counted work of SimFBO is the matrix products that every formulation needs: forward and backward through the first
-layer for each of the two losses, 4 · 2·64·784·200 FLOP, and as many through the head. The counted work of the others is
-the least possible number of products with the first layer: forward once for each training sample of the cohort and once
-for each validation batch, and backward for the two batches of the hypergradient, with 2·784·200 FLOP per sample.
+layer for each of the two losses, 4 · 2·64·784·200 FLOP, and the same products with the head, 4 · 2·64·200·10 FLOP. The
+counted work of the others is the least possible number of products with the first layer: forward once for each training
+sample of the cohort and once for each validation batch, and backward for the two batches of the hypergradient, with
+2·784·200 FLOP per sample.
 """
 
 import subprocess

@@ -77,7 +77,7 @@ TABLE = {
         inner=T + (N - 1) + 1,
     ),
     "LFedNest": Row(fixed(fb.LFedNest(hypergradient=OWN, outer_steps=2, **NESTED)), outer=2, inner=T + 2 * (N - 1 + 1)),
-    # y: as in FedNest; joint steps on y and x: the same draws, which fewer exchanges ask for
+    # the draws for y are those of FedNest; joint steps on y and x make the same draws in fewer exchanges
     "LFedNest, SVRG": Row(
         fixed(fb.LFedNest(inner=SVRG(local_steps=T), hypergradient=OWN, **DRAWS)),
         outer=1,

@@ -107,7 +107,7 @@ class Fragile(Descent):
 
 
 class Both(Descent):
-    """A step on x and a step on y, of which both steps may be kept at the clients, or x in a set."""
+    """A method with a step on x and a step on y. Leaves of y can stay at the clients, and x can lie in a set."""
 
     allows = Allows(own_y={"gradients": OwnParts(("y",), (("y", lambda method: method.lr),))})
 

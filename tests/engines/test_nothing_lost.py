@@ -141,7 +141,8 @@ def test_a_loss_that_is_not_finite_a_step_away_is_named():
 def test_a_nan_in_a_loss_ends_a_run_of_a_method_that_measures_none(method, which):
     """A NaN in a loss ends the run of a method that does not measure losses.
 
-    The derivative of this NaN is 0, so that all numbers that are exchanged would stay finite.
+    The NaN is added to the loss as a constant, whose derivative is 0. So the numbers that are exchanged would all be
+    finite, and would not show the NaN.
     """
     losses = {"outer": problem().outer, "inner": problem().inner}
     losses[which] = lambda x, y, batch, loss=losses[which]: loss(x, y, batch) + jnp.log(-1.0)

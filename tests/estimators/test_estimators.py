@@ -330,7 +330,7 @@ PENALTIES = np.array([0.01, 0.02, 0.5, 0.0])
 
 @pytest.fixture(scope="module")
 def tied(survival):
-    """Return a tenth of the rows, with times rounded up to 60 days, so that many are tied."""
+    """Return a tenth of the rows, with times rounded up to multiples of 60 days, so that many are tied."""
     rows, target, sites = (part[::10] for part in survival)
     return rows, np.ceil(target / [60, 1]), sites
 

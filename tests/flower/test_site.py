@@ -221,8 +221,8 @@ def test_numbers_that_the_server_says_and_those_of_the_site(ran):
 def test_a_task_that_takes_too_long(most):
     """A task that takes too long is given up, and no other task is run until it ends.
 
-    With a limit of memory its thread is stopped at the next line of Python. A single call into C, here that of a lock,
-    does not come to such a line.
+    If there is also a limit of memory, the thread of the task is stopped at its next line of Python. A thread that
+    waits inside one call into C, here for a lock, reaches no such line, so it is not stopped.
     """
     lock, time_limit = threading.Lock(), TimeLimit(0.05, "the task", most)
     lock.acquire()

@@ -41,8 +41,8 @@ Departures from the paper:
    from the exchange in which it was asked for, and not from its arrival.
 4. Weights are p_i, and not 1/M.
 5. The paper says that delays require smaller step sizes, and that α and β have to be reduced by different factors. Here
-   `Asynchronous` divides both by 1 + c·delay, each with the mean delay of its own replies, where c is its field
-   `delay_penalty`.
+   `Asynchronous` divides α and β by 1 + c·delay, where c is the field `delay_penalty` of `Asynchronous`. For each of
+   the two, the delay is the mean delay of the replies that its step uses.
 
 Checked in tests/algorithms/test_afbo.py (closed forms, event by event with a table), test_asynchronous.py,
 test_local_x.py, test_own_leaves.py and tests/engines/test_agreement.py.

@@ -20,11 +20,11 @@ paper's method is sampling="random", in which λN r has a variance that grows wi
 Relation to unrolling: let y^N(x) be the result of N gradient steps from a fixed y^0. Unrolling computes the derivative
 of F(x, y^N(x)) in x exactly. It takes ∇y F at y^N and multiplies by the factors I − λH(y^n) from the last to the first,
 which requires a second pass over the iterates. The method, as in the paper, takes ∇y F at y^Q, and the factors in the
-order of the iterates. For general losses, the two agree only in the limit y^0 → y*(x). The expectation over Q equals
-the derivative exactly under three conditions: τ = 1; H and ∇²xy G do not depend on y; and ∇y F is the same at y^0..y^N,
-since f is linear in y or y^0 = y*(x). At y^0 = y*(x) the expectation also equals ∇x F − ∇²xy G v, where
-v = λ Σ_{k<N} (I − λH)^k ∇y F is the truncated Neumann series of H⁻¹∇y F. As in the paper, ∇²xy G is evaluated at y^N,
-and H only at y^n, even if a client makes τ > 1 steps.
+order of the iterates. For general losses, the method and unrolling agree only in the limit y^0 → y*(x). The expectation
+over Q equals the derivative exactly under three conditions: τ = 1; H and ∇²xy G do not depend on y; and ∇y F is the
+same at y^0..y^N, since f is linear in y or y^0 = y*(x). At y^0 = y*(x) the expectation also equals ∇x F − ∇²xy G v,
+where v = λ Σ_{k<N} (I − λH)^k ∇y F is the truncated Neumann series of H⁻¹∇y F. As in the paper, ∇²xy G is evaluated at
+y^N, and H only at y^n, even if a client makes τ > 1 steps.
 
 Departures from the paper:
 1. The default is the expectation over Q.

@@ -12,8 +12,10 @@ computes
     h_i = ∇x f_i − ∇²xy g_i [∇²yy g_i]⁻¹ ∇y f_i at (x_i, y_i; ξ, ζ)               (7)
     x ← x − α mean_i h_i                                                          (8)     one exchange
 
-where mean_i of an entry is the mean over the clients that hold it. An entry that no client holds does not change. The
-server sends x_i and y_i. Clients reply with vectors of y_i's shape in (5), and of x_i's shape in (7).
+where mean_i of an entry is the mean over the clients that hold it. β is `inner.lr`, α is `outer_lr`, and T is
+`inner.rounds`. ζ and ζ_ν are samples of the inner loss, and ξ are samples of the outer loss. An entry that no client
+holds does not change. The server sends x_i and y_i. Clients reply with vectors of y_i's shape in (5), and of x_i's
+shape in (7).
 
 RAFBO computes h_i without second derivatives, in one of three ways:
 
@@ -32,7 +34,8 @@ on x, up to rounding. RABO(hypergradient=Implicit()) then computes the same numb
 Departures from the paper:
 1. By lines 10 and 18 of Algorithm 1 the inner loss would rise: a client's G is (y_T − y_0)/β, which points to smaller
    g_i, and the server subtracts β·mean G from y. Here the server adds the changes of y.
-2. A client's step size is β/τ_i.
+2. In (5) of the paper, the size of a client's step is β. Here it is β/τ_i, so that clients that make more steps do not
+   count more.
 3. Let u_i be the update of client i, let p_i be its weight, and let m of M clients form the cohort C. The mean of an
    entry is
 

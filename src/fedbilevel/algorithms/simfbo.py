@@ -5,9 +5,9 @@ Learning". NeurIPS 2023, arXiv:2305.19442. Algorithm 1.
 
 x is the outer variable and y is the inner variable. There are M clients. Client i has the weight p_i and the losses f_i
 and g_i, and F = Σ p_i f_i and G = Σ p_i g_i. P clients form the round's cohort C (docs/glossary.md). Φ is the loss that
-is minimised over x: Φ(x) is the value of F at x and at the minimiser y*(x) of G(x, ·). At y*(x) its gradient is ∇Φ = ∇x
-F − ∇²xy G v, where v solves ∇²yy G v = ∇y F. The method keeps a vector v, of y's shape, which comes closer to this
-solution during the run. A single loop moves x, y and v together.
+is minimised over x: Φ(x) is the value of F at x and at the minimiser y*(x) of G(x, ·). Its gradient is ∇Φ = ∇x F − ∇²xy
+G v, where v solves ∇²yy G v = ∇y F, and all derivatives are taken at y = y*(x). The method keeps a vector v, of y's
+shape, which comes closer to this solution during the run. A single loop moves x, y and v together.
 
 Numbers in brackets, such as (3), are those of the paper's equations. The server sends (x, y, v). Client i makes τ_i
 local steps, one after the other. Each step moves x, y and v at the same time, along the directions             (3)
@@ -21,15 +21,15 @@ replies with q_i = Σ_k a_{i,k} (d_x, d_y, d_v) = (start − end)/η. Here a_{i,
 projection onto the ball of radius r about 0. The server computes
 
     SimFBO    (x, y, v) ← (x − γ_x q_x, y − γ_y q_y, proj_r(v − γ_v q_v)),   q = Σ_{i∈C} (M/P) p_i q_i          (4), (5)
-    ShroFBO   the same with ρ h for q:   h = Σ_{i∈C} (M/P) p_i q_i / ‖a_i‖₁,   ρ = Σ_j p_j ‖a_j‖₁               (6)-(8)
+    ShroFBO   the same with ρ h in place of q:   h = Σ_{i∈C} (M/P) p_i q_i / ‖a_i‖₁,   ρ = Σ_j p_j ‖a_j‖₁       (6)-(8)
 
 With unequal τ_i SimFBO therefore solves the problem with weights p_i‖a_i‖₁ / Σ_j p_j‖a_j‖₁ (Theorem 1), and ShroFBO
 solves the original problem (Theorem 2).
 
-Messages: the server sends x, y and v. Clients reply with vectors of these three shapes. In ShroFBO they also send the
-numbers ‖a_i‖₁ and 1. The method uses only weighted sums of the replies over the cohort (in a federation, the server
-still receives each reply). The server needs Σ p_i, the weighted sum of the ones, for the quotients in departure 2
-below.
+Messages: the server sends x, y and v. Clients reply with vectors of these three shapes. In ShroFBO they also send two
+numbers: ‖a_i‖₁, and a 1. The server needs the weighted sum of the ones, Σ_{i∈C} p_i, for the quotients in departure 2
+below. The method uses only weighted sums of the replies over the cohort (in a federation, the server still receives
+each reply).
 
 Departures from the paper:
 1. A single draw of inner and of outer samples serves all three directions of a local step. Each direction is unbiased.
@@ -42,8 +42,9 @@ Departures from the paper:
 4. In the paper's (3), a client multiplies its k-th direction by a_{i,k} and makes a step of this size. But with heavy
    ball or FedProx, a_{i,k} is the weight that the k-th direction has in the client's whole movement, when all its steps
    are done. It is not the size of the k-th step. If it were, the first steps would be the largest with heavy ball, and
-   the last steps with FedProx. The two agree only in the limit η → 0. Here clients make the actual steps of heavy ball
-   and FedProx. As in the paper, q_i is Σ_k a_{i,k} d_k, with the directions d_k at the points of these steps.
+   the last steps with FedProx. Steps of the sizes a_{i,k} and the actual steps of heavy ball or FedProx give the same
+   q_i only in the limit η → 0. Here clients make the actual steps of heavy ball and FedProx. As in the paper, q_i is
+   Σ_k a_{i,k} d_k, with the directions d_k at the points of these steps.
 5. The default radius is infinity, which omits the projection in (5), since r = L_f/μ_g is not known beforehand.
    `fedbilevel diagnose` estimates it.
 6. Clients of limited capacity, which hold only a part of the model (a submodel), make their steps on this part. Every

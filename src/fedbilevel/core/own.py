@@ -54,7 +54,7 @@ class Given:
     values: Any
 
     def at(self, round: Array | int, client: Array | int, key: Array, k: Array | int = 0) -> Array:
-        """Look up the number of a client in a round."""
+        """Look up the value that a client has in a round."""
         values = jnp.asarray(self.values)
         places = (round, k, client) if self.by_k else (round, client)[2 - values.ndim :]
         return values[places] if values.ndim else values
@@ -94,7 +94,7 @@ class Drawn:
         return self.low, self.high
 
     def at(self, round: Array | int, client: Array | int, key: Array, k: Array | int = 0) -> Array:
-        """Draw the number of a client in a round."""
+        """Draw the value that a client has in a round."""
         if jnp.issubdtype(jnp.result_type(self.low), jnp.integer):
             return self.low + uniform_below(key, self.high + 1 - self.low)
         return jax.random.uniform(key, minval=self.low, maxval=self.high)
@@ -112,7 +112,7 @@ class Computed:
     rounds, ends = None, ()
 
     def at(self, round: Array | int, client: Array | int, key: Array, k: Array | int = 0) -> Array:
-        """Compute the number of a client in a round."""
+        """Compute the value that a client has in a round."""
         return jnp.asarray(self.function(round, client, key, k) if self.by_k else self.function(round, client, key))
 
     @property

@@ -515,8 +515,8 @@ def _mean_over(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
 def _spoiling(loss: Loss) -> Loss:
     """Return the loss with derivatives that are NaN wherever the loss is NaN.
 
-    JAX's own derivative can be finite there. For example, an array that is read beyond its end gives NaN, and the
-    derivative of this NaN is 0.
+    JAX's own derivative can be finite there. For example, if an array is read beyond its end, JAX returns NaN as a
+    constant, whose derivative is 0.
     """
 
     def spoiled(x: PyTree, y: PyTree, batch: PyTree) -> Array:

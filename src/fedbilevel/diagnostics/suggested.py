@@ -119,7 +119,8 @@ def single_loop(s: Scales, batch_size: int | None, work: int | None) -> dict[str
 def nested(s: Scales, batch_size: int | None, work: int | None, inner: type[LocalSGD | SVRG] = SVRG) -> dict[str, Any]:
     """Return fields of FedNest, with conjugate gradient if products are exact, and with a short series if not.
 
-    A client's step is `inner.lr` divided by the number of its steps, so that `work` has no effect.
+    A client's step is `inner.lr` divided by the number of its steps. So the fields do not depend on `work`, the largest
+    of the clients' own numbers of local steps.
     """
     kappa, step = s.condition, 1 / s.smoothness
     rounds = min(INNER_ROUNDS, math.ceil(kappa)) if not s.noisy else min(2, math.ceil(kappa))

@@ -144,8 +144,8 @@ def solve(
     Raises:
         ConfigurationError: an argument is not allowed; nothing was computed.
         NumericalError: an iterate or a metric is NaN or infinite (NonFiniteError), or an assumption of the method does
-            not hold. The last good checkpoint remains. If the state before the failed round is still in memory, it is
-            the checkpoint of this state (docs/explanation/engines.md).
+            not hold. The last good checkpoint remains. If the state before the failed round is still in memory, this
+            state is saved first, as the last good checkpoint (docs/explanation/engines.md).
         ExchangeError: too few clients replied, even after several attempts, or another process of the run was lost
             (LostProcess of engines.process_group). The last checkpoint remains, with all rounds up to it.
         CheckpointError: a checkpoint could not be written or read; or another process is writing it (the file

@@ -256,7 +256,7 @@ class Tracker(ABC):
         return bool(self.recordings) and not self.recordings[-1].run.is_group
 
     def begin(self, run: TrackedRun) -> None:
-        """Begin a run or group, which the service gets together with its first row."""
+        """Begin a run or group. It is opened in the service when its first row is recorded."""
         if not self.recordings:
             self.due, self.warned = -float("inf"), False
         elif self.recordings[-1].run.is_private:  # the runs of a group have the same seeds

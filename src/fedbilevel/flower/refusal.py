@@ -118,7 +118,7 @@ class Refusal(FedbilevelError):
 
     @classmethod
     def read(cls, told: Mapping[str, Any], client: int | None = None) -> Refusal:
-        """Return the refusal from an entry that `told` made. The advice is looked up by the code."""
+        """Return the refusal from an entry that `told` made, with the advice that belongs to the refusal's code."""
         return cls(Code.of(told.get("code")), str(told.get("why", "")), client)
 
 

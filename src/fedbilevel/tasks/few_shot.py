@@ -6,9 +6,9 @@
 In a task, N = `way` characters of a client have to be distinguished (meta-learning). This is the few-shot problem of
 RABO (Li et al. 2025, section V-A), except that each task has a linear head y_j of its own. In the paper, one MLP is the
 head of all tasks; `shared` and `head_hidden` give this form. A column of a shared head belongs to a different character
-in each task. So f stays at the level of chance, log N, or above, unless tasks are memorised. (A head with one column
-for each character was also tried; no column came near its minimiser.) If a head has hidden layers, g is not convex in
-y.
+in each task. So f stays at the level of chance, log N, or above, unless tasks are memorised. (We also tried a shared
+head with a column for each character. None of its columns came near the values that minimise g.) If a head has hidden
+layers, g is not convex in y.
 
 A task belongs to one client, and no two tasks share a head. So ∇²yy g is block diagonal, with a block for each task,
 and a client needs only the blocks of its own tasks. If all clients hold the whole model and invert these blocks

@@ -133,7 +133,7 @@ def _check_total(where: str, total: Total, inside: Total | None, undone: bool) -
 
 
 def same_shapes(must: str, update: PyTree, like: PyTree) -> None:
-    """Raise ConfigurationError, which begins with `must`, if two trees differ in structure or shapes."""
+    """Raise an error whose message begins with the text `must` if two trees differ in structure or shapes."""
     if wrong := difference(update, like, dtypes=False):
         raise ConfigurationError(f"{must}: {wrong}")
 

@@ -181,11 +181,10 @@ class Exchange:
         return [request for client, request in requests.items() if client not in failed]
 
     def count(self) -> None:
-        """Count the replies that have arrived, up to the number that is needed.
+        """Count the replies that have arrived: up to the number that is needed, or all of them if any reply is overdue.
 
         Replies that arrived together are sorted by their requests, the oldest first, and then by client id; overdue
-        replies come last. They count in this order until enough replies have counted and no reply is overdue. So if an
-        overdue reply is among them, all replies that are sorted before it also count.
+        replies come last. They count in this order.
         """
         asked = self.session.phase_queues.since[self.spec.phase]
 
