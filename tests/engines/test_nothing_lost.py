@@ -1,5 +1,6 @@
 """What remains of a run: the best row, and, if the run diverges, the last finite x and y or steps half as large."""
 
+import re
 import warnings
 
 import jax
@@ -83,6 +84,7 @@ def test_the_error_says_how_far_x_had_gone_and_what_steps_on_y_it_allowed():
 
 
 STARTS_BADLY = {
+    "a root of a negative number": (lambda x, y: jnp.sqrt(-1 - y @ y), 0, r"\bthe inner loss .*not finite .* negative"),
     "a logarithm of 0": (lambda x, y: jnp.sum(jnp.log(y)), 0, r"\bthe inner loss .*not finite .*start"),
     "a norm at 0": (
         lambda x, y: jnp.sqrt(y @ y),
@@ -105,7 +107,10 @@ STARTS_BADLY = {
 
 
 @pytest.mark.parametrize(
-    "case", slow_but("a norm at 0", "a concave loss", "a penalty that turns negative", of=STARTS_BADLY)
+    "case",
+    slow_but(
+        "a root of a negative number", "a norm at 0", "a concave loss", "a penalty that turns negative", of=STARTS_BADLY
+    ),
 )
 def test_what_no_smaller_step_mends_is_said_without_steps(case):
     term, start, words = STARTS_BADLY[case]
@@ -119,6 +124,7 @@ def test_what_no_smaller_step_mends_is_said_without_steps(case):
         fb.solve(method, losses, population(), jnp.full(3, 0.1), jnp.full(3, float(start)), rounds=10_000)
     assert "steps may help" not in str(error.value)
     assert "lower" not in str(error.value)
+    assert re.fullmatch(r"(the|a derivative of the) (inner|curvature).* \(round \d+.* not finite\)", str(error.value))
 
 
 def test_a_loss_that_is_not_finite_a_step_away_is_named():

@@ -120,7 +120,9 @@ def test_an_unknown_site_and_a_model_that_is_none_are_refused(saved, tmp_path, c
     for text in ("{", "{}", '{"study": 1}'):
         (tmp_path / "model.json").write_text(text)
         assert main(["predict", str(tmp_path / "model.json"), table]) == 2
-        assert "model.json is not a file that `save`" in capsys.readouterr().err
+        shown = capsys.readouterr().err
+        assert "model.json is not the file of a model" in shown
+        assert ("it has no entry 'study'" in shown) == (text == "{}")
     assert main(["predict", str(tmp_path / "none.json"), table]) == 2
     assert "none.json' cannot be read" in capsys.readouterr().err
 

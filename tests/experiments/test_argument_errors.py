@@ -7,7 +7,7 @@ from fedbilevel.data import DataError
 from fedbilevel.data.files import require as require_data
 from fedbilevel.data.files import unknown_name
 from fedbilevel.experiments import configure
-from fedbilevel.experiments.argument_errors import data_errors_in, paths_in
+from fedbilevel.experiments.argument_errors import clients_by_spec, data_errors_in, paths_in
 from fedbilevel.experiments.runner import task_of
 from refusals import raises_with, refuses
 
@@ -17,6 +17,21 @@ def test_a_value_that_a_task_refuses_has_the_path_of_its_field(name, value):
     spec = configure(task="quadratic", algorithm="simfbo", settings=[f"task.{name}={value}"])
     with refuses(f"task.{name}", value):
         task_of(spec)
+
+
+def test_clients_numbers_that_are_refused_have_the_path_of_their_field():
+    """`Clients.own['local_steps']` is `clients.local_steps` in a spec, and a part of a field keeps its own name.
+
+    Two numbers do not fit the ten clients of the task.
+    """
+    settings = ["clients.local_steps=[1, 2]"]
+    with refuses("clients.local_steps", [1, 2], "its shape is (2,)"):
+        task_of(configure(task="quadratic", algorithm="simfbo", settings=settings))
+    paths = ["Clients.own['client_lr.x'] in round 0", "Clients.capacity", "task.clients"]
+    with pytest.raises(ConfigurationError) as error, clients_by_spec():
+        refuse_together(ConfigurationError(path=path, got=0, allowed="1") for path in paths)
+    moved = ["clients.client_lr.x in round 0", "clients.capacity", "task.clients"]
+    assert [one.path for one in error.value.wrong] == moved
 
 
 def test_only_paths_that_begin_with_an_argument_get_the_table():

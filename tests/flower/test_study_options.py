@@ -166,3 +166,9 @@ def test_options_that_do_not_fit_are_named(options, words, tmp_path, monkeypatch
     assert main([*NEW, *options]) == 2
     assert re.search(words, " ".join(capsys.readouterr().err.split()))
     assert not (tmp_path / "app").exists()
+
+
+def test_an_option_that_every_study_needs_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["flower", "new", "app", "--estimator", "logistic", "--sites", "a,b"]) == 2
+    assert "a study needs --target: the column that is predicted" in " ".join(capsys.readouterr().err.split())

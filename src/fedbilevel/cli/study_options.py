@@ -18,7 +18,7 @@ from typing import Any
 
 import fedbilevel
 from fedbilevel.cli import shared
-from fedbilevel.core.errors import require
+from fedbilevel.core.errors import ConfigurationError, require
 
 SHARED = ("rounds",)  # the fields for which `flower new` has an option even without a study
 GROUP = "NAME=A,B,…"
@@ -41,6 +41,11 @@ class StudyField:
     @property
     def option(self) -> str:
         return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def required(self) -> bool:
+        """Return whether the field has no default."""
+        return not (self.default or self.kind.startswith("Mapping"))
 
     @property
     def help(self) -> str:
@@ -92,12 +97,16 @@ def study_table(options: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of a study that the options give. `Study.read` checks them.
 
     Raises:
-        ConfigurationError: an option --groups has another form than NAME=A,B.
+        ConfigurationError: an option of a field without a default is missing, or an option --groups has another form
+            than NAME=A,B.
     """
     found = {}
     for field in study_fields():
         if (value := getattr(options, field.name)) is not None:
             found[field.name] = _read(field, value)
+        elif field.required:
+            message = f"a study needs {field.option}: {field.description}"
+            raise ConfigurationError(path=field.option, allowed="given", message=message)
     if options.holdout in found.get("sites", ()):
         found["holdout"] = options.holdout  # as a text, even if the site's name is a number
     return found

@@ -64,6 +64,10 @@ class FedbilevelError(Exception):
         """Add a text at the end of the message; the class and the fields of the error do not change."""
         self.appended += f"; {text}"
 
+    def begin_with(self, text: str) -> None:
+        """Put a text before the message, which then follows in parentheses; the fields of the error do not change."""
+        self.args = (f"{text} ({super().__str__()})",)
+
 
 class ConfigurationError(FedbilevelError, ValueError):
     """Report a value that is not allowed; the message names the field, the value and what is allowed.

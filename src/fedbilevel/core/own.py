@@ -151,8 +151,8 @@ def read(path: str, given: Any, count: int, allowed: str = FORMS) -> Values:
         require(pair, path, given, "a pair (low, high) with low ≤ high; other numbers come in a list or an array")
         return Drawn(numbers[0], numbers[1])
     shaped = numbers.ndim <= 3 and numbers.size > 0 and (numbers.ndim == 0 or numbers.shape[-1] == count)
-    shapes = f"(), ({count},), (rounds, {count}) or (rounds, inner rounds, {count}), for {count} clients"
-    require(shaped, path, given, f"of shape {shapes}, got {numbers.shape}")
+    shapes = f"(), ({count},), (rounds, {count}) or (rounds, inner rounds, {count}), because there are {count} clients"
+    require(shaped, path, given, f"of shape {shapes}; its shape is {numbers.shape}")
     return Given(numbers)
 
 

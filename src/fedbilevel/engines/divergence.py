@@ -26,9 +26,8 @@ ENTRIES = 1_000_000  # curvature is measured for a y of at most this many entrie
 ROUNDING = 1e-3  # the relative rounding error of a curvature that is 0
 FAR = 1000  # a loss above FAR·max(|first loss|, 1) is a sign of steps that are too large
 HIGH = 10  # in place of FAR: the factor for a loss in two consecutive rows, if the run can return to a better row
-NEAR = (
-    0.1  # x is near its start if no entry moved by more than NEAR times the larger of 1 and the start's largest entry
-)
+NEAR = 0.1  # x is near its start if no entry moved by more than NEAR·max(1, largest entry at the start)
+UNDEFINED = "the logarithm of a number that is 0 or negative, for the root of a negative number, for 0/0"
 STILL = 10  # a loss still grows if it is above STILL times its median size in the rows before; less can be noise
 
 
@@ -103,7 +102,7 @@ def what_to_lower(algorithm: Algorithm, halvings: int, moved: Movement) -> str:
     if names:
         return f"lower {' or '.join(names)}{noise}"
     if moved.far or all(step.of == "x" for step in open_steps(without_wrappers(algorithm)).values()):
-        slower = "let it move more slowly (fb.layered(method, fb.AdaptiveSteps(x_lr=0.02)))"
+        slower = "let x move more slowly (fb.layered(method, fb.AdaptiveSteps(x_lr=0.02)))"
         return f"bound x (project_x), or {slower}{noise}"
     return (
         "look whether the inner loss has a minimum in y, or let y move more slowly (fb.layered(method, "
@@ -206,8 +205,8 @@ def not_finite_at(name: str, total: WeightedLoss, x: PyTree, y: PyTree) -> str:
     """Return a text if a loss or its derivatives are not finite at the start (x, y), else ""; `name` names the loss."""
     if not np.isfinite(total.value(x, y)):
         return (
-            f"the {name} loss is not finite even at the start, before any step: look for log(0), for 0/0, and for "
-            "labels that are not below the number of classes"
+            f"the {name} loss is not finite even at the start, before any step: look for {UNDEFINED}, and for labels "
+            "that are not below the number of classes"
         )
     v = jax.tree.map(np.ones_like, y)
     if nonfinite_leaves((total.gradients(x, y), total.products(x, y, v))):
@@ -233,8 +232,8 @@ def not_finite_after_a_step(
         return ""
     return (
         f"the {name} loss, or a derivative of it, is not finite after a step of 1/L on y from the start, which the "
-        "inner loss allows: look for log(0) and 0/0, as in log(sigmoid(s)), whose sigmoid is 0 for an s far below 0; "
-        "jax.nn.log_sigmoid(s) and jax.nn.log_softmax(s) are finite there"
+        f"inner loss allows: look for {UNDEFINED}. For example, in log(sigmoid(s)) the sigmoid is 0 for an s far below "
+        "0; jax.nn.log_sigmoid(s) and jax.nn.log_softmax(s) are finite there"
     )
 
 

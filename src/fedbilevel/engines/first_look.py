@@ -110,8 +110,7 @@ def first_look(problem: Problem, clients: Clients, x: PyTree, y: PyTree, program
             break
     for name, found in evidence.items():
         if text := found.why_no_mean():
-            whole = "A loss that needs all of a client's samples at once is an fb.WholeLoss"
-            warn(NumericalWarning(f"the {name} loss is not a mean over the samples of its batch: {text}. {whole}"))
+            warn(NumericalWarning(f"the {name} loss is not a mean over the samples of its batch: {text}"))
     near_start = f"(seen near the start, on samples of {counted(min(share, LOOKS * PAIRS), 'client')})"
     if why:
         warn(InfluenceWarning(f"{why} {near_start}"))
@@ -257,14 +256,15 @@ class Evidence(NamedTuple):
             return (
                 "a batch with two copies of a sample has another loss than this sample alone. It looks like a sum over "
                 "samples: write .mean() in place of the .sum() over samples, but keep the .sum() of a penalty, because "
-                "it does not depend on samples"
+                "it does not depend on samples. If the loss needs all of a client's samples at once, wrap it in "
+                "fb.WholeLoss"
             )
         if mixed:
             return (
                 "a sample's share of the loss depends on the other samples. One cause is a difference of arrays of "
                 "shapes (n, 1) and (n,), which JAX broadcasts to (n, n): give both the same shape, for example by "
                 "[:, 0]. Others are the root of a mean, a largest value, and values that are centred within a batch: "
-                "use fb.WholeLoss for such a loss"
+                "such a loss needs all of a client's samples at once, so wrap it in fb.WholeLoss"
             )
         return ""
 

@@ -149,7 +149,7 @@ class RunMeasurements:
 
         Args:
             result: the end of the run.
-            advice: what may improve the end (`Rescue.advice`).
+            advice: what may lead to a better end (`Rescue.advice`).
             ends: compares the outer loss of all clients at the end with the same loss at an earlier point, if possible.
                 It is called in two cases: the outer loss in the last row is not below the loss of the first round by
                 more than the noise of a round; or the best row lies in the first half.
@@ -178,8 +178,8 @@ class RunMeasurements:
             return found.text(column) if found is not None and found.above else ""
         if best.round == result.round:
             return f"{said}, where y was not trained; it was falling, and more rounds may lower it"
-        better = f"result.best has x and y of its best row, of round {best.round}"
-        remark = f"{said}. {better}. To improve the end, {advice}"
+        better = f"result.best has x and y of the best row of the history, which is of round {best.round}"
+        remark = f"{said}. {better}. To end at a better point, {advice}"
         warn_on_first(NumericalWarning(remark))
         return remark
 

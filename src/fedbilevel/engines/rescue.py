@@ -108,11 +108,17 @@ class Rescue:
         warn_on_first(NumericalWarning(self.diverging(self.growth, result, method)))
 
     def explain(self, error: NonFiniteError, method: Algorithm) -> None:
-        """Add to an error that ends the run why the run diverged, and what may help."""
+        """Add to an error that ends the run why the run diverged, and what may help.
+
+        If smaller steps do not help, the reason comes first, before the names of what is not finite.
+        """
         met = self.met(error.result.x, error.result.y)
-        smaller = "smaller steps may help (fb.diagnose suggests some)"
-        advice = (smaller, self.advice(error.result, method)) if met.by_steps else ()
-        for text in filter(None, (*advice, met.text)):
+        if not met.by_steps:
+            error.begin_with(met.text)
+            return
+        for text in filter(
+            None, ("smaller steps may help (fb.diagnose suggests some)", self.advice(error.result, method), met.text)
+        ):
             error.append(text)
 
     def to_json(self, diverged: bool) -> dict[str, Any]:

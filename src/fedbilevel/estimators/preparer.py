@@ -187,7 +187,7 @@ def read_saved(file: Path, read: Callable[[Any], T]) -> T:
         DataError: the file cannot be read, or was not written by `save`.
         ConfigurationError: a value in the file is not allowed; the message begins with the file.
     """
-    foreign = f"{file} is not a file that `save` of a model or a preparer wrote"
+    foreign = f"{file} is not the file of a model or of a preparer, as `save` writes it"
     try:
         with errors_in(foreign):
             return read(parse_json(read_bytes(file)))
@@ -195,7 +195,9 @@ def read_saved(file: Path, read: Callable[[Any], T]) -> T:
         raise
     except OSError as error:
         raise DataError(f"the file {str(file)!r} cannot be read: {in_a_line(error)}.", path=file) from error
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+    except KeyError as error:
+        raise DataError(f"{foreign}: it has no entry {error}.", path=file) from error
+    except (ValueError, TypeError, AttributeError) as error:
         raise DataError(f"{foreign}: {in_a_line(error)}.", path=file) from error
 
 

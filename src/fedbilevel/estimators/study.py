@@ -26,6 +26,7 @@ from typing import Any, Self
 import numpy as np
 
 import fedbilevel as fb
+from fedbilevel.errors import ConfigurationError
 from fedbilevel.estimators.agreement import KINDS, SITE, Agreement
 from fedbilevel.estimators.columns import require_in_frame
 from fedbilevel.estimators.evaluation import AskSites, Report, evaluated
@@ -175,7 +176,10 @@ class Study:
             if name not in known:
                 raise unknown("field of [study]", name, known)
         missing = [name for name in ("estimator", "sites", "target") if name not in given]
-        require(not missing, "[study]", f"without {', '.join(missing)}", "a study with these")
+        if missing:
+            message = f"[study] has no {' and no '.join(missing)}: a study needs estimator, sites and target"
+            got, allowed = f"without {', '.join(missing)}", "a study with estimator, sites and target"
+            raise ConfigurationError(path="[study]", got=got, allowed=allowed, message=message)
         return cls(**given)
 
     @property

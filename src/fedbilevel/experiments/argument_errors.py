@@ -9,6 +9,8 @@ from fedbilevel.data import DataError
 
 ARGUMENT = re.compile(r"\w+(?=$|[.,\[])")
 """The argument at the beginning of the path of an error; the path may go on with a place in this argument."""
+OF_CLIENTS = re.compile(r"^(?:Remote)?Clients\.(?:own\['([^']+)'\]|(\w+))")
+"""The path of clients' own numbers, or of another field of `Clients`, at the beginning of the path of an error."""
 
 
 @contextmanager
@@ -29,6 +31,20 @@ def data_errors_in(place: str = "") -> Iterator[None]:
             message=str(error.args[0]),
             where=place,
         ) from error
+
+
+@contextmanager
+def clients_by_spec() -> Iterator[None]:
+    """Report errors of the block about fields of `Clients` by the fields of [clients] in a spec.
+
+    The error about Clients.own['local_steps'] is then about clients.local_steps.
+    """
+    try:
+        yield
+    except ConfigurationError as error:
+        for mistake in error.wrong:
+            mistake.path = OF_CLIENTS.sub(r"clients.\1\2", mistake.path)
+        raise
 
 
 @contextmanager

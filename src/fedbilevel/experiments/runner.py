@@ -71,7 +71,7 @@ from fedbilevel.engines.options import Resume
 from fedbilevel.engines.process_group import current_group
 from fedbilevel.engines.progress import WRITING, report_stage, showing
 from fedbilevel.engines.tracking import TrackedRun, Tracking
-from fedbilevel.experiments.argument_errors import paths_in
+from fedbilevel.experiments.argument_errors import clients_by_spec, paths_in
 from fedbilevel.experiments.experiment import Experiment, cohort_of, experiment_with
 from fedbilevel.experiments.folder import Folder, as_damage, load_run, own_code
 from fedbilevel.experiments.loader import label, task_maker
@@ -172,7 +172,8 @@ def task_of(spec: Spec, **party: str | int) -> Task:
     capacity = numbers.pop("capacity", None)
     if isinstance(site, int):  # the server sends a site's own numbers, except its capacity
         numbers, capacity = {}, capacity[site : site + 1] if isinstance(capacity, list) else capacity
-    task = task.with_own(own=numbers, capacity=capacity)
+    with clients_by_spec():
+        task = task.with_own(own=numbers, capacity=capacity)
     if spec.run.x_bounds is not None:
         task = replace(task, problem=task.problem.with_x_in(_box(task.x0, spec.run.x_bounds)))
     return replace(task, clients=task.population.pooled()) if spec.run.pooled else task
@@ -411,7 +412,7 @@ def _play(
         with_seed=(place.spec, place.summary),
         is_private=spec.privacy.terms is not None,
     )
-    with showing(progress) as display, Tracking(callbacks, run) as tracking:
+    with showing(progress) as display, Tracking(callbacks, run) as tracking, clients_by_spec():
         rounds, ends = _length(spec, place, resume)
         with _opened(scribe) if not resume else contextlib.nullcontext():
             result = experiment.solve(
