@@ -93,14 +93,14 @@ def test_a_site_looks_at_what_it_will_tell(files, tmp_path, monkeypatch, capsys)
         (
             "days",
             -3,
-            "column 'days': 2 rows have a value that is not allowed (-3.0): allowed is a time from 0 to 1e+100",
+            "column 'days' has a value that is not allowed (-3.0) in 2 rows; allowed: a time from 0 to 1e+100",
         ),
-        ("days", "inf", "column 'days': 2 rows have a value that is not allowed (inf): allowed is a time from 0"),
-        ("died", 2, "column 'died': 2 rows have a value that is not allowed ('2'): allowed is 1 if the event came"),
+        ("days", "inf", "column 'days' has a value that is not allowed (inf) in 2 rows; allowed: a time from 0"),
+        ("died", 2, "column 'died' has a value that is not allowed ('2') in 2 rows; allowed: 1 if the event came"),
         (
             "age",
             "-inf",
-            "column 'age': 2 rows have a value that is not allowed (-inf): allowed is a number from -1e+100",
+            "column 'age' has a value that is not allowed (-inf) in 2 rows; allowed: a number from -1e+100",
         ),
     ],
 )
