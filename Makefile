@@ -87,5 +87,5 @@ links: setup  ## open every link of the documentation to another website
 lock:  ## rewrite uv.lock after a change of dependencies, and install it
 	@$(PYTHON) scripts/bootstrap.py --lock
 
-clean:  ## remove everything that the commands above made
-	rm -rf .venv .uv .pytest_cache .ruff_cache .hypothesis dist build
+clean:  ## remove what the commands above made here; caches of tests and types stay in ~/.cache/fedbilevel
+	rm -rf .venv .uv .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build

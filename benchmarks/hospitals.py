@@ -3,7 +3,8 @@
 The accuracies of five splits are in hospitals.json. From this file the tables are printed: the accuracy of each method
 in each hospital, and paired differences to FedAvg with 95 % intervals.
 
-With --folder, hospitals.json is written anew. The runs are made in this folder, and finished runs are not made again.
+With --folder, the runs are made in this folder, which then contains a hospitals.json of its own, from which the tables
+are printed. Finished runs are not made again.
 For each split and method, there is a sweep of the nine trials in METHODS (`fedbilevel sweep` with task.holdout=0.25, by
 validation_loss), and then a run of the chosen spec on all training patients (`fedbilevel run`). No choice uses test
 patients of the same split. The patients' files are read from $FEDBILEVEL_DATA.
@@ -84,18 +85,19 @@ def majority(hospital: str, split: int) -> float:
     return float(np.mean(labels[test] == (np.mean(labels[training]) > 0.5)))
 
 
-def write(splits: Sequence[int], found: Accuracies) -> None:
-    """Keep the accuracies: for each method a row for each split, in the order of the hospitals."""
+def write(file: Path, splits: Sequence[int], found: Accuracies) -> None:
+    """Write the accuracies: for each method a row for each split, in the order of the hospitals."""
     rows = {name: [[round(value, 6) for value in row] for row in of.tolist()] for name, of in found.items()}
     lines = ",\n".join(f'    "{name}": {json.dumps(row)}' for name, row in rows.items())
     start = f'{{\n  "hospitals": {json.dumps(list(HOSPITALS))},\n  "splits": {list(splits)},\n'
-    KEPT.write_text(f'{start}  "test_accuracy": {{\n{lines}\n  }}\n}}\n', encoding="utf-8")
+    file.write_text(f'{start}  "test_accuracy": {{\n{lines}\n  }}\n}}\n', encoding="utf-8")
 
 
 def main(folder: str = "", splits: tuple[int, ...] = (0, 1, 2, 3, 4)) -> None:
+    file = Path(folder, KEPT.name) if folder else KEPT
     if folder:
-        write(splits, accuracies(Path(folder), splits))
-    kept = json.loads(KEPT.read_text(encoding="utf-8"))
+        write(file, splits, accuracies(Path(folder), splits))
+    kept = json.loads(file.read_text(encoding="utf-8"))
     splits, found = kept["splits"], {name: np.array(rows) for name, rows in kept["test_accuracy"].items()}
     print(f"splits {', '.join(map(str, splits))}")
     head("test accuracy", *HOSPITALS)

@@ -22,7 +22,7 @@ def refuses(
     Args:
         path: the field; "" for an error without fields, which has only a text.
         got: the value that the error reports; ANY, the default, accepts any value.
-        fact: a text that the error's description of what is allowed must contain, or its message if it has none. It
+        fact: a text that the error's description of what is allowed must contain, or its text if it has no fields. It
             should be a bound, the name of another field or an allowed name, and not a wording.
         near: the name that the error suggests.
         where: the place with which the message begins, such as a file.
@@ -34,8 +34,8 @@ def refuses(
         yield error
     (wrong,) = error.value.wrong
     assert (wrong.where, wrong.path, wrong.near) == (where, path, near)
-    assert wrong.allowed != "" or fact != ""
-    assert fact in str(wrong if wrong.allowed == "" else wrong.allowed)
+    assert wrong.allowed != "" if path else fact != ""
+    assert fact in str(wrong.allowed if path else wrong)
     assert got is ANY or (type(wrong.got), repr(wrong.got)) == (type(got), repr(got)), wrong.got
 
 

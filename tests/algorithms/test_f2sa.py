@@ -201,7 +201,7 @@ def test_a_loss_that_can_be_differentiated_once_is_enough():
     steps = {"batch_size": None, "local_steps": 1, "client_lr": 1.0, "server_lr": 0.3}
     result = fb.solve(fb.F2SA(**steps), problem, clients, **start, rounds=100, engine=fb.Reference())
     np.testing.assert_allclose(result.x, targets.mean(0) / 2, atol=1e-5)
-    with refuses("", fact="fb.F2SA"):
+    with refuses("", fact="Pure call"):
         fb.solve(fb.SimFBO(**steps), problem, clients, **start, rounds=1, engine=fb.Reference())
 
 
@@ -268,5 +268,5 @@ def test_a_transformer_whose_attention_has_no_second_derivatives(monkeypatch):
     for have, want in zip(jax.tree.leaves(blocks.state), jax.tree.leaves(whole.state), strict=True):
         np.testing.assert_allclose(have, want, rtol=0, atol=1e-8)  # differences lose six digits
     assert np.linalg.norm(whole.x) > 1e-4
-    with refuses("", fact="fb.F2SA"):
+    with refuses("", fact="Reverse"):
         fb.solve(fb.SimFBO(**steps), *posed(transformer.in_blocks), rounds=1)

@@ -73,7 +73,7 @@ def test_by_a_metric_of_which_neither_value_is_better_nothing_is_judged(recwarn)
     assert "height" not in found.judged
     assert "best" not in found.in_words()["height"]
     assert not recwarn
-    with warns_with(fb.errors.NumericalWarning, "height "):
+    with warns_with(fb.errors.NumericalWarning, "height has grown"):
         solved(metrics={"height": heights["height"].function})
 
 

@@ -136,7 +136,7 @@ def test_where_fewer_devices_are_there_a_sentence_says_so(tmp_path, monkeypatch)
     file = tmp_path / "run.npz"
     solved(Local(), 2, checkpoint=file)
     monkeypatch.setattr(jax, "local_device_count", lambda: 1)
-    with warns_with(fb.errors.CheckpointWarning, " 2 devices"):
+    with warns_with(fb.errors.CheckpointWarning, " 2 devices and continues on 1"):
         end = solved(Local(), 4, checkpoint=file, resume=True)
     np.testing.assert_allclose(end.x, solved(Local(devices=2), 4).x, rtol=1e-5, atol=1e-6)
 

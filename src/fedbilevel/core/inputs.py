@@ -105,10 +105,8 @@ def _advice(error: Exception, arguments: dict[str, PyTree]) -> str:
                 array = "; to get one array, give a list of clients whose samples are arrays, such as frame.to_numpy()"
             return f"; {name} is a {kind} with parts such as {part}{array}"
     if isinstance(error, IndexError) and getattr(arguments.get("batch"), "ndim", None) == 1:
-        axes = (
-            "The first two axes of an array in Clients are the client and the sample: for one client, pass rows[None]"
-        )
-        return f"; each sample of the batch is a single number. {axes}"
+        axes = "the first two axes of an array in Clients are the client and the sample"
+        return f"; each sample of the batch is a single number, since {axes}: for one client with rows, pass rows[None]"
     return ""
 
 

@@ -102,7 +102,8 @@ def in_words_of_layers(before: Collection[str], now: Collection[str]) -> str:
     lost, new = (", ".join(name for name in one if name not in other) for one, other in ((before, now), (now, before)))
     parts = [f"with the layer {lost}, which is missing now"] if lost else []
     parts += [f"without the layer {new}, which this run has"] if new else []
-    return f"it was written {', and '.join(parts)}"
+    listed = f"with the layers {', '.join(before)}, which are {', '.join(now)} now"
+    return f"it was written {', and '.join(parts) or listed}"
 
 
 def take(

@@ -28,7 +28,7 @@ def data_errors_in(place: str = "") -> Iterator[None]:
             got=error.got,
             allowed=error.allowed,
             near=error.near,
-            message=str(error.args[0]),
+            message=str(error.args[0]).removesuffix("."),
             where=place,
         ) from error
 

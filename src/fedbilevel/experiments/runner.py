@@ -167,7 +167,8 @@ def task_of(spec: Spec, **party: str | int) -> Task:
         seen = f" for party = {party['party']!r}" if party else ""
         why = f"{type(error).__name__}: " * isinstance(error, KeyError) + str(error)
         message = f"task {label(name)} cannot be made with these values{seen}: {why}"
-        raise ConfigurationError(path="task", got=name, message=message) from error
+        allowed = f"a task with values from which it can be made{seen}: {why}"
+        raise ConfigurationError(path="task", got=name, allowed=allowed, message=message) from error
     numbers, site = dict(spec.clients), party.get("party")
     capacity = numbers.pop("capacity", None)
     if isinstance(site, int):  # the server sends a site's own numbers, except its capacity

@@ -181,9 +181,9 @@ class AdaGrad(NamedTuple):
             return ""
         size = sum(way.size for _, way in ways)
         farthest_first = sorted(distance, key=lambda entry: -distance[entry])
-        entries = "x was" if size == 1 else f"{some(farthest_first, size)} were"
+        entries = "x" if size == 1 else some(farthest_first, size)
         return (
-            f"{entries} still moving steadily at the end: either the run needs more rounds, or the outer loss has no "
+            f"{entries} still moved steadily at the end: either the run needs more rounds, or the outer loss has no "
             f"minimum along {'x' if size == 1 else 'these entries'}, for example because the best penalty is infinite "
             "or 0; in the second case bound x with project_x"
         )

@@ -373,12 +373,12 @@ def check_compressor(compressor: Compressor, like: PyTree) -> None:
     for size in (1e-3, 1.0, 1e3):
         v = jax.tree.map(lambda leaf, size=size: (size * leaf).astype(leaf.dtype), tree)
         first, second = (decoded(checked_code(compressor, v)) for _ in range(2))
-        if _squared(optax.tree.sub(first, second)) > SAME * _squared(v):
+        if not _squared(optax.tree.sub(first, second)) <= SAME * _squared(v):
             text = "it returned two results for the same tree, and must be deterministic: a round is traced once, and "
             text += "draws would be the same in every round. A random compressor is a Layer that draws with asked.key"
             raise ConfigurationError(text, where=where)
         share = _squared(optax.tree.sub(first, v)) / (_squared(v) or 1)  # the norm is 0 if there are no entries
-        if share >= 1:
+        if not share < 1:
             text = f"{where} is not a contraction: for a random v with entries of size {size:g} "
             text += f"‖C(v) − v‖² is {share:.3g} ‖v‖²; it must be below ‖v‖², or the run may not converge"
             warn(NumericalWarning(text))
