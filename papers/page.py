@@ -25,7 +25,7 @@ IN_ALL = {
     "for": "hold",
     "against": "are contradicted",
     "level": "show no difference",
-    "mixed": "hold in part",
+    "mixed": "are mixed",
     "open": "are undecided",
 }
 IN_SHORT = "In short: "

@@ -20,7 +20,7 @@ from small_figure import CONTENT, UNTUNED, made_up
 from fedbilevel import experiments
 from fedbilevel.authoring import History
 from fedbilevel.errors import CheckpointError, ConfigurationError, InUse
-from refusals import ANY, raises_with, refuses
+from refusals import raises_with, refuses
 
 
 def silent(line: str) -> None:
@@ -248,8 +248,11 @@ def test_what_another_process_plays_is_waited_for(
     [
         ({"algorithm": {"name": "simfbo", "radius": -1.0}}, ("algorithm.radius", -1.0)),
         ({"grid": {"server_lr.x": [0.05, -0.1]}}, ("algorithm.server_lr.x", -0.1)),
-        ({"algorithm": {"name": "fism"}, "grid": {"lr": [0.1, 0.2]}}, ("", ANY, "FISM solves SimpleBilevel problems")),
-        ({"task": {"noise": -1.0}}, ("noise", -1.0)),
+        (
+            {"algorithm": {"name": "fism"}, "grid": {"lr": [0.1, 0.2]}},
+            ("problem", "Bilevel", "a SimpleBilevel problem"),
+        ),
+        ({"task": {"noise": -1.0}}, ("task.noise", -1.0)),
         ({"run": {"cohort": 7}}, ("cohort", 7, "1 to 3")),
         ({"tsak": {"noise": 1.0}}, ("section of a spec", "tsak", "", "task")),
     ],

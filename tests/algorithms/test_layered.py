@@ -342,7 +342,7 @@ def test_what_cannot_be_together_says_why():
         (lambda: played(KeepsAtOnce()), ("", ANY, "KeepsAtOnce.exchange keeps float")),
         (
             lambda: played(OneEntry()),
-            ("", ANY, "OneEntry.coded: "),
+            ("", ANY, ".x is float64[1], not float64[5]", "", "OneEntry.coded"),
         ),
         (
             lambda: fb.solve(layered(METHOD, Eight()), few[0], half, *few[2:], rounds=1),
