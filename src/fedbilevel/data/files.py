@@ -263,7 +263,10 @@ def read_bytes(path: Path, longest: int = LONGEST) -> bytes:
     try:
         return read_regular(path, longest)
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}.", path=path) from error
+        why = error.strerror or str(error)
+        raise DataError(
+            f"{path} cannot be read: {why}.", path=path, got=why, allowed="a file that can be read"
+        ) from error
 
 
 def download(url: str, path: Path, file: File, progress: Progress, timeout: float = TIMEOUT) -> None:
