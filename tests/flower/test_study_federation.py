@@ -274,7 +274,7 @@ def test_a_wrong_field_of_a_node_configuration_is_named(change, path, got, fact,
 def test_a_table_that_is_not_there_and_an_unknown_name_of_a_node_configuration_are_named(files, tmp_path):
     given = {"partition-id": 0, **files[0]}
     place = "node configuration: table"
-    with refuses("nowhere.csv", os.strerror(errno.ENOENT), "read", where=place):
+    with refuses("nowhere.csv", fact=os.strerror(errno.ENOENT), where=place):
         site(study("ridge"), {}, {**given, "table": "nowhere.csv"}, "")
     (tmp_path / "long.csv").write_text("age,kind\n1,a,2\n")
     with refuses(f"{tmp_path / 'long.csv'}, line 2", "3 entries", "2,", where=place):

@@ -80,6 +80,11 @@ def unexpected(file: str | Path, got: str, expected: str, remedy: str = "") -> D
     return DataError(f"{file} has {got}; expected {expected}{end}.", path=file, got=got, allowed=expected)
 
 
+def unreadable(file: str | Path, why: str) -> DataError:
+    """Return the error for a file that cannot be read."""
+    return DataError(f"{file} cannot be read: {why}.", path=file, allowed=f"a file that can be read ({why})")
+
+
 def unknown_name(field: str, got: object, allowed: Iterable[str]) -> DataError:
     """Return the error for a field that got an unknown name. It suggests the nearest of the allowed names."""
     names = sorted(allowed)
@@ -263,10 +268,7 @@ def read_bytes(path: Path, longest: int = LONGEST) -> bytes:
     try:
         return read_regular(path, longest)
     except OSError as error:
-        why = error.strerror or str(error)
-        raise DataError(
-            f"{path} cannot be read: {why}.", path=path, got=why, allowed="a file that can be read"
-        ) from error
+        raise unreadable(path, error.strerror or str(error)) from error
 
 
 def download(url: str, path: Path, file: File, progress: Progress, timeout: float = TIMEOUT) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedbilevel.data.files import DataError, require_content, unexpected
+from fedbilevel.data.files import DataError, require_content, unexpected, unreadable
 from fedbilevel.reading import require_regular
 from fedbilevel.wording import in_a_line, missing
 
@@ -76,7 +76,7 @@ def rows_of(file: Path, separator: str) -> Iterator[list[str]]:
                     raise unexpected(f"{file}, line {line}", f"{len(row)} entries", expected)
                 yield row
     except OSError as error:
-        raise DataError(f"{file} cannot be read: {in_a_line(error)}.", path=file) from error
+        raise unreadable(file, in_a_line(error)) from error
     except UnicodeDecodeError as error:
         place = f"{file}, line {_line_that_is_not_utf_8(file)}"
         raise DataError(f"{place}: the file is not a text in UTF-8.", path=place) from error
@@ -140,7 +140,7 @@ def read_table(file: Path, gaps: Collection[str] = ()) -> Any:
     except DataError:
         raise
     except (OSError, ValueError) as error:  # pandas' ParserError and EmptyDataError are ValueErrors
-        raise DataError(f"{file} cannot be read: {in_a_line(error)}.", path=file) from error
+        raise unreadable(file, in_a_line(error)) from error
     require_content(len(frame) > 0, file, "no rows", "at least one")
     return frame
 
