@@ -89,9 +89,9 @@ def check_method(
       one by one and streamed, have the same state and costs, and the ledger has the bytes of the replies. The same
       holds for a cohort of half the clients, and for a federation over Flower in this process, if Flower is installed.
     - Late replies and noised replies work, or the method refuses them.
-    - If leaves of y are each client's own, engines agree. With a single client and fixed step sizes, a run that waits
-      for all clients ends where it ends with a shared y: otherwise the variables or the step sizes in `Allows.own_y`
-      are wrong.
+    - If leaves of y are each client's own, engines agree. With a single client, fixed step sizes and no layer that
+      compresses, replaces the mean or waits for fewer replies, the run ends where it ends with a shared y: otherwise
+      the variables or the step sizes in `Allows.own_y` are wrong.
     - If x is kept in a box, engines agree, and every copy of x in the state is in the box, as x is.
     - With the fact `bias="nothing"`, and full batches, the method ends at the solution of a quadratic problem whose
       clients differ in losses, weights and numbers of samples.
@@ -301,7 +301,8 @@ def with_own_leaves(runs: Runs) -> str | No:
     each = several.run(Reference())
     close("y", kept.y, each.y)
     found = compared(kept, each)
-    if adapted(runs.method) or runs.method.asks.asynchronous:  # which may wait for several clients
+    differing = {"rule", "coded", "late"}  # layers that need several replies, or choose among all entries sent
+    if adapted(runs.method) or any(layer.place in differing for layer in layers_at(runs.method)):
         return found
     rows = runs.clients
     outer = [rows.outer.row(0)]
