@@ -301,8 +301,9 @@ def with_own_leaves(runs: Runs) -> str | No:
     each = several.run(Reference())
     close("y", kept.y, each.y)
     found = compared(kept, each)
-    differing = {"rule", "coded", "late"}  # layers that need several replies, or choose among all entries sent
-    if adapted(runs.method) or any(layer.place in differing for layer in layers_at(runs.method)):
+    # Layers at these places need several replies, or depend on which entries are sent.
+    incomparable = any(layer.place in ("rule", "coded", "late") for layer in layers_at(runs.method))
+    if adapted(runs.method) or incomparable:
         return found
     rows = runs.clients
     outer = [rows.outer.row(0)]

@@ -27,7 +27,7 @@ from fedbilevel.machinery.kept import compiled
 
 BLOCK = 256  # the largest number of samples in a block, except for a loss that takes all of a client's samples
 STACK = 2**22  # the largest number of bytes of a stack of several blocks, with a copy of the variables for each sample
-PADDED = 4  # if one length would make several stacks with more than this many times as many samples, there are several
+PADDED = 4  # short blocks that need several stacks get several lengths if one would multiply their samples by more
 HELD = 2**24  # inner samples whose stacks, with padding, have at most this many bytes stay in memory while y is trained
 WORSE = 1e-3  # a smaller relative difference of two losses is treated as no change
 SETTLED = 0.1  # y counts as trained if the norm of the inner gradient is at most this share of the norm at first
