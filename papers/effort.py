@@ -24,8 +24,7 @@ def what_decides(figure: Figure, found: Mapping[str, Any], statement: Statement)
     """Say what would decide the open cells of a statement: the number of seeds, and the hours of further runs.
 
     The number of seeds is the least at which the interval would decide, if difference and scatter stayed the same. The
-    hours are of the further runs of both methods, estimated by the mean time of the present runs. Trials are not
-    repeated.
+    hours are those of the further runs of both methods. Trials are not repeated.
     """
     claim = next(one for one in figure.claims if one.says == statement.says)
     left = [one for one in statement.findings if one.state == "open"]
@@ -38,7 +37,7 @@ def what_decides(figure: Figure, found: Mapping[str, Any], statement: Statement)
     words = []
     if known := [count for _, count in needed if count is not None]:
         hours = hours_of(figure, found, claim, needed)
-        more = f"{hours:.1f} more hours" if hours >= 0.05 else "a few more minutes"
+        more = f"at most {hours:.1f} more hours" if hours >= 0.05 else "a few more minutes"
         words.append(f"{max(known)} seeds in all ({more} of runs)")
     unknown = sum(count is None and bool(one.note) for one, count in needed)
     if hopeless := sum(count is None for _, count in needed) - unknown:
@@ -74,14 +73,23 @@ def seeds_that_decide(figure: Figure, claim: Claim, one: Finding, played: int) -
 
 
 def hours_of(figure: Figure, found: Mapping[str, Any], claim: Claim, needed: list[tuple[Finding, int | None]]) -> float:
-    """Return the hours of the further runs. Runs of a method that several cells need are counted once.
+    """Return an upper bound of the hours of the further runs. Runs of a method that several cells need count once.
 
-    If every run of a method failed, or a panel was not run, the time is not known and counts as 0.
+    The ledger of a run has the seconds of its rounds, without those of the start, of compilation and of evaluation.
+    These grow with the rounds here, by the ratio of the minutes of the whole figure to the seconds of all its rounds.
+    The minutes include the trials, which are not repeated: therefore the result is a bound. If every run of a method
+    failed, or a panel was not run, the time is not known and counts as 0.
     """
     further: dict[tuple[str, str], int] = {}
     for one, count in needed:
         panels = figure.panels_of(claim) if claim.slope is not None else [one.panel]
         for pair in ((panel, method) for panel in panels for method in (one.better, one.than) if method):
             further[pair] = max(further.get(pair, 0), (count or 0) - len(seeds_in(found, pair[0])))
-    of = {pair: found["panels"].get(pair[0], {}).get(pair[1], {}).get("costs", {}) for pair in further}
-    return sum(more * of[pair].get("seconds", 0.0) for pair, more in further.items()) / 3600
+    seconds = {
+        (panel, method): of.get("costs", {}).get("seconds", 0.0)
+        for panel, methods in found["panels"].items()
+        for method, of in methods.items()
+    }
+    rounds = sum(each * len(seeds_in(found, panel)) for (panel, _), each in seconds.items())
+    ratio = 60 * found["minutes"] / rounds if rounds else 1.0
+    return ratio * sum(more * seconds.get(pair, 0.0) for pair, more in further.items()) / 3600
