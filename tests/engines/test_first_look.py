@@ -191,13 +191,16 @@ FEW_TELL = {
 """Losses that are not means over samples, which only few samples, or few pairs of samples, show."""
 
 
-@pytest.mark.parametrize("penalty", [0.0, 1.0])
+@pytest.mark.parametrize(("penalty", "large"), [(0.0, False), (1.0, False), (1.0, True)])
 @pytest.mark.parametrize("case", FEW_TELL)
-def test_no_mean_is_said_where_few_samples_differ(case, penalty):
+def test_no_mean_is_said_where_few_samples_differ(case, penalty, large, monkeypatch):
     """A loss that is not a mean over samples is found although only few samples differ.
 
-    A penalty makes the loss of all other samples a number other than 0 in one case.
+    A penalty makes the loss of all other samples a number other than 0. If samples are large, a look has four pairs of
+    them, and not 16.
     """
+    if large:
+        monkeypatch.setattr("fedbilevel.engines.first_look.LOOK", 0)
     loss, samples, words = FEW_TELL[case]
     fit = lambda x, y, b: jnp.mean((b["u"] @ y - 1) ** 2)  # noqa: E731
     problem = fb.Bilevel(
@@ -249,6 +252,31 @@ def test_a_leaf_that_is_the_same_in_all_samples_needs_few_looks(monkeypatch):
     monkeypatch.setattr(FirstLook, "__call__", lambda look, *at: looks.append(1) or called(look, *at))
     assert said(fb.Bilevel(fit, ridge), SAMPLES | {"same": np.ones((4, 20))}) == []
     assert len(looks) <= ALIKE + 2
+
+
+def test_samples_of_a_look_are_bounded(monkeypatch):
+    """A look has as many pairs of samples, at least four, as take at most LOOK bytes, and 16 if these are enough.
+
+    A sample has six numbers of 8 bytes, which both losses read, and a pair has two samples: 192 bytes.
+    """
+    rows = {"u": np.ones((4, 20, 5)), "t": np.ones((4, 20))}
+    clients, counts = fb.Clients(rows), []
+    called = FirstLook.__call__
+    monkeypatch.setattr(FirstLook, "__call__", lambda look, *at: counts.append(look.pairs) or called(look, *at))
+    problem = fb.Bilevel(lambda x, y, b: jnp.mean(b["u"] @ y - b["t"]), lambda x, y, b: jnp.mean((b["u"] @ y - x) ** 2))
+    for size in (192 * 16, 192 * 16 - 1, 192 * 7, 0):
+        monkeypatch.setattr("fedbilevel.engines.first_look.LOOK", size)
+        counts.clear()
+        said(problem, clients, x=np.zeros(()), y=np.zeros(5))
+        assert set(counts) == {{192 * 16: 16, 192 * 16 - 1: 14, 192 * 7: 6, 0: 4}[size]}
+
+
+def test_clients_of_one_sample_need_few_looks(monkeypatch):
+    """The losses are evaluated at few points if no client has two samples, since no pair can show whether they mix."""
+    looks, called = [], FirstLook.__call__
+    monkeypatch.setattr(FirstLook, "__call__", lambda look, *at: looks.append(1) or called(look, *at))
+    assert said(fb.Bilevel(fit, ridge), {"u": U[:, :1], "t": U[:, :1].sum(-1)}) == []
+    assert len(looks) <= 3
 
 
 def test_solve_says_it_at_the_users_line_and_x_stays():

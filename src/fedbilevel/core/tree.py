@@ -85,8 +85,15 @@ def rows_at(tree: PyTree, index: Array) -> PyTree:
 
 
 def on_device(tree: PyTree) -> PyTree:
-    """Return arrays of NumPy as arrays of JAX, in JAX's precision; unlike jnp.asarray, this compiles nothing."""
-    return jax.device_put(jax.tree.map(lambda leaf: leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype)), tree))
+    """Return arrays of NumPy as arrays of JAX, in JAX's precision; unlike jnp.asarray, this compiles nothing.
+
+    The results may share memory with the arguments, which must not change afterwards.
+    """
+
+    def in_precision(leaf: Any) -> Any:
+        return leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype), copy=False)
+
+    return jax.device_put(jax.tree.map(in_precision, tree))
 
 
 def nbytes(tree: PyTree) -> int:

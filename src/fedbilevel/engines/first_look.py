@@ -8,8 +8,10 @@ start, on a few samples of a few clients.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +34,8 @@ from fedbilevel.machinery.kept import compiled
 from fedbilevel.oracles.differences import value_and_derivative
 from fedbilevel.oracles.population import chosen
 
-PAIRS = 16  # the number of pairs of samples, each from one client; in the first half, both samples are the same
+PAIRS = 16  # the largest number of pairs of samples in a look; see `FirstLook.pairs`
+LOOK = 2**26  # if the samples of all PAIRS pairs would take more than these bytes, a look has fewer pairs
 LOOKS = 50  # without evidence in this many looks, a derivative is assumed to be 0, and a loss to be a mean
 ENOUGH = 4  # the number of pairs of each kind that suffices; only pairs that could show that a loss is no mean count
 ALIKE = 10  # if no pair of this many looks differs in a leaf, such as a client's matrix, all samples are assumed equal
@@ -64,9 +67,9 @@ class OnPairs(NamedTuple):
     """Hold the values of a loss on pairs of samples.
 
     Args:
-        pairs: the value on each pair, an array of shape (PAIRS,).
-        alone: the value on each single sample, an array of shape (PAIRS, 2).
-        differs: whether the two samples of a pair differ in a leaf, an array of shape (PAIRS, leaves).
+        pairs: the value on each pair, an array of shape (pairs,).
+        alone: the value on each single sample, an array of shape (pairs, 2).
+        differs: whether the two samples of a pair differ in a leaf, an array of shape (pairs, leaves).
     """
 
     pairs: Any
@@ -106,12 +109,13 @@ def first_look(problem: Problem, clients: Clients, x: PyTree, y: PyTree, program
         leaves = [before or bool(moved) for before, moved in zip(leaves, seen.leaves, strict=True)]
         evidence = {name: evidence.get(name, Evidence()).and_on(values) for name, values in seen.values.items()}
         why = why_it_vanishes(problem, moves)
-        if not why and all(leaves) and all(found.enough(looks) for found in evidence.values()):
+        enough = {name: found.enough(looks, rows[name].size.max() == 1) for name, found in evidence.items()}
+        if not why and all(leaves) and all(enough.values()):
             break
     for name, found in evidence.items():
         if text := found.why_no_mean():
             warn(NumericalWarning(f"the {name} loss is not a mean over the samples of its batch: {text}"))
-    near_start = f"(seen near the start, on samples of {counted(min(share, LOOKS * PAIRS), 'client')})"
+    near_start = f"(seen near the start, on samples of {counted(min(share, LOOKS * look.pairs), 'client')})"
     if why:
         warn(InfluenceWarning(f"{why} {near_start}"))
         return
@@ -138,7 +142,10 @@ def leaves_the_start(look: FirstLook, x: PyTree, start: tuple[PyTree, PyTree]) -
 
 @dataclass
 class FirstLook:
-    """Evaluate the losses, on other pairs of samples in each call; if `count` is 1, on single samples."""
+    """Evaluate the losses, on other pairs of samples in each call; if `count` is 1, on single samples.
+
+    Each pair has samples of one client. In the first half of the pairs, both samples are the same.
+    """
 
     problem: Problem
     rows: Mapping[str, Ragged]
@@ -147,26 +154,43 @@ class FirstLook:
     program: Callable[..., Seen] | None = None
 
     def __call__(self, x: PyTree, y: PyTree, v: PyTree) -> Seen:
-        ids, weights = self.clients(), self.rng.normal(size=PAIRS)
+        ids, weights = self.clients(), self.rng.normal(size=self.pairs)
         given = on_device((x, y, v, weights, {name: self.batches(name, ids) for name in self.rows}))
         key = self.problem.key and ("first look", self.problem.key)
         self.program = self.program or compiled(self.seen, *given, key=key, quickly=True)
         return self.program(*given)
 
+    @cached_property
+    def pairs(self) -> int:
+        """Return the number of pairs of a look: PAIRS, or an even number of at least 4 if samples are large.
+
+        The samples of a look take at most LOOK bytes, unless those of 4 pairs take more. The losses and their
+        derivatives take some multiple of this.
+        """
+        pair = sum(
+            self.samples_of(name) * leaf.dtype.itemsize * math.prod(leaf.shape[1:])
+            for name, own in self.rows.items()
+            for leaf in jax.tree.leaves(own.values)
+        )
+        return min(PAIRS, 2 * max(LOOK // (2 * max(pair, 1)), 2))
+
+    def samples_of(self, name: str) -> int:
+        """Return the number of samples that a loss takes at once: `count`, or up to LONGEST if it needs all."""
+        return min(LONGEST, int(self.rows[name].size.max())) if name in self.problem.whole else self.count
+
     def clients(self) -> np.ndarray:
-        """Draw the client of each pair, as an array of shape (PAIRS,)."""
+        """Draw the client of each pair, as an array of shape (pairs,)."""
         clients = len(self.rows["outer"].size)
-        return np.resize(self.rng.choice(clients, min(clients, PAIRS), replace=False), PAIRS)
+        return np.resize(self.rng.choice(clients, min(clients, self.pairs), replace=False), self.pairs)
 
     def batches(self, name: str, ids: np.ndarray) -> PyTree:
-        """Draw a pair of samples of each client in `ids`, or one sample if `count` is 1: leaves (PAIRS, count, ...).
+        """Draw a pair of samples of each client in `ids`, or one sample if `count` is 1: leaves (pairs, count, ...).
 
         In the first half of the pairs, one sample is drawn and taken twice. For a loss that needs all samples of a
         client, up to LONGEST samples are drawn."""
-        rows, whole = self.rows[name], name in self.problem.whole
-        count = min(LONGEST, int(rows.size.max())) if whole else self.count
+        rows, whole, count = self.rows[name], name in self.problem.whole, self.samples_of(name)
         own = [self.rng.choice(rows.size[i], min(count, rows.size[i]), replace=False) for i in ids]
-        own = own if whole else [*(places[:1] for places in own[: PAIRS // 2]), *own[PAIRS // 2 :]]
+        own = own if whole else [*(places[:1] for places in own[: self.pairs // 2]), *own[self.pairs // 2 :]]
         index = rows.start[ids][:, None] + np.stack([np.resize(places, count) for places in own])
         values = jax.tree.map(lambda leaf: np.asarray(leaf[index]), rows.values)
         return Padded(values, np.arange(count) < rows.size[ids][:, None]) if whole else values
@@ -228,10 +252,16 @@ class Evidence(NamedTuple):
     doubled: np.ndarray = np.zeros(2, int)
     mixed: np.ndarray = np.zeros((2, 1), int)
 
-    def enough(self, looks: int) -> bool:
-        """Return whether no further pairs are needed after this number of looks."""
-        alike = (self.mixed[0] == 0) & (looks >= ALIKE)
-        return bool(self.why_no_mean() or (self.doubled[0] >= ENOUGH and np.all(alike | (self.mixed[0] >= ENOUGH))))
+    def enough(self, looks: int, single: bool) -> bool:
+        """Return whether no further pairs are needed.
+
+        Args:
+            looks: the number of looks so far.
+            single: whether each client has a single sample, so that no two samples of a pair can differ.
+        """
+        alike = (self.mixed[0] == 0) & (single or looks >= ALIKE)
+        mixed = np.all(alike | (self.mixed[0] >= ENOUGH))
+        return bool(self.doubled[0] >= ENOUGH and (self.why_no_mean() or mixed))
 
     @np.errstate(invalid="ignore")  # comparisons with the NaN of infinite losses are False
     def and_on(self, values: OnPairs) -> Evidence:
@@ -240,7 +270,8 @@ class Evidence(NamedTuple):
         size = np.maximum(np.abs(pairs), np.abs(alone).max(1))
         off = np.abs(pairs - alone.mean(1)) > max(TOLERANCE, 30 * epsilon(values.pairs)) * size
         each, counts = np.unique(alone, return_counts=True)
-        idle = alone[:, 0] == each[counts.argmax()]  # the most frequent value, which may be the loss of an empty batch
+        often = counts.max() > 2  # a value that occurs twice may be that of one sample, which a pair has twice
+        idle = often & (alone[:, 0] == each[counts.argmax()])  # this may be the loss of a sample that adds nothing
         (doubled, mixed), tells = np.split(off, 2), (off | ~idle)[: len(off) // 2]
         differs = np.asarray(differs)[len(off) // 2 :]
         return Evidence(

@@ -152,10 +152,12 @@ class AdaGrad(NamedTuple):
         always 0.
         """
         norms = jax.tree_util.tree_leaves_with_path(self.norms)
+        if self.rounds < SETTLED or not any(np.any(norm) for _, norm in norms):
+            return ""
         places = [
             (path, index) for path, norm in norms if norm.ndim == 1 for index in np.flatnonzero(np.asarray(norm) == 0)
         ]
-        if not places or self.rounds < SETTLED or not any(np.any(norm) for _, norm in norms):
+        if not places:
             return ""
         size = sum(norm.size for _, norm in norms)
         entries = [f"x{jax.tree_util.keystr(path)}[{index}]" for path, index in places]
