@@ -45,8 +45,8 @@ The first table has a row for each statement. Its columns:
   worse. If there is only one comparison, the number after ± is half the width of its 95 % confidence interval. Costs
   are given as multiples of the other method's cost.
 - *what would decide it*: the number of seeds that would decide the open comparisons, and how many hours of runs must be
-  added at most, on the machine of the present runs. A seed is a number that fixes the random draws of a run. The estimate assumes that the differences and their
-  scatter stay the same.
+  added at most, on the machine of the present runs. A seed is a number that fixes the random draws of a run. The
+  estimate assumes that the differences and their scatter stay the same.
 
 Each section below has a table with a row for each statement and a column for each setting. A cell begins with one sign
 for each comparison. Then come the value of the first method, a slash, and the values of the other methods, in the order

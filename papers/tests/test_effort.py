@@ -81,8 +81,8 @@ def test_runs_that_two_cells_need_are_counted_once() -> None:
     (failed,) = statements([cells[0], cell("C", note="C failed with 1 of 3 seeds")])
     assert (
         what_decides(figure(), found, failed)
-        == "7 seeds in all (at most 2.7 more hours of runs); no estimate for 1 of the 2 open comparisons, because runs failed "
-        "or did not reach the value of the claim"
+        == "7 seeds in all (at most 2.7 more hours of runs); no estimate for 1 of the 2 open comparisons, because runs "
+        "failed or did not reach the value of the claim"
     )
     (unplayed,) = statements([cell(panel="shards")])
     assert what_decides(figure(), found, unplayed) == "runs in the setting “shards”, whose time is not counted here"
