@@ -482,6 +482,22 @@ def test_a_run_whose_own_leaves_are_not_finite_saves_the_state_before_the_round(
         assert arrays[".round"] == last.round > 0
 
 
+@pytest.mark.parametrize("given", [{}, {"chunk": 1, "devices": 2}, {"stream": True}], ids=str)
+def test_a_round_that_is_not_finite_changes_no_own_leaves(given):
+    """If x is not finite after a round, the clients of this round have the own leaves of before.
+
+    The derivative of 0 · √(a − x₂) is NaN if x₂ is above a. Own leaves do not depend on it in this round.
+    """
+    lost = fb.Bilevel(lambda x, y, batch: outer(x, y, batch) + 0 * jnp.sqrt(0.2 - x[2]), inner, own=MIXED.own)
+    options = {"cohort": 2, "engine": fb.Local(**given), "eval_every": 50}
+    with pytest.raises(fb.errors.NonFiniteError) as error:
+        run(SIMFBO, lost, rounds=50, **options)
+    last = error.value.result
+    whole = run(SIMFBO, lost, rounds=last.round, **options)
+    assert last.round > 0
+    jax.tree.map(np.testing.assert_array_equal, (last.x, last.y), (whole.x, whole.y))
+
+
 def test_metrics_are_of_each_clients_own_y():
     """Metrics of clients use each client's own y, also on inner samples and in blocks of several clients."""
     measures = {"f": outer, "g": PerClient(inner, "inner")}

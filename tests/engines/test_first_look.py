@@ -11,7 +11,7 @@ import pytest
 import fedbilevel as fb
 import hospital_files
 from fedbilevel.core.tree import split
-from fedbilevel.engines.first_look import ALIKE, FirstLook, first_look
+from fedbilevel.engines.first_look import ALIKE, ENOUGH, Evidence, FirstLook, first_look
 from fedbilevel.errors import InfluenceWarning
 from fedbilevel.tasks import TASKS
 from refusals import refuses
@@ -252,6 +252,18 @@ def test_a_leaf_that_is_the_same_in_all_samples_needs_few_looks(monkeypatch):
     monkeypatch.setattr(FirstLook, "__call__", lambda look, *at: looks.append(1) or called(look, *at))
     assert said(fb.Bilevel(fit, ridge), SAMPLES | {"same": np.ones((4, 20))}) == []
     assert len(looks) <= ALIKE + 2
+
+
+def test_looks_go_on_until_a_sum_would_have_been_seen():
+    """A sum over few samples shows first in pairs of different samples, of which more have one of these samples.
+
+    Further pairs are needed until ENOUGH pairs of a sample with itself could have shown that the loss is a sum.
+    """
+    mixed = np.array([[5], [2]])
+    assert Evidence(np.array([ENOUGH - 1, 1]), mixed).why_no_mean().startswith("a sample's share")
+    assert not Evidence(np.array([ENOUGH - 1, 1]), mixed).enough(1, single=False)
+    assert Evidence(np.array([ENOUGH, 2]), mixed).enough(1, single=False)
+    assert Evidence(np.array([ENOUGH, 2]), mixed).why_no_mean().startswith("a batch with two copies")
 
 
 def test_samples_of_a_look_are_bounded(monkeypatch):

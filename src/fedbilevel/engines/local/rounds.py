@@ -154,9 +154,11 @@ class Rounds:
             carry, done, rows, _ = loop
             new, costs, finite = play(carry, inputs)
             good = jnp.all(finite)
-            kept = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, carry) if new.queues is None else new
+            if new.queues is None:  # `one_round` has not changed the clients' states if the round is not finite
+                before = carry._replace(clients=new.clients)
+                new = jax.tree.map(lambda a, b: a if a is b else jnp.where(good, a, b), new, before)
             rows = jax.tree.map(partial(lax.dynamic_update_index_in_dim, index=done, axis=0), rows, packed(costs))
-            return kept, done + good, rows, finite
+            return new, done + good, rows, finite
 
         return lax.while_loop(unfinished, step, (carry, jnp.zeros((), jnp.int32), rows, jnp.ones(flags.shape, bool)))
 
@@ -204,17 +206,23 @@ class Rounds:
                 check_vma=False,
             )
         state, underway, round_costs = play(members, underway, carry.state, keys, inputs)
+        flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(state) if is_floating(leaf)]
+        flags += [jnp.all(jnp.isfinite(round_costs.metrics[name][0])) for name in sorted(round_costs.metrics)]
+        finite = jnp.stack(flags)
         # the places that pad the cohort are dropped here
         if inputs.algorithm.asks.asynchronous:
             cut = partial(jax.tree.map, lambda leaf: leaf[: self.layout.population])
             clients, queues = cut(underway.states), with_tables(underway.queues, cut)
-        else:
-            rows = members[0].state[where]
-            clients = jax.tree.map(lambda full, new: full.at[rows].set(new[where]), carry.clients, underway.states)
-        flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(state) if is_floating(leaf)]
-        flags += [jnp.all(jnp.isfinite(round_costs.metrics[name][0])) for name in sorted(round_costs.metrics)]
+        else:  # the states of clients outside of the cohort are not copied
+            rows, good = members[0].state[where], jnp.all(finite)
+            clients = jax.tree.map(
+                lambda full, old, new: full.at[rows].set(jnp.where(good, new, old)[where]),
+                carry.clients,
+                states,
+                underway.states,
+            )
         carry = Carry(carry.round + 1, state, clients, underway.now, queues, carry.local_x)
-        return carry, round_costs, jnp.stack(flags)
+        return carry, round_costs, finite
 
     def cohorts(self, keys: RoundKeys, inputs: ProgramInputs) -> Cohorts:
         """Return the object that draws the cohorts of the round with these keys."""
