@@ -14,7 +14,15 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.authoring import XY, Algorithm, Allows, Facts, No, OwnParts, Reply, UnitPolicy, phase, positive, static
-from fedbilevel.diagnostics.method import Runs, another_seed, checks, not_over_flower, over_flower, with_layers
+from fedbilevel.diagnostics.method import (
+    Runs,
+    another_seed,
+    checks,
+    not_over_flower,
+    over_flower,
+    with_layers,
+    with_own_leaves,
+)
 from fedbilevel.diagnostics.report import outcome
 from fedbilevel.engines.local.engine import Local
 from fedbilevel.tasks.quadratic import quadratic
@@ -333,6 +341,20 @@ def test_another_seed_is_not_judged_where_each_client_has_one_sample():
         runs = Runs(Descent(), task.problem, task.clients, task.x0, task.y0, rounds=2, key=0)
         keyless = replace(runs, method=Keyless())
         assert "one sample" in another_seed(keyless, keyless.run(Local()))
+
+
+@pytest.mark.parametrize("layer", [None, fb.parts.TopK(share=0.5), fb.Asynchronous(wait_for=2)], ids=str)
+def test_own_leaves_of_a_single_client_are_compared_only_without_such_layers(layer):
+    """A single client with its own leaves of y ends where it ends with a shared y, unless a layer makes a difference.
+
+    TopK sends the largest entries of all leaves that are sent, and own leaves are not sent. Asynchronous waits for two
+    replies, which a single client does not give.
+    """
+    method = fb.SimFBO(local_steps=1, server_lr=0.1, client_lr=0.1)
+    with jax.enable_x64(True):
+        found = with_own_leaves(Runs(fb.layered(method, layer) if layer else method, *MINE, rounds=3, key=0))
+    assert isinstance(found, str)
+    assert ("a single client ends where it ends with a shared y" in found) == (layer is None)
 
 
 def test_a_report_names_the_layers_of_the_method():
