@@ -1,8 +1,8 @@
 """A federated model of several sites' tables, compared with other penalties, pooled rows, and each site alone.
 
-The page docs/how-to/tables.md describes the data sets and the models. All models get columns that are prepared with the
-training rows. The federated models have an intercept for each site, with a penalty of its own; Cox's model has a
-baseline hazard for each site instead. "Pooled" and "each site alone" use other programs: scikit-learn's
+The page docs/how-to/tables-benefit.md describes the data sets and the models. All models get columns that are prepared
+with the training rows. The federated models have an intercept for each site, with a penalty of its own; Cox's model has
+a baseline hazard for each site instead. "Pooled" and "each site alone" use other programs: scikit-learn's
 LogisticRegressionCV and, for Cox's model, SciPy's BFGS, with eleven penalties and five folds. "Pooled" has indicators
 of sites as features; its Cox's model has one baseline for all rows. If a site has fewer than ten rows, or fewer than
 five rows of a class or events, the prediction is the class's share of training rows, or there is no model. The loss is

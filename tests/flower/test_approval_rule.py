@@ -102,8 +102,8 @@ def test_fields_of_a_spec_have_paths(tmp_path):
 
 
 def test_the_rule_of_the_page_is_one(tmp_path):
-    """The rule in docs/how-to/federation-site.md can be read, and approves its study until its last day."""
-    page = (Path(__file__).parents[2] / "docs/how-to/federation-site.md").read_text()
+    """The rule in docs/how-to/approval-rule.md can be read, and approves its study until its last day."""
+    page = (Path(__file__).parents[2] / "docs/how-to/approval-rule.md").read_text()
     (text,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     rule, _ = ApprovalRule.read(written(tmp_path, text))
     (app,) = rule.app

@@ -73,7 +73,9 @@ def study_fields() -> tuple[StudyField, ...]:
 
 def add_study_options(new: argparse.ArgumentParser) -> None:
     """Add an option for each field of `Study`, except those in `SHARED`."""
-    added = new.add_argument_group("a study of several sites' tables", "In place of a task; see docs/how-to/tables.md.")
+    added = new.add_argument_group(
+        "a study of several sites' tables", "In place of a task; see docs/how-to/study-settings.md."
+    )
     for field in study_fields():
         if field.name in SHARED:
             continue

@@ -1,7 +1,7 @@
 """Fit models to tables of several sites, with scikit-learn's interface, and find penalties by cross-validation.
 
 An estimator's `fit` simulates the federation on this machine, so it needs the rows of all sites in one place. A `Study`
-gives the same coefficients, and also runs over Flower with sites that keep their tables (docs/how-to/tables.md).
+gives the same coefficients, and also runs over Flower with sites that keep their tables (docs/how-to/study.md).
 """
 
 from importlib.util import find_spec
