@@ -1,8 +1,8 @@
 """A bilevel run compared with a search whose trials together cost the same ε, under local differential privacy.
 
 Clients have 5 training and 5 validation samples of Covertype each, with ten features, and come from 8 sources
-(docs/how-to/choosing.md). x gives each source a weight: g_i = w(x) CE + 0.001 ‖y‖² with w = 8 softmax(x). f is the CE
-of validation samples, whose labels are right.
+(docs/how-to/bilevel-or-search.md). x gives each source a weight: g_i = w(x) CE + 0.001 ‖y‖² with w = 8 softmax(x). f is
+the CE of validation samples, whose labels are right.
 
 Every method has 40 exchanges, so all methods have the same noise for an ε. A search with k trials makes k runs of
 FedAvg with 40/k rounds each, from y = 0. The first trial has equal weights; TPE chooses the other trials. "Equal

@@ -1,21 +1,32 @@
-"""SimFBO, FedNest and LFedNest as loops over clients in PyTorch: what somebody would write today without this library.
+"""SimFBO, FedNest and LFedNest as loops over clients in PyTorch, as they are written without this library.
 
-It needs only torch and numpy, so that `speed` can run it by another interpreter:
+The program needs only torch and numpy, so that `speed` can run it by another interpreter:
 
     python torch_loops.py METHOD problem.npz result.npz ROUNDS [THREADS]
 
-The task is hyper_representation: x is the first layer (w, b), and y the head (w, b) of an MLP. The pages in
-docs/reference/algorithms have the equations of a round. SimFBO uses torch.func. The nested methods use autograd, which
-takes 0.6 of the time of torch.func here; their Hessian series have 0, 1, …, N - 1 products in turn, and one step on x.
-LFedNest uses one batch for both gradients of f. Nothing is computed unnecessarily: the first corrected step of FedNest
-is along q, since its correction is 0; the hidden units of a batch are computed once for both gradients of a pair; and
-only the step on x needs derivatives in x.
+The task is hyper_representation: x is the first layer (w, b) of an MLP, and y is its head (w, b). The pages in
+docs/reference/algorithms have the equations of a round.
 
-`problem.npz` has x_w (D, H), x_b (H,), y_w (H, C) and y_b (C,), the start, v being 0; inner_images, outer_images (M, S,
-D), inner_labels and outer_labels (M, S); steps, local and server's or beta, eta and alpha; and the numbers local_steps,
-terms (N), ridge, batch_size and cohort. With a batch_size of 0, all samples are used, and p is the whole series of N
-terms, so that the numbers can be compared with those of other programs. `result.npz` has x_w, y_w and SimFBO's v_w at
-the end, and the milliseconds of a round.
+- SimFBO uses torch.func.
+- FedNest and LFedNest use autograd, which here takes 0.6 of the time of torch.func. In a round they make one step on x.
+  They compute p, an estimate of the inverse Hessian times a gradient, by a series. Its numbers of products are 0, 1,
+  …, N - 1 in turn.
+- LFedNest uses one batch for both gradients of f.
+
+Nothing is computed unnecessarily. The correction of FedNest's first corrected step is 0, so this step is along q. The
+hidden units of a batch are computed once for both gradients of a corrected step. Only the step on x needs derivatives
+in x.
+
+`problem.npz` has these arrays, for M clients with S samples each:
+
+- the start: x_w (D, H), x_b (H,), y_w (H, C) and y_b (C,); v begins at 0
+- the samples: inner_images and outer_images (M, S, D), inner_labels and outer_labels (M, S)
+- steps: the client's and the server's step sizes for SimFBO, and beta, eta and alpha for the other methods
+- numbers: local_steps, terms (N), ridge, batch_size and cohort
+
+With a batch_size of 0, all samples are used, and p is the whole series of N terms. Then the results can be compared
+with those of other programs. `result.npz` has x_w, y_w and, for SimFBO, v_w at the end, and the milliseconds of a
+round.
 """
 
 from __future__ import annotations

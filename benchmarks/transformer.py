@@ -1,10 +1,12 @@
 """A small transformer that classifies images, with plain attention or with attention in blocks.
 
-With attention in blocks, the whole matrix of weights, (tokens, tokens), is never in memory, as in Tri Dao et al.,
-"FlashAttention", NeurIPS 2022, arXiv:2205.14135. A query attends to earlier tokens and to itself; later blocks are
-skipped. The forward and the backward pass are loops whose numbers of steps depend on the block, and the backward pass
-is programmed explicitly (`jax.custom_vjp`). JAX cannot differentiate such loops in reverse, so there are no second
-derivatives. Compiled kernels for attention have the same property.
+Attention is causal: a token attends to earlier tokens and to itself. Attention in blocks never has the whole matrix of
+weights, of shape (tokens, tokens), in memory, and skips blocks of later tokens. It follows Tri Dao et al.,
+"FlashAttention", NeurIPS 2022, arXiv:2205.14135.
+
+Attention in blocks has no second derivatives, as compiled kernels for attention have none. Its forward pass is a loop
+whose number of steps depends on the block, and JAX cannot differentiate such a loop in reverse. So the backward pass is
+programmed explicitly (`jax.custom_vjp`). It is a loop of the same kind, and cannot be differentiated again.
 """
 
 from collections.abc import Callable

@@ -18,6 +18,7 @@ from papers.numbers import POINTS, UNITS, value_in
 
 CONFIDENCE = 0.95
 SOME_RUNS = "Some runs of "
+FAILED_COUNTS = "; a failed run counts with the worst value of the runs of both methods"
 UNREACHED = " do not reach the value of the claim; they count with the cost at which they ended"
 State = Literal["holds", "contradicted", "level", "open"]
 SHARE = 0.01  # accuracies and other shares are level if they differ by at most one percentage point
@@ -203,7 +204,7 @@ def comparison(figure: Figure, claim: Claim, panel: str, than: str, runs: Runs) 
     mean, half = interval(apart)
     state, note = state_of(mean, half, claim.level, within(figure, claim, second)), ""
     if failed:
-        note = f"{failed}; a failed run counts with the worst value of the runs of both methods"
+        note = failed + FAILED_COUNTS
         loses, reached = (mean + half < 0, other_there) if lost[0] else (mean - half > 0, there)
         decided = "holds" if claim.level is None and lost[1] else "contradicted"
         state = state if loses and reached and not all(lost) and state == decided else "open"

@@ -11,7 +11,7 @@ from typing import Any
 
 from fedbilevel.experiments import COSTS
 from papers.arms import besides
-from papers.claims import SOME_RUNS, UNREACHED, Finding, Statement, column_of, statements
+from papers.claims import FAILED_COUNTS, SOME_RUNS, UNREACHED, Finding, Statement, column_of, statements
 from papers.effort import seeds_in, what_decides
 from papers.figure import PAPERS, Claim, Figure, files, load
 from papers.numbers import POINTS, UNITS, axis, text
@@ -29,30 +29,35 @@ IN_ALL = {
     "open": "are undecided",
 }
 IN_SHORT = "In short: "
-SEVERAL = (
-    "Some runs of these methods do not reach the value of the claim: {}. They count with the cost at which they ended"
-)
+ENDED = "Such a run counts with the cost at which it ended"
+ONE = f"Some runs of {{}} never reach the value that the claim names. {ENDED}"
+SEVERAL = f"Some runs of these methods never reach the value that the claim names: {{}}. {ENDED}"
+WORST = ". A failed run counts with the worst value that any run of the two compared methods has"
 LEGEND = """\
+A *statement*, or claim, is one sentence that was tried. A *comparison* tries a statement in one setting, against one
+other method. It holds (✔), is contradicted (✘), shows no difference (=), or is open (?), if the runs do not decide it.
+[The rules](../README.md#the-rules) say how a comparison is decided, and how step sizes are chosen. A *seed* is a number
+that fixes the random draws of a run.
+
 The first table has a row for each statement. Its columns:
 
 - *entry*: the figure, table or theorem that makes the statement, with a link to its section below.
-- *comparisons*: a comparison tries the statement in one setting, against one other method. A comparison holds (✔), is
-  contradicted (✘), shows no difference (=, "level"), or is open (?) if the runs decide nothing.
-- *decision*: a statement is decided for (✔), against (✘) or level (=) if all its comparisons agree. It is open (?) if a
-  comparison is open and none is contradicted. Otherwise it is mixed (◐).
-- *effect*: by how much the first method is better than the other one, from the smallest to the largest value of all
+- *decision*: ✔ if all comparisons hold, ✘ if all are contradicted, = if all show no difference. The statement is open
+  (?) if a comparison is open and none is contradicted. Otherwise it is mixed (◐).
+- *comparisons*: how many of them hold, are contradicted, show no difference or are open.
+- *effect*: by how much the first method is better than the others, from the smallest to the largest value of all
   comparisons. The first method is the one before the slash in the tables below; a negative number means that it is
   worse. If there is only one comparison, the number after ± is half the width of its 95 % confidence interval. Costs
   are given as multiples of the other method's cost.
 - *what would decide it*: the number of seeds that would decide the open comparisons, and how many hours of runs must be
-  added at most, on the machine of the present runs. A seed is a number that fixes the random draws of a run. The
-  estimate assumes that the differences and their scatter stay the same.
+  added at most, on the machine of the present runs. The estimate assumes that the differences and their scatter stay
+  the same.
 
-Each section below has a table with a row for each statement and a column for each setting. A cell begins with one sign
-for each comparison. Then come the value of the first method, a slash, and the values of the other methods, in the order
-in which the row names them. Values are means over the seeds. If all runs of a method failed, a dash stands for its
-value. A cell is empty if the statement is not about its setting. *Revised* says what was changed after a first run.
-[The rules](../README.md#the-rules) say how step sizes are chosen, and how a comparison is decided.
+Then comes a section for each entry. Its table has a row for each statement and a column for each setting. For example,
+in the row "A is better: A / B; C", the cell "✔? 97 / 88; 93 %" says that A has 97 %, B 88 % and C 93 %. The comparison
+of A with B holds, and that of A with C is open. The values are means over the seeds. If all runs of a method failed, a
+dash takes the place of its value. A cell is empty if the statement is not about its setting. *Revised* says what was
+changed after a first run.
 """
 OF_SLOPES = """\
 Many statements here are about a slope. Such a statement has one comparison: the slope of a line fitted to the results,
@@ -233,10 +238,10 @@ def notes_of(found: Outcome) -> list[str]:
     """Return the notes of the findings, each once; methods that did not reach the value of a claim share one note."""
     notes = dict.fromkeys(one["note"] for one in found["findings"] if one["note"] and played(found, one))
     late = [note.removeprefix(SOME_RUNS).removesuffix(UNREACHED) for note in notes if note.endswith(UNREACHED)]
-    others = [note for note in notes if not note.endswith(UNREACHED)]
-    if len(late) > 1:
-        return [*others, SEVERAL.format("; ".join(late))]
-    return others + [f"{SOME_RUNS}{one}{UNREACHED}" for one in late]
+    others = [note.replace(FAILED_COUNTS, WORST) for note in notes if not note.endswith(UNREACHED)]
+    if late:
+        others.append((SEVERAL if len(late) > 1 else ONE).format("; ".join(late)))
+    return others
 
 
 def played(found: Outcome, one: Mapping[str, Any]) -> bool:
@@ -294,7 +299,7 @@ def origin(figure: Figure, found: Outcome) -> Iterator[str]:
         return
     how = "No step size or other value was chosen by trials."
     if count := found["trials"]:
-        how = f"For each method, up to {count} combinations of values were tried in each setting. "
+        how = f"For each method, up to {count} combinations of step sizes or other values were tried in each setting. "
         how += f"The combination with the best `{found['selected_on']}` was chosen."
         how += f" {chosen_at_ends(figure, found)}"
     minutes = f"{found['minutes']:.0f}"

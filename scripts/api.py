@@ -397,7 +397,7 @@ def types_in(entry: Entry) -> Iterator[Definition]:
 
 
 def fields_of_bases(cls: type, doc: str) -> str:
-    """Return the text from "Args:" on of the nearest base class with this section; "" if the class has it itself."""
+    """Return the docstring of the nearest base class with a section "Args:", from there on; "" if `doc` has one."""
     bases = [inspect.getdoc(base) or "" for base in cls.__mro__[1:] if base.__module__.startswith("fedbilevel.")]
     found = next((base for base in bases if "\nArgs:" in base), "")
     return f"\n\n{found[found.index('Args:') :]}" if found and "Args:" not in doc else ""

@@ -4,10 +4,10 @@ This script uses only the standard library, and not pip, since Debian's python3 
 downloads the version of uv that uv.lock names (with its checksum), and uv builds .venv from uv.lock. If it is run
 again, it does nothing unless pyproject.toml, uv.lock, the Python or the path of the project has changed. Arguments are
 names of groups of dependencies that are installed in addition. With `newest` or `oldest` it makes another environment,
-whose versions are not those of uv.lock.
+with the newest or the oldest versions that pyproject.toml allows.
 
-The package mirror, certificates and the proxy are those of pip's settings (PIP_INDEX_URL, PIP_CERT, REQUESTS_CA_BUNDLE,
-PIP_PROXY, pip.conf) and of uv's settings (UV_DEFAULT_INDEX, SSL_CERT_FILE, HTTPS_PROXY).
+The package mirror, certificates and the proxy are read from the settings of pip (PIP_INDEX_URL, PIP_CERT,
+REQUESTS_CA_BUNDLE, PIP_PROXY, pip.conf) and of uv (UV_DEFAULT_INDEX, SSL_CERT_FILE, HTTPS_PROXY).
 """
 
 from __future__ import annotations

@@ -51,8 +51,6 @@ def written() -> Iterator[tuple[Path, str]]:
     yield METHODS / "__init__.py", listed()
     reference = api.Reference()
     kinds, costs, index = tables()
-    choosing = ROOT / "docs" / "how-to" / "choosing.md"
-    yield choosing, between(between(choosing.read_text("utf-8"), "kinds", kinds), "costs", costs)
     yield (
         PAGES / "README.md",
         between(between((PAGES / "README.md").read_text("utf-8"), "methods", index), "parts", parts()),
@@ -60,6 +58,8 @@ def written() -> Iterator[tuple[Path, str]]:
     for page, classes in pages().items():
         yield page, between(page.read_text("utf-8"), "method", method(classes, reference))
     for page, name, text in (
+        ("how-to/choosing.md", "kinds", kinds),
+        ("reference/costs.md", "costs", costs),
         ("how-to/own-method.md", "helpers", helpers()),
         ("reference/extending.md", "extending", listing("extending")),
         ("reference/tasks.md", "tasks", tasks()),
@@ -113,7 +113,7 @@ def tables() -> tuple[str, str, str]:
         page, label = _page(cls.__name__, heads)
         for kind in kinds:
             solvers[kind].append(label)
-        costs.append((f"[{label}](../reference/algorithms/{page})", facts.exchanges, facts.up, facts.hvps, facts.bias))
+        costs.append((f"[{label}](algorithms/{page})", facts.exchanges, facts.up, facts.hvps, facts.bias))
         able = [cls().allows.late, cls().allows.submodels, cls.estimates_hypergradient()]
         marks = ("yes" if has else "–" for has in able)
         index.append((f"[{label}]({page})", f"`{cls.name}`", ", ".join(kinds), *marks, _sentence(cls).rstrip(".")))

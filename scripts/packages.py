@@ -137,7 +137,7 @@ def check_recipe(uv: Path, env: dict[str, str], version: str) -> None:
     """Check that the recipe for conda can be rendered, which needs no channel."""
     program = ("tool", "run", "--quiet", "--from", "py-rattler-build", "python", "-c", RENDER)
     found = run(uv, *program, ROOT / "conda/recipe.yaml", env=env).split()
-    require(found == ["fedbilevel", version], f"the recipe for conda is that of {found}")
+    require(found == ["fedbilevel", version], f"the recipe for conda is of {found}, not of fedbilevel {version}")
     print("conda/recipe.yaml: renders")
 
 

@@ -40,11 +40,12 @@ def test_the_table_of_helpers_is_complete() -> None:
 
 
 def test_the_page_on_choosing_names_parts_that_exist() -> None:
-    """Everything that docs/how-to/choosing.md writes as a call, such as `CG()`, is a part or a public name."""
-    called = set(re.findall(r"\b([A-Z]\w+)\(", page("how-to/choosing.md")))
+    """Everything that the pages on methods and their costs write as a call, such as `CG()`, is a part or public."""
+    text = page("how-to/choosing.md") + page("reference/costs.md")
+    called = set(re.findall(r"\b([A-Z]\w+)\(", text))
     assert called >= {"CG", "Implicit"}
     assert {name for name in called if not hasattr(fb.parts, name) and name not in fb.__all__} == set()
-    assert "`cg`" not in page("how-to/choosing.md")
+    assert "`cg`" not in text
 
 
 def test_the_hospitals_page_says_what_its_splits_gave() -> None:

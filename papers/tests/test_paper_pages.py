@@ -97,8 +97,8 @@ def test_methods_that_did_not_reach_a_value_share_one_note() -> None:
     found = page.kept(load(PAPERS / "fism" / "fism-3.toml"))
     assert found is not None
     assert page.notes_of(found) == [
-        "Some runs of these methods do not reach the value of the claim: S = 1; IR-IG; IR-IG, H counted as f. "
-        "They count with the cost at which they ended"
+        "Some runs of these methods never reach the value that the claim names: S = 1; IR-IG; IR-IG, H counted as f. "
+        "Such a run counts with the cost at which it ended"
     ]
 
 

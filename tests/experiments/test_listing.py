@@ -30,7 +30,7 @@ def test_generated_files_say_what_the_code_says() -> None:
     """Generated files agree with the code. After a change of a docstring or field, `make catalogue` writes them."""
     found = list(runpy.run_path(str(ROOT / "scripts" / "catalogue.py"))["written"]())
     files = {file.name for file, _ in found}
-    assert {"__init__.py", "choosing.md", "README.md", "simfbo.md", "own-method.md", "tasks.md"} <= files
+    assert {"__init__.py", "choosing.md", "costs.md", "README.md", "simfbo.md", "own-method.md", "tasks.md"} <= files
     assert [str(file) for file, text in found if file.read_text("utf-8") != text] == []
 
 

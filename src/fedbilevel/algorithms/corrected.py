@@ -1,35 +1,40 @@
 """CorrectedFBO: a variant of ShroFBO in which clients do not drift apart, however many local steps they make.
 
-If clients differ, the local steps of a client lead towards the solution of this client's own problem. With τ > 1 local
-steps SimFBO and ShroFBO therefore end at a distance from the solution of the whole federation. Here each direction d =
-(d_x, d_y, d_v) that a client steps along is corrected by m, which is the mean of all clients' directions in the round
-before. Federated SVRG makes the same kind of correction for a problem with a single loss. The directions d_i, the
-weights a_{i,k} and p_i, the cohort C of P out of M clients, and ρ are those of SimFBO and ShroFBO (simfbo.py):
+If clients differ, the local steps of a client lead towards the solution of this client's own problem. So with τ > 1
+local steps, SimFBO and ShroFBO end at a distance from the solution of the whole federation. CorrectedFBO corrects the
+direction d = (d_x, d_y, d_v) of each local step: it subtracts the client's direction at the beginning of the round, and
+adds m, the mean of all clients' directions in the round before. Federated SVRG makes the same kind of correction for a
+problem with a single loss.
+
+The directions d_i, the weights a_{i,k} and p_i, the cohort C of P out of M clients, and ρ are defined as for SimFBO and
+ShroFBO (simfbo.py). A round is
 
     z_0 = z = (x, y, v),     d̃_k = d_i(z_k; ζ_k) − d_i(z; ζ_k) + m     the step of the client's path at z_k
     h_i = Σ_k a_{i,k} d_i(z_k; ζ_k) / ‖a_i‖₁                           the reply: directions without correction
     z ← z − γ ρ Σ_{i∈C} (M/P) p_i h_i,     m ← Σ_{i∈C} (M/P) p_i h_i   at the server
 
-Suppose that all clients take part with full batches. At a solution z* with m = 0 all d̃_k are 0. So clients stay at z*,
-and the mean of their replies is Σ p_i d_i(z*) = 0, whatever the τ_i are. Conversely, a round that changes neither z nor
-m has m = 0; its replies are then the d_i(z), and their mean is 0. With cohorts or mini-batches, m contains the noise of
-the draws, and a run ends near the solution. Clients keep nothing between rounds, and their replies are as long as those
-of ShroFBO.
+If all clients take part with full batches, a round changes nothing exactly if z is a solution and m = 0. For at a
+solution z* with m = 0 all d̃_k are 0. So clients stay at z*, and the mean of their replies is
+Σ p_i d_i(z*) = 0, whatever the τ_i are. Conversely, if a round changes neither z nor m, the mean of the replies is 0,
+and so is m. Then clients stay at z, their replies are the d_i(z), and the mean of these is 0.
 
-Replies are means over paths, and the paths follow m. So the new m depends on the old m. Let η and γ be the step sizes
-of the clients and of the server, and let all clients have the same τ and the same Hessian, the number λ. With plain
-steps, and with e = y − y* (or v − v*), a round is
+With cohorts or mini-batches, m contains the noise of the draws, and a run ends near the solution. Clients keep nothing
+between rounds, and their replies are as long as those of ShroFBO.
+
+Step sizes have to be small enough, since the new m depends on the old m: replies are means over paths, and the paths
+follow m. Let η and γ be the step sizes of the clients and of the server. Suppose first that all clients have the same τ
+and the same Hessian, the number λ. With plain steps, and with e = y − y* (or v − v*), a round is
 
     m ← λ e − β m,   e ← e − γ ρ (λ e − β m),     β = 1 − (1 − (1 − ηλ)^τ)/(τηλ) ≤ ηλ(τ − 1)/2
 
 The eigenvalues of this linear map are inside the unit circle exactly if β < 1 and γρλ/2 + β < 1. The condition
 γρλ + ηλ(τ − 1) < 2 is therefore sufficient.
 
-If τ_i and the Hessians A_i differ, the means Ā = Σ p_i A_i and B̄ = Σ p_i β_i(A_i) take the place of λ and β. Let μ be
-an eigenvalue of this map, and let its eigenvector be scaled so that the part m of it has length 1. With a = ⟨m, Ām⟩ and
+If τ_i and the Hessians A_i differ, the means Ā = Σ p_i A_i and B̄ = Σ p_i β_i(A_i) take the place of λ and β in this
+map. Let μ be one of its eigenvalues, and scale the eigenvector so that its part m has length 1. With a = ⟨m, Ām⟩ and
 b = ⟨m, B̄m⟩, this eigenvalue satisfies μ² + (γρa + b − 1)μ − b = 0. Here a is at most the largest λ, and b is at most
-the largest β. The condition is therefore still sufficient if L, the largest eigenvalue of all A_i, takes the place of
-λ, and the largest τ_i the place of τ.
+the largest β. So the condition is still sufficient with L, the largest eigenvalue of all A_i, in place of λ, and with
+the largest τ_i in place of τ.
 
 The method was developed for this library. Its correction follows Konečný et al., "Federated Optimization: Distributed
 Machine Learning for On-Device Intelligence", 2016, arXiv:1610.02527. Sai Praneeth Karimireddy et al., "Mime: Mimicking

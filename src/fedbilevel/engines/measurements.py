@@ -1,4 +1,7 @@
-"""Collect the measurements of a run: its costs, the losses of its rounds, the rows of the history, and the best row."""
+"""Collect the measurements of a run: its costs, the losses of its rounds, and the rows of the history.
+
+The best row is the one with the best value of the column that `best_by` of `solve` names, by default the outer loss.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +129,7 @@ class RunMeasurements:
         }
 
     def continue_from(self, meta: Mapping[str, Any], best: tuple[PyTree, PyTree] | None) -> None:
-        """Continue the measurements of a checkpoint; `best` has x and y of its best row, if there is one."""
+        """Continue the measurements of a checkpoint; `best` has x and y of the best row that it contains, if any."""
         self.history = History.of(meta["history"], self.history.directions)
         self.ledger = Ledger.of(meta["ledger"])
         self.seconds = float(meta["seconds"])

@@ -1,4 +1,4 @@
-"""Train the own leaves of y for a client that took no part in a run, at the run's x and shared leaves of y."""
+"""Train the own leaves of y for a client that took no part in a run."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from fedbilevel.oracles.exact import inner_solution
 
 
 def personalise(problem: Bilevel, result: Result, samples: PyTree, *, start: PyTree = None) -> PyTree:
-    """Return y for a new client: the shared leaves of a result, and own leaves, trained on the client's samples.
+    """Return y for a new client, which took no part in the run.
 
-    The own leaves minimise the inner loss on these samples up to rounding, at the result's x and shared leaves, by
-    Newton's method with conjugate gradient. The result is not changed.
+    The shared leaves of y are those of the result. The own leaves are trained on the new client's samples: Newton's
+    method with conjugate gradient minimises the inner loss in them, up to rounding, while x and the shared leaves stay
+    as they are in the result. The result is not changed.
 
     Args:
         problem: the problem that was passed to `solve`, with `own`.
         result: the result of a run of that problem.
         samples: the new client's inner samples, with leaves of shape (samples, ...).
-        start: a tree with the structure of y0. Training begins at the leaves in it that are a client's own. None:
-            training begins at the unweighted mean of all clients' own leaves. Over Flower, where own leaves stay at
-            their sites, a start is required.
+        start: a tree with the structure of y0, in whose own leaves training begins; its other leaves are not used.
+            None: training begins at the mean of all clients' own leaves, without weights. A start is required over
+            Flower, where own leaves stay at their sites.
 
     Raises:
-        ConfigurationError: no leaf of y is a client's own, or a start is required.
-        NumericalError: the inner loss is not convex in the own leaves near the iterates.
+        ConfigurationError: y has no own leaves, or a start is required.
+        NumericalError: the inner loss is not convex in the own leaves at a point that training reached.
     """
     require(isinstance(result, Result), "personalise: result", result, "the result of fb.solve")
     asked = isinstance(problem, Bilevel) and problem.own is not None and bool(result.own_leaves)

@@ -1,4 +1,9 @@
-"""Resume a run from its checkpoint: at the saved round, or, after a divergence and by force, at its best row."""
+"""Resume a run from its checkpoint.
+
+The run continues at the saved round. If it diverged, and `resume` is "force", it begins anew at x and y of its best
+row: the row of the history with the best value of the column that `best_by` of `solve` names, by default the outer
+loss.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +46,10 @@ def take_up(loop: Loop, like: Carry, force: bool) -> Carry:
 
 
 def begin_anew(loop: Loop, carry: Carry) -> Carry:
-    """Start the method anew at the best row's x and y, since the state of a run that diverged cannot be continued."""
+    """Start the method anew, at x and y of the row with the best value of `best_by`.
+
+    The state of a run that diverged cannot be continued.
+    """
     best = loop.measurements.best
     assert best is not None
     if loop.execution.privacy is not None:

@@ -75,7 +75,7 @@ class Saver:
         Args:
             like: a carry with the structure and shapes that are expected.
             force: whether to accept the checkpoint of another run, with a warning.
-            anew: whether a run that diverged starts again at its best row, if `force` is given.
+            anew: whether, with `force`, a run that diverged starts again at the row with the best value of `best_by`.
 
         Returns:
             The carry, without a state if the method has to start again; the JSON object; and the file.
@@ -93,7 +93,9 @@ class Saver:
         return carry, meta, file
 
     def read(self, copy: Path, like: Carry, anew: bool) -> tuple[Carry, dict[str, Any]]:
-        """Read a copy of the checkpoint. If the run diverged and is to start `anew`, read only the best row.
+        """Read a copy of the checkpoint.
+
+        If the run diverged and is to start `anew`, read only the row with the best value of `best_by`.
 
         Raises:
             CheckpointError: the checkpoint does not fit; if it is another algorithm's, the message names both.

@@ -41,7 +41,7 @@ class Code(Enum):
         "read the request (asked-HASH.txt in the state-folder), and approve it, if the site's rules allow it",
     )
     AUDIT = "audit", SITE, "free space on the disk of the state-folder; the site's log says more"
-    ACCOUNT = "account", SITE, "restore the newest account.json of the state-folder (see docs/how-to/operations.md)"
+    ACCOUNT = "account", SITE, "restore the newest account.json of the state-folder (see docs/how-to/backup.md)"
     SETTINGS = "settings", SITE, "correct the node configuration or the data; the site's log says which"
     FAILED = "failed", SITE, "the site's log says more"
     HIDDEN = "hidden", SITE, "the site's log says more; under privacy the reason does not leave the site"

@@ -85,7 +85,7 @@ class Site:
             False: it takes part, and its log has a warning.
         subject: the text that a person at the site approves, such as a spec. Empty: the text of the contract.
         approve: which runs the client takes part in. "all": every run. "ask": runs whose `subject` a person has
-            approved in the state folder (see docs/how-to/operations.md). The path of a .toml file with a rule: these
+            approved in the state folder (see docs/how-to/approvals.md). The path of a .toml file with a rule: these
             runs, and runs that fit the rule.
     """
 
