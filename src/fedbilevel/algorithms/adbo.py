@@ -500,7 +500,8 @@ FACTS = Facts(
     hvps="2K",
     cost="a gradient of f",
     client_state="x_i, y_i, θ_i, b_il for each plane, and K times y'_i and ψ_i",
-    bias="an estimate φ in place of y*, unless K is large; few cutting planes approximate the constraint coarsely",
+    bias="y is kept near an estimate φ of the y that minimises g, and φ is inaccurate if K is small; the constraint "
+    "that y is near φ is replaced by cutting planes, which are inaccurate if they are few",
 )
 """The facts of ADBO. Those of SDBO differ in `needs` and `good_for`."""
 

@@ -158,7 +158,8 @@ class FedEx(TrainingAtX):
         exchanges="one",
         up="1 like y, k + 1 numbers",
         cost="a gradient of g",
-        bias="x is one of the k configurations; y is shared by all of them",
+        bias="x can only be one of the k configurations, which may all be far from the solution; all configurations "
+        "share one y, so no configuration is measured at a y that was trained with this configuration alone",
     )
 
     configurations: int = positive_integer(default=10)

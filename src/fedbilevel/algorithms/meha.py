@@ -87,8 +87,8 @@ class MEHA(JointExchange, FirstDerivatives):
         exchanges="one",
         up="1 like x, 2 like y",
         cost="a gradient of f and two of g, at y and at θ, on the same samples",
-        bias="SimFBO's bias, and an error in proportion to 1/c; y may end where the gradient of g is 0, but g has no "
-        "minimum",
+        bias="SimFBO's bias, and an error in proportion to 1/c; y may end at a point that is not a minimum of g, "
+        "because the gradient of g in y is also 0 at other points",
     )
 
     gradients = 3
