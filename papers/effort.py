@@ -9,7 +9,17 @@ from typing import Any
 import numpy as np
 from scipy.stats import t
 
-from papers.claims import CONFIDENCE, Finding, Statement, state_of, state_of_slope, within
+from papers.claims import (
+    CONFIDENCE,
+    FAILED_COUNTS,
+    SOME_RUNS,
+    UNREACHED,
+    Finding,
+    Statement,
+    state_of,
+    state_of_slope,
+    within,
+)
 from papers.figure import Claim, Figure
 
 MOST = 1000  # the largest number of seeds; a cell that would need more is practically level
@@ -39,17 +49,25 @@ def what_decides(figure: Figure, found: Mapping[str, Any], statement: Statement)
         hours = hours_of(figure, found, claim, needed)
         more = f"at most {hours:.1f} more hours" if hours >= 0.05 else "a few more minutes"
         words.append(f"{max(known)} seeds in all ({more} of runs)")
-    unknown = sum(count is None and bool(one.note) for one, count in needed)
-    if hopeless := sum(count is None for _, count in needed) - unknown:
+    unknown = [one.note for one, count in needed if count is None and one.note]
+    if hopeless := sum(count is None for _, count in needed) - len(unknown):
         some = f" {hopeless} of the {len(left)} open comparisons" if hopeless < len(left) else " it"
         words.append(f"even {MOST:,} seeds would not decide{some}")
     if unknown:
-        some = f" for {unknown} of the {len(left)} open comparisons" if unknown < len(left) else ""
-        words.append(f"no estimate{some}, because runs failed or did not reach the value of the claim")
+        some = f" for {len(unknown)} of the {len(left)} open comparisons" if len(unknown) < len(left) else ""
+        reasons = " and ".join(dict.fromkeys(map(reason, unknown)))
+        words.append(f"no estimate{some}, because {reasons}")
     if unplayed:
         settings = f"setting{'s' * (len(unplayed) > 1)} {' and '.join(f'“{panel}”' for panel in unplayed)}"
         words.append(f"runs in the {settings}, whose time is not counted here")
     return "; ".join(words)
+
+
+def reason(note: str) -> str:
+    """Return why no number of seeds is estimated, from the note of a finding: runs failed, or did not reach a value."""
+    if note.endswith(UNREACHED):
+        return f"some runs of {note.removeprefix(SOME_RUNS).removesuffix(UNREACHED)} never reach the value of the claim"
+    return note.removesuffix(FAILED_COUNTS).replace("; ", " and ")
 
 
 def seeds_that_decide(figure: Figure, claim: Claim, one: Finding, played: int) -> int | None:

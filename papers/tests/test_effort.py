@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from papers.claims import Finding, statements
+from papers.claims import SOME_RUNS, UNREACHED, Finding, statements
 from papers.effort import seeds_that_decide, what_decides
 from papers.figure import Figure
 from small_figure import UNTUNED, made_up
@@ -81,8 +81,12 @@ def test_runs_that_two_cells_need_are_counted_once() -> None:
     (failed,) = statements([cells[0], cell("C", note="C failed with 1 of 3 seeds")])
     assert (
         what_decides(figure(), found, failed)
-        == "7 seeds in all (at most 2.7 more hours of runs); no estimate for 1 of the 2 open comparisons, because runs "
-        "failed or did not reach the value of the claim"
+        == "7 seeds in all (at most 2.7 more hours of runs); no estimate for 1 of the 2 open comparisons, because C "
+        "failed with 1 of 3 seeds"
+    )
+    (late,) = statements([cell("C", note=f"{SOME_RUNS}C{UNREACHED}")])
+    assert what_decides(figure(), found, late) == (
+        "no estimate, because some runs of C never reach the value of the claim"
     )
     (unplayed,) = statements([cell(panel="shards")])
     assert what_decides(figure(), found, unplayed) == "runs in the setting “shards”, whose time is not counted here"

@@ -36,8 +36,9 @@ Departures from the paper:
    g_i, and the server subtracts β·mean G from y. Here the server adds the changes of y.
 2. In (5) of the paper, the size of a client's step is β. Here it is β/τ_i, so that clients that make more steps do not
    count more.
-3. Let u_i be the update of client i, let p_i be its weight, and let m of M clients form the cohort C. The mean of an
-   entry is
+3. In (6) and (8) of the paper all clients take part, and the mean of an entry gives the same weight to all clients that
+   hold the entry. Here client i has the weight p_i, and m of the M clients form the cohort C of a round. With the
+   update u_i of client i, the mean of an entry is
 
        (Σ_{i∈C} p_i / Σ_{i∈C holds the entry} p_i) · Σ_{i∈C holds the entry} p̃_i u_i,   p̃_i = (M/m) p_i
 
@@ -46,8 +47,9 @@ Departures from the paper:
    H⁻¹ and the minus sign are missing. In 200 draws of the quadratic task we compared h_i − ∇x f_i, the part of h_i that
    comes through y, with the same part of the exact hypergradient. With the printed δ_p the two vectors were nearly
    opposite: the median of the cosine between them was −0.95. The text before (9) asks for the Jacobian of the inner
-   solution, which `Coordinates` estimates. For quadratic g, ∂y_N/∂x = −s Σ_{n<N} (I − sH)ⁿ ∇²yx g. This is the Neumann
-   series of N terms with step s, applied to −∇²yx g instead of ∇y f. For N = 1 it is −s times the printed δ_p.
+   solution, which `Coordinates` estimates. For quadratic g, ∂y_N/∂x = −s Σ_{n<N} (I − sH)ⁿ ∇²yx g. Here
+   s Σ_{n<N} (I − sH)ⁿ is the Neumann series of N terms with step s, which approximates H⁻¹. So ∂y_N/∂x approximates
+   ∂y*/∂x. For N = 1 its columns are −s times the printed δ_p.
 5. The default of both methods is `LocalImplicit`, whose cost does not depend on the dimension of x. RAFBO uses it with
    `Differences`.
 6. (7) averages clients' own hypergradients, which is biased if clients differ. With `Implicit` (RABO) every product is
