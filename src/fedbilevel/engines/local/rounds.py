@@ -29,7 +29,7 @@ from fedbilevel.engines.progress import COMPILING, TRACING, report_stage
 from fedbilevel.engines.submodels import models_of_round
 from fedbilevel.engines.virtual_time import Pace
 from fedbilevel.machinery.kept import kept, program_key
-from fedbilevel.machinery.threefry import written_out
+from fedbilevel.machinery.threefry import computed_once, written_out
 
 
 class ProgramInputs(NamedTuple):
@@ -208,7 +208,8 @@ class Rounds:
         state, underway, round_costs = play(members, underway, carry.state, keys, inputs)
         flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(state) if is_floating(leaf)]
         flags += [jnp.all(jnp.isfinite(round_costs.metrics[name][0])) for name in sorted(round_costs.metrics)]
-        finite = jnp.stack(flags)
+        # `computed_once`: otherwise the kernel of each leaf of the state would compute all flags again.
+        finite = computed_once(jnp.stack(flags).astype(jnp.int32)) > 0
         # the places that pad the cohort are dropped here
         if inputs.algorithm.asks.asynchronous:
             cut = partial(jax.tree.map, lambda leaf: leaf[: self.layout.population])
