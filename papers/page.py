@@ -30,8 +30,7 @@ IN_ALL = {
 }
 IN_SHORT = "In short: "
 ENDED = "Such a run counts with the cost at which it ended"
-ONE = f"Some runs of {{}} never reach the value that the claim names. {ENDED}"
-SEVERAL = f"Some runs of these methods never reach the value that the claim names: {{}}. {ENDED}"
+LATE = f"Some runs of {{}} never reach the value that the claim names. {ENDED}"
 WORST = ". A failed run counts with the worst value that any run of the two compared methods has"
 LEGEND = """\
 A *statement*, or claim, is one sentence that was tried. A *comparison* tries a statement in one setting, against one
@@ -240,7 +239,8 @@ def notes_of(found: Outcome) -> list[str]:
     late = [note.removeprefix(SOME_RUNS).removesuffix(UNREACHED) for note in notes if note.endswith(UNREACHED)]
     others = [note.replace(FAILED_COUNTS, WORST) for note in notes if not note.endswith(UNREACHED)]
     if late:
-        others.append((SEVERAL if len(late) > 1 else ONE).format("; ".join(late)))
+        *first, last = [f"“{name}”" if " " in name else name for name in late]
+        others.append(LATE.format(" and of ".join([", of ".join(first), last] if first else [last])))
     return others
 
 

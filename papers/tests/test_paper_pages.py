@@ -97,7 +97,7 @@ def test_methods_that_did_not_reach_a_value_share_one_note() -> None:
     found = page.kept(load(PAPERS / "fism" / "fism-3.toml"))
     assert found is not None
     assert page.notes_of(found) == [
-        "Some runs of these methods never reach the value that the claim names: S = 1; IR-IG; IR-IG, H counted as f. "
+        "Some runs of “S = 1”, of IR-IG and of “IR-IG, H counted as f” never reach the value that the claim names. "
         "Such a run counts with the cost at which it ended"
     ]
 

@@ -76,8 +76,8 @@ class FedBiO(LocalDirections):
         up="1 like x, 2 like y",
         hvps="2τ",
         cost="a gradient of g, and a joint pass for f's gradient and both products with ∇²g",
-        bias="drift of clients, which grows with their step sizes (the server has none); clients that make more "
-        "local steps count more",
+        bias="drift of clients, which grows with their step sizes (the server has no step size); clients that "
+        "make more local steps count more",
     )
     allows = Allows(late=("local_descent",), submodels=UnitPolicy(), own_y={"local_descent": own_changes("y", "v")})
 

@@ -52,9 +52,10 @@ Departures from the paper:
    ∂y*/∂x. For N = 1 its columns are −s times the printed δ_p.
 5. The default of both methods is `LocalImplicit`, whose cost does not depend on the dimension of x. RAFBO uses it with
    `Differences`.
-6. (7) averages clients' own hypergradients, which is biased if clients differ. With `Implicit` (RABO) every product is
-   a mean over clients. If different clients hold different entries, such a mean of products is not a symmetric
-   operator. Conjugate gradient needs a symmetric operator, and is therefore only for `LocalImplicit`.
+6. (7) averages clients' own hypergradients, which is biased if clients differ. With `Implicit` (RABO) every product of
+   ∇²g and a vector is a mean over clients. In this mean, each entry has its own divisor, the total weight of the
+   clients that hold the entry. So if different clients hold different entries, the operator that maps the vector to
+   this mean is not symmetric. Conjugate gradient needs a symmetric operator, and is therefore only for `LocalImplicit`.
 7. The paper reports that RAFBO takes two thirds of RABO's operations, and does not say which operations it counts. Here
    both methods take nearly the same number if x is the first layers of a network and y the last ones. In both, one
    forward pass over the samples computes the input of the last layers (the features). A difference then needs two cheap

@@ -286,7 +286,10 @@ class Normalised(Projected, LocalDirections):
     """
 
     def normalised(self, client: Client, reply: Reply) -> Reply:
-        """Return the reply with three parts: h_i (in place of q_i), ‖a_i‖₁, and 1, whose mean is the cohort's share.
+        """Replace q_i, the update of a reply, by three parts: h_i, ‖a_i‖₁, and the number 1.
+
+        From the last two, the server computes the weighted mean of the ‖a_i‖₁ over the cohort: it divides the weighted
+        sum of the ‖a_i‖₁ by the weighted sum of the ones.
 
         The last two parts are public, since they follow from τ_i. The server has τ_i, which is a field of the algorithm
         or of the population and does not depend on the client's data.

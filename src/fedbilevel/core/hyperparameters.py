@@ -51,7 +51,10 @@ class FieldEntry(NamedTuple):
 
     @property
     def default(self) -> Any:
-        """Return the default of the value's field; for one of three step sizes, the default of this step."""
+        """Return the default of the value's field.
+
+        If the value is one of the three step sizes of a field, for x, y or v, this is the default of that step size.
+        """
         default = self.field.default
         return getattr(default, self.of) if self.of and isinstance(default, XYV) else default
 

@@ -157,7 +157,10 @@ def read(path: str, given: Any, count: int, allowed: str = FORMS) -> Values:
 
 
 def read_rule(path: str, function: Callable[..., Any], allowed: str = RULES, truths: bool = False) -> Computed:
-    """Check a function that returns numbers or, with `truths`, booleans; `path` and `allowed` are for messages."""
+    """Check that a function of a user returns one number or, with `truths`, one boolean, and wrap it in `Computed`.
+
+    The texts `path` and `allowed` are used in error messages.
+    """
     index, rule = jax.ShapeDtypeStruct((), jnp.int32), Computed(function)
     try:
         found = jax.eval_shape(rule.at, index, index, jax.random.key(0), index)

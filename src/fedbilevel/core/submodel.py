@@ -3,7 +3,7 @@
 A unit can be left out of a model as a whole: a hidden neuron, or a channel, with all its weights. A `Structure` says
 which axes of the arrays of x and y run over the units of a group. A policy chooses the units that a client holds:
 
-importance   The units of the largest sums of squares of all weights of a unit (RABO).
+importance   The units whose weights have the largest sum of squares (RABO).
 weights      Not units, but the single weights of largest magnitude; the others are 0. (FIARSE: Wu et al., NeurIPS 2024;
              core/weights.py lists the differences.)
 static       The first units, always the same. (HeteroFL: Diao, Ding, Tarokh, ICLR 2021, without its division of
@@ -13,9 +13,10 @@ rolling      A window that moves on by one unit each round and wraps around. (Fe
 random       Units that each client draws anew in each round; with `fixed`, once.
 covered      One of the segments into which the units of a group are divided, each as long as a client can hold. The
              segments are dealt out evenly to the clients of a capacity, so that the least coverage of a unit is as
-             large as possible. They are dealt anew in each round, so that in time every weight between two groups is
-             held; with `fixed`, they are dealt once. We chose this policy for OAP (Zhou et al., NeurIPS 2023), whose
-             theorems hold for arbitrary masks and depend on the least coverage; its experiments have other masks.
+             large as possible. In each round they are dealt out anew, and separately for each group. So over many
+             rounds, every weight that connects units of two groups is held by some client. With `fixed`, the segments
+             are dealt out only once. We chose this policy for OAP (Zhou et al., NeurIPS 2023), whose theorems hold for
+             arbitrary masks and depend on the least coverage; its experiments have other masks.
 
 Numbers of units are rounded to the nearest whole number, whereas HeteroFL and FedRolex round up. Means are weighted by
 p_i, whereas HeteroFL gives all clients the same weight.
@@ -234,7 +235,7 @@ def _entries(units: Array, size: int, times: int) -> Array:
 
 
 def _words(part: str, tree: PyTree, words: PyTree) -> list[str]:
-    """Return, for each leaf of `tree`, the text that says which of its axes are cut into units."""
+    """Return the string of a structure for each leaf of `tree`; it says which axes of the leaf run over units."""
     leaves, shape = jax.tree.flatten(tree)
     if words is None:
         return [" ".join("_" * np.ndim(leaf)) for leaf in leaves]

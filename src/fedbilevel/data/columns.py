@@ -102,7 +102,8 @@ def penalty_labels(summaries: Summaries, penalty: str, own: Mapping[str, str]) -
         summaries: the summaries of the columns.
         penalty: "one": all columns share a penalty; "column": each original column has a penalty; "feature": each
             prepared column has a penalty, such as each indicator.
-        own: column -> label, for columns with a penalty of another group.
+        own: column -> label, for the columns whose label does not follow from `penalty`, such as the columns of a
+            group.
     """
     labels = []
     for column, one in summaries.items():

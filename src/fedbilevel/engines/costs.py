@@ -194,7 +194,10 @@ class Sums(NamedTuple):
 
     @property
     def row(self) -> tuple[PyTree, Array]:
-        """Return (update divided by its weight, weight) for the sums of one client; a padding place has weight 0."""
+        """Return the update and the weight of a client, if these are the sums of a single client.
+
+        A place without a client, which only fills up an array, has the weight 0.
+        """
         weight = jnp.where(self.weight > 0, self.weight, 1)
         return jax.tree.map(lambda leaf: leaf / weight.astype(leaf.dtype), self.update), self.weight
 

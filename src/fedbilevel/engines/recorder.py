@@ -43,7 +43,7 @@ class RecordedExchange(NamedTuple):
     reply: Reply
     early: bool  # whether `fed.sum_first` makes the exchange
     state: PyTree  # the client's state; None in a fresh cohort
-    times: float  # how often a round makes it, at most; infinite if this depends on values of the run
+    times: float  # the most times that a round makes the exchange; infinite if the number depends on values of the run
 
 
 def exchanges_of(

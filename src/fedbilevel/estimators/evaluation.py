@@ -316,7 +316,7 @@ def _weighted(estimates: list[list[float]], weights: Numbers, share: bool = True
 def _root(squares: Mapping[str, float]) -> dict[str, float]:
     """Return the root of a mean square, with an interval.
 
-    It is computed for the logarithm, so that no bound is below 0.
+    The interval is computed for the logarithm of the root, so that neither of its bounds is below 0.
     """
     root = squares["value"] ** 0.5
     width = min((squares["high"] - squares["value"]) / (2 * squares["value"]), WIDEST) if root else 0.0

@@ -409,7 +409,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         return np.broadcast_to(given, width)
 
     def _names(self) -> list[str]:
-        """Return names of the features for messages: the names or the numbers of their columns."""
+        """Return names of the features for messages: the names of their columns or, if there are none, the numbers."""
         return [f"column {name!r}" for name in getattr(self, "feature_names_in_", range(self.n_features_in_))]
 
     def _numbers(self, X: Any, reset: bool = False) -> Numbers:

@@ -81,7 +81,7 @@ def _bare(name: str) -> str:
 
 
 class Entry(NamedTuple):
-    """The texts about an algorithm or task in the library's files, among which words are searched."""
+    """The texts in the library's files that describe an algorithm or task. A search looks for words in them."""
 
     title: str  # the first line of the docstring
     paper: str  # the paper, such as "Yang et al. 2023, arXiv:2305.19442"

@@ -343,7 +343,7 @@ class SearchRun:
     def noise(self) -> dict[str, Any]:
         """Return the arguments of `solve` for privacy.
 
-        The terms of privacy in them have no budget, since the search itself keeps the account of all its runs.
+        These arguments contain no budget, because the search itself adds up the privacy cost of all its runs.
         """
         return {} if self.privacy is None else {"privacy": replace(self.privacy, budget=None)}
 

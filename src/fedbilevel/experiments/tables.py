@@ -124,7 +124,7 @@ class Table:
 
     @property
     def shown(self) -> list[Column]:
-        """Return the columns that are shown everywhere except in a paper."""
+        """Return the columns that have a heading. A column without a heading is only for papers."""
         return [column for column in self.columns if column.heading]
 
 

@@ -47,8 +47,9 @@ class Origin(NamedTuple):
 def indexed_axes(program: ClosedJaxpr) -> set[IndexedAxis]:
     """Return the axes that are indexed by arguments of a traced function.
 
-    An index is found if it is an argument, or an argument plus a whole number, and is not inside a loop. An argument is
-    left out if the function compares it with other values, since the function may mask some of its entries.
+    An axis is found only if its index is an argument, or an argument plus a whole number, and only outside of loops. If
+    the function compares an argument with other values, the axes that this argument indexes are left out, because the
+    function may use the comparison to ignore some entries of the argument.
     """
     axes, compared = set[IndexedAxis](), set[int]()
 

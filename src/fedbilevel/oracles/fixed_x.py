@@ -20,7 +20,12 @@ from fedbilevel.core.tree import PyTree, join, split
 
 BYTES_AT_ONCE = 2**24
 """The bytes of a client's intermediate values that are computed together; more would not fit into a cache."""
-FIXED, SAMPLE, VARIABLE = range(3)  # operations that depend only on x and constants; also on the sample; also on y
+FIXED, SAMPLE, VARIABLE = range(3)
+"""Kinds of operations.
+
+FIXED operations depend only on x and on constants. SAMPLE operations depend on the sample, and not on y. VARIABLE
+operations depend on y.
+"""
 
 
 class InnerLoss(NamedTuple):

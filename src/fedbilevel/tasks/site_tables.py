@@ -279,7 +279,11 @@ def used(table: SiteFile, columns: ColumnRoles) -> SiteFile:
 
 
 def require_known(table: SiteFile, agreed: Summaries) -> None:
-    """Refuse a category that is in no site's summaries, unless the summaries say that there are rarer categories."""
+    """Refuse a category that none of the sites' summaries contains.
+
+    In a column from whose summary a site left out rare categories, an unknown category is not refused: it may be one of
+    these.
+    """
     for name, column in table.features.items():
         if "categories" in agreed[name] and not agreed[name]["rarer"]:
             known = agreed[name]["categories"]

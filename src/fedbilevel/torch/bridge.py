@@ -147,7 +147,7 @@ def _refuse_batch_statistics(module: nn.Module) -> None:
 
 
 def _traced(module: nn.Module, example: tuple[Any, ...], batch_axis: int | None) -> ExportedProgram:
-    """Trace a module into functional operators of PyTorch, and decompose the operators that have no rule here."""
+    """Trace a module into functional operators of PyTorch, and decompose the operators that are not in RULES."""
     for argument in pytree.tree_leaves(example):
         allowed = "a tensor, such as torch.tensor(array, dtype=…); fix other arguments in a module around this one"
         got = type(argument).__name__ if hasattr(argument, "shape") else argument

@@ -147,9 +147,9 @@ class AdaGrad(NamedTuple):
     def idle(self) -> str:
         """Return a sentence that names the entries of vectors whose hypergradient was 0 in all rounds; "" for none.
 
-        The result is "" after fewer than SETTLED rounds, and if the hypergradient of all entries was 0. Entries of
-        matrices are left out, since some weights of a network have no influence, such as those of pixels that are
-        always 0.
+        The result is also "" after fewer than SETTLED rounds, and if the hypergradient of all entries was 0. Entries of
+        matrices are not named, because in a network it is normal that some weights have no influence, such as the
+        weights of pixels that are always 0.
         """
         norms = jax.tree_util.tree_leaves_with_path(self.norms)
         if self.rounds < SETTLED or not any(np.any(norm) for _, norm in norms):

@@ -278,7 +278,10 @@ class LocalImplicit(SolvedSystem):
         return super().allows._replace(own_y={"local_hypergradient": OwnParts(("y",), alone=True)})
 
     def validate(self) -> None:
-        """Refuse a Neumann series with sampling "random_per_client", which is only for systems of all clients."""
+        """Refuse a Neumann series with sampling "random_per_client".
+
+        With this sampling all clients solve one system together, while here each client solves its own system.
+        """
         sampling = self.solver.sampling if isinstance(self.solver, Neumann) else None
         allowed = "None or 'random', since each client solves its own system"
         require(sampling != "random_per_client", "LocalImplicit.solver.sampling", sampling, allowed)

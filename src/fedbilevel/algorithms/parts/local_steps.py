@@ -1,14 +1,14 @@
-"""Make the local steps of a client, on one variable or on x, y and v together, by several local optimizers.
+"""Make the local steps of a client, on one variable or on x, y and v together, by one of several local optimizers.
 
 The optimizers are those of Jianyu Wang et al., "Tackling the Objective Inconsistency Problem in Heterogeneous Federated
 Optimization" (FedNova), NeurIPS 2020, section 4. Their total update is a linear combination of the directions d_k:
 
     z_0 − z_τ = η Σ_{k<τ} a_k d_k,   where d_k is computed at z_k
 
-Except for plain steps, the a_k depend on τ: after k steps the iterate is z_k = z_0 − η Σ_{j<k} a_j d_j with the a_j of
-k steps. A client therefore does not store the a_k. It stores the sum q of its steps so far and the memory of its
-optimizer. The sum of the a_k, ‖a‖₁, depends only on τ, and not on η and the gradients. The quotient q/‖a‖₁ is a
-weighted mean of the d_k.
+Except for plain steps, the a_k depend on τ. The same holds for the iterate after k < τ steps,
+z_k = z_0 − η Σ_{j<k} a_j d_j: its a_j are those for k steps in all, and not those for τ steps. A client therefore does
+not store the a_k. It stores the sum q of its steps so far and the memory of its optimizer. The sum of the a_k, ‖a‖₁,
+depends only on τ, and not on η and the gradients. The quotient q/‖a‖₁ is a weighted mean of the d_k.
 """
 
 from __future__ import annotations
