@@ -47,7 +47,7 @@ def what_decides(figure: Figure, found: Mapping[str, Any], statement: Statement)
     words = []
     if known := [count for _, count in needed if count is not None]:
         hours = hours_of(figure, found, claim, needed)
-        more = f"at most {hours:.1f} more hours" if hours >= 0.05 else "a few more minutes"
+        more = f"about {hours:.1f} more hours" if hours >= 0.05 else "a few more minutes"
         words.append(f"{max(known)} seeds in all ({more} of runs)")
     unknown = [one.note for one, count in needed if count is None and one.note]
     if hopeless := sum(count is None for _, count in needed) - len(unknown):
@@ -64,7 +64,7 @@ def what_decides(figure: Figure, found: Mapping[str, Any], statement: Statement)
 
 
 def reason(note: str) -> str:
-    """Return why no number of seeds is estimated, from the note of a finding: runs failed, or did not reach a value."""
+    """Return why no number of seeds is estimated, from the note of a finding, such as that runs failed."""
     if note.endswith(UNREACHED):
         return f"some runs of {note.removeprefix(SOME_RUNS).removesuffix(UNREACHED)} never reach the value of the claim"
     return note.removesuffix(FAILED_COUNTS).replace("; ", " and ")
@@ -91,23 +91,22 @@ def seeds_that_decide(figure: Figure, claim: Claim, one: Finding, played: int) -
 
 
 def hours_of(figure: Figure, found: Mapping[str, Any], claim: Claim, needed: list[tuple[Finding, int | None]]) -> float:
-    """Return an upper bound of the hours of the further runs. Runs of a method that several cells need count once.
+    """Estimate the hours of the further runs. Runs of a method that several cells need are counted once.
 
-    The ledger of a run has the seconds of its rounds, without those of the start, of compilation and of evaluation.
-    These grow with the rounds here, by the ratio of the minutes of the whole figure to the seconds of all its rounds.
-    The minutes include the trials, which are not repeated: therefore the result is a bound. If every run of a method
-    failed, or a panel was not run, the time is not known and counts as 0.
+    The ledger of a run has the seconds of its rounds. What remains of the minutes of the whole figure (starting,
+    compiling, evaluating, and all trials) is spread evenly over the runs. Trials are not repeated, so the estimate is
+    too large rather than too small. If every run of a method failed, its rounds count as 0 seconds.
     """
     further: dict[tuple[str, str], int] = {}
     for one, count in needed:
         panels = figure.panels_of(claim) if claim.slope is not None else [one.panel]
         for pair in ((panel, method) for panel in panels for method in (one.better, one.than) if method):
             further[pair] = max(further.get(pair, 0), (count or 0) - len(seeds_in(found, pair[0])))
-    seconds = {
-        (panel, method): of.get("costs", {}).get("seconds", 0.0)
+    played = {
+        (panel, method): (len(of["values"]), of["costs"].get("seconds", 0.0))
         for panel, methods in found["panels"].items()
         for method, of in methods.items()
     }
-    rounds = sum(each * len(seeds_in(found, panel)) for (panel, _), each in seconds.items())
-    ratio = 60 * found["minutes"] / rounds if rounds else 1.0
-    return ratio * sum(more * seconds.get(pair, 0.0) for pair, more in further.items()) / 3600
+    ended = sum(runs for runs, _ in played.values())
+    rest = max(60 * found["minutes"] - sum(runs * seconds for runs, seconds in played.values()), 0) / max(ended, 1)
+    return sum(more * (played[pair][1] + rest) for pair, more in further.items() if pair in played) / 3600

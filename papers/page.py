@@ -48,8 +48,8 @@ The first table has a row for each statement. Its columns:
   comparisons. The first method is the one before the slash in the tables below; a negative number means that it is
   worse. If there is only one comparison, the number after ± is half the width of its 95 % confidence interval. Costs
   are given as multiples of the other method's cost.
-- *what would decide it*: the number of seeds that would decide the open comparisons, and the hours that the further
-  runs would take at most, on the machine of the present runs. The estimate assumes that the differences and their
+- *what would decide it*: the number of seeds that would decide the open comparisons, and about how many hours the
+  further runs would take, on the machine of the present runs. The estimate assumes that the differences and their
   scatter stay the same.
 
 Then comes a section for each entry. Its table has a row for each statement and a column for each setting. For example,

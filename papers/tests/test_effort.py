@@ -65,23 +65,28 @@ def test_a_slope_shrinks_as_the_root_of_the_seeds() -> None:
     assert needed(slope, 8, than=[], panels=[], slope=0.5, within=0.1) == 15
 
 
+def ran(seconds: float, runs: int = 3) -> dict[str, Any]:
+    """Return what an outcome has of a method whose runs ended, with these seconds for the rounds of each run."""
+    return {"values": [0.0] * runs, "costs": {"seconds": seconds}}
+
+
 def test_runs_that_two_cells_need_are_counted_once() -> None:
     """A further run that two cells need is counted once.
 
     The cell of A and B needs 7 seeds, and that of A and C needs 15, as 2.144787/√15 = 0.5538 < 0.56 < 2.160369/√14 =
-    0.5774. There are three seeds. So A and C need 12 further runs each, and B needs 4. The rounds of a run take 600 s,
-    and those of all nine runs 90 min. The whole figure took 180 min, twice as long. So the further runs take at most
-    2 · 28 · 600 s = 9.3 h.
+    0.5774. There are three seeds. So A and C need 12 further runs each, and B needs 4. The rounds of a run take 600 s
+    for A and B, and 1,200 s for C: 120 min for all nine runs. The whole figure took 210 min, so the other 90 min are
+    600 s for each run. The further runs take 16 · 1,200 s + 12 · 1,800 s = 11.3 h.
     """
-    of = {method: {"costs": {"seconds": 600.0}} for method in "ABC"}
+    of = {method: ran(seconds) for method, seconds in zip("ABC", (600.0, 600.0, 1200.0), strict=True)}
     cells = [cell(difference=1.0, half_width=2.484138), cell("C", difference=0.56, half_width=2.484138)]
     (statement,) = statements(cells)
-    found = {"seeds": [0, 1, 2], "panels": {"iid": of}, "minutes": 180.0}
-    assert what_decides(figure(), found, statement) == "15 seeds in all (at most 9.3 more hours of runs)"
+    found = {"seeds": [0, 1, 2], "panels": {"iid": of}, "minutes": 210.0}
+    assert what_decides(figure(), found, statement) == "15 seeds in all (about 11.3 more hours of runs)"
     (failed,) = statements([cells[0], cell("C", note="C failed with 1 of 3 seeds")])
     assert (
         what_decides(figure(), found, failed)
-        == "7 seeds in all (at most 2.7 more hours of runs); no estimate for 1 of the 2 open comparisons, because C "
+        == "7 seeds in all (about 2.7 more hours of runs); no estimate for 1 of the 2 open comparisons, because C "
         "failed with 1 of 3 seeds"
     )
     (late,) = statements([cell("C", note=f"{SOME_RUNS}C{UNREACHED}")])
@@ -96,26 +101,26 @@ def test_a_panel_with_more_seeds_needs_fewer_further_runs() -> None:
     """The seeds that a panel has already are those of the panel, not those of the rest of the figure.
 
     With six seeds and s = 1, half the width is 1.0494 (see above), and a difference of 1 needs seven. So A and B need
-    one further run each. The rounds of a run take 900 s, and the twelve runs took 180 min in all, so two runs take at
-    most half an hour.
+    one further run each. The rounds of a run take 900 s, and the twelve runs took 180 min in all, so two runs take
+    half an hour.
     """
-    of = {method: {"costs": {"seconds": 900.0}} for method in "AB"}
+    of = {method: ran(900.0, 6) for method in "AB"}
     (statement,) = statements([cell(difference=1.0, half_width=1.0494)])
     found = {"seeds": [0, 1, 2], "seeds_of": {"iid": list(range(6))}, "panels": {"iid": of}, "minutes": 180.0}
-    assert what_decides(figure(), found, statement) == "7 seeds in all (at most 0.5 more hours of runs)"
+    assert what_decides(figure(), found, statement) == "7 seeds in all (about 0.5 more hours of runs)"
 
 
 def test_a_method_whose_runs_all_failed_has_no_hours() -> None:
-    """A method whose runs all failed adds no hours, because the time of its runs is not known.
+    """The rounds of a method whose runs all failed add no hours, because their time is not known.
 
     A, B and C need four further runs each. The rounds of a run of A and B take 600 s, and those of their six runs took
     all of the figure's 60 min. So the eight further runs of A and B take 8 · 600 s = 1.3 h.
     """
-    of: dict[str, Any] = {method: {"costs": {"seconds": 600.0}} for method in "AB"}
+    of = {method: ran(600.0) for method in "AB"}
     cells = [cell(difference=1.0, half_width=2.484138), cell("C", difference=1.0, half_width=2.484138)]
     (statement,) = statements(cells)
-    found = {"seeds": [0, 1, 2], "panels": {"iid": {**of, "C": {"costs": {}}}}, "minutes": 60.0}
-    assert what_decides(figure(), found, statement) == "7 seeds in all (at most 1.3 more hours of runs)"
+    found = {"seeds": [0, 1, 2], "panels": {"iid": {**of, "C": {"values": [], "costs": {}}}}, "minutes": 60.0}
+    assert what_decides(figure(), found, statement) == "7 seeds in all (about 1.3 more hours of runs)"
 
 
 def test_a_statement_that_is_decided_needs_nothing() -> None:

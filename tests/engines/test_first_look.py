@@ -289,6 +289,9 @@ def test_clients_of_one_sample_need_few_looks(monkeypatch):
     monkeypatch.setattr(FirstLook, "__call__", lambda look, *at: looks.append(1) or called(look, *at))
     assert said(fb.Bilevel(fit, ridge), {"u": U[:, :1], "t": U[:, :1].sum(-1)}) == []
     assert len(looks) <= 3
+    looks.clear()
+    assert said(fb.Bilevel(fit, ridge), {"u": U[:1, :1], "t": U[:1, :1].sum(-1)}) == []
+    assert len(looks) <= ALIKE + 2
 
 
 def test_solve_says_it_at_the_users_line_and_x_stays():

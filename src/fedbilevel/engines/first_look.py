@@ -261,7 +261,8 @@ class Evidence(NamedTuple):
         """
         alike = (self.mixed[0] == 0) & (single or looks >= ALIKE)
         mixed = np.all(alike | (self.mixed[0] >= ENOUGH))
-        return bool(self.doubled[0] >= ENOUGH and (self.why_no_mean() or mixed))
+        doubled = self.doubled[0] >= ENOUGH or (single and looks >= ALIKE)  # a client's only sample is always idle
+        return bool(doubled and (self.why_no_mean() or mixed))
 
     @np.errstate(invalid="ignore")  # comparisons with the NaN of infinite losses are False
     def and_on(self, values: OnPairs) -> Evidence:

@@ -1,6 +1,7 @@
 """Collect the measurements of a run: its costs, the losses of its rounds, and the rows of the history.
 
-The best row is the one with the best value of the column that `best_by` of `solve` names, by default the outer loss.
+It also keeps the best row: the one with the best value of the column that `best_by` of `solve` names, by default the
+outer loss.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def mean_gradient(gradient: Gradient, start: PyTree, steps: LocalSteps, lr: Any)
 
 
 class LocalOptimizer(Part):
-    """Base class of rules for local steps: a client's steps add up to step size · Σ a_k·direction_k; a rule gives a_k.
+    """Base class of rules for local steps. A client's steps add up to −η Σ_k a_k d_k, and the rule gives the a_k.
 
     After steps from z_0 the iterate is z_0 − ηq with q = Σ_k a_k d_k. Here d_k is the direction of step k, a_k ≥ 0 its
     coefficient, and η the step size.
