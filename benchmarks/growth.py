@@ -73,17 +73,20 @@ def fitted(points: dict[int, dict[str, float]], measure: str) -> tuple[list[int]
 
 
 def draw(found: dict[str, dict[int, dict[str, float]]], file: str) -> None:
-    """Draw a panel for each varied number and each measure, with the fitted slope. The scales of all panels are
-    logarithmic."""
+    """Draw a panel for each varied number and each measure, with logarithmic scales.
+
+    A slope is fitted to the time of a round alone. The other measures have a bend where the samples begin to count.
+    """
     figure = Figure(figsize=(3.2 * len(found), 8), layout="tight")
     panels = figure.subplots(len(MEASURES), len(found), sharex="col", sharey="row", squeeze=False)
     for column, (axis, points) in enumerate(found.items()):
         sizes = sorted(points)
         for panel, (key, title) in zip(panels[:, column], MEASURES.items(), strict=True):
             panel.loglog(sizes, [points[size][key] for size in sizes], "o-", color="tab:blue", markersize=4)
-            last, power, line = fitted(points, key)
-            panel.loglog(last, line, "--", color="tab:orange", label=f"slope {power:.2f}")
-            panel.legend(loc="upper left", frameon=False)
+            if key == "round":
+                last, power, line = fitted(points, key)
+                panel.loglog(last, line, "--", color="tab:orange", label=f"slope {power:.2f}")
+                panel.legend(loc="upper left", frameon=False)
             panel.grid(alpha=0.3)
             if column == 0:
                 panel.set_ylabel(title)
