@@ -56,7 +56,8 @@ Then comes a section for each entry. Its table has a row for each statement and 
 in the row "A is better: A / B; C", the cell "✔? 97 / 88; 93 %" says that A has 97 %, B 88 % and C 93 %. The comparison
 of A with B holds, and that of A with C is open. The values are means over the seeds. If all runs of a method failed, a
 dash takes the place of its value. A cell is empty if the statement is not about its setting. *Revised* says what was
-changed after a first run.
+changed after a first run. In the pictures, a band or a whisker reaches one standard deviation over the seeds to both
+sides of the mean.
 """
 OF_SLOPES = """\
 Many statements here are about a slope. Such a statement has one comparison: the slope of a line fitted to the results,

@@ -146,8 +146,8 @@ def solve(
         NumericalError: an iterate or a metric is NaN or infinite (NonFiniteError), or an assumption of the method does
             not hold. The last good checkpoint remains. If the state before the failed round is still in memory, this
             state is saved first, as the last good checkpoint (docs/explanation/engines.md).
-        ExchangeError: too few clients replied, even after several attempts, or another process of the run was lost
-            (LostProcess of engines.process_group). The last checkpoint remains, with all rounds up to it.
+        ExchangeError: too few clients replied, even after several attempts, or another process of the run was lost.
+            The last checkpoint remains, with all rounds up to it.
         CheckpointError: a checkpoint could not be written or read; or another process is writing it (the file
             .NAME.lock in the same folder names this process); or it belongs to another run, and the message lists what
             differs (samples, start, losses, metrics, hyperparameters, key or cohort).
