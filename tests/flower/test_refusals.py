@@ -36,7 +36,7 @@ def app(only=()):
     return federations.client_app(make)
 
 
-def test_one_value_from_the_site_to_the_log_the_file_and_the_cli(tmp_path, caplog):
+def test_one_value_from_the_site_to_the_log_and_the_file(tmp_path, caplog):
     log = tmp_path / "exchanges.jsonl"
     closing = rf"2 of 6 clients has counted in this run \(client {POOR}: this client has .*; client {WRONG}: Config"
     with caplog.at_level(logging.INFO), pytest.warns(fb.errors.AbsenceWarning, match=closing):
