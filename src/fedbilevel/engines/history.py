@@ -467,10 +467,16 @@ def require_new(metric: str, row: Container[str]) -> None:
     require(new, "metrics", metric, "another name, since the history has a column of this name")
 
 
-def has(row: Row, metric: str) -> bool:
-    """Return whether a row has a metric; only the first row may lack one, since there are no rounds before it."""
+def has(row: Row, metric: str, kind: str = "metric") -> bool:
+    """Return whether a row has a metric; only the first row may lack one, since there are no rounds before it.
+
+    Args:
+        row: the row.
+        metric: the name of the metric's column.
+        kind: what the user's argument with this name is called, for the error.
+    """
     if metric not in row and row["round"] > 0:
-        raise unknown("metric", metric, row)
+        raise unknown(kind, metric, row)
     return metric in row
 
 

@@ -102,7 +102,7 @@ class RunMeasurements:
         """Compare a new row with the best row, and begin to collect the losses of the next row."""
         self.losses.clear()
         column = self.judged_by
-        if column in row if self.best_by is None else has(row, column):
+        if column in row if self.best_by is None else has(row, column, "best_by"):
             larger = self.history.larger_is_better(column)
             if self.best is None or best((row[column], self.best.value), larger) != self.best.value:
                 self.best = Best(lasting(result.x), lasting(result.y), result.round, column, row[column])
