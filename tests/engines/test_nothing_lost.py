@@ -258,12 +258,6 @@ def test_the_best_row_is_chosen_by_the_column_that_is_told():
     assert f"size_accuracy {100 * np.max(rows):.2f} % at round {result.best.round}" in str(result)
 
 
-def test_a_misspelt_column_for_the_best_row_is_refused_by_the_name_of_the_argument():
-    with pytest.raises(fb.errors.ConfigurationError) as error:
-        solve(5, best_by="outer_los")
-    assert (error.value.path, error.value.got, error.value.near) == ("best_by", "outer_los", "outer_loss")
-
-
 def test_half_the_steps_from_the_row_before_the_best():
     """A diverging run returns to the row before the best one, and continues with step sizes half as large.
 
@@ -407,7 +401,7 @@ def test_a_run_without_steps_that_no_step_suits_ends_at_finite_numbers(method, t
     [
         ("on_divergence", "half", "on_divergence", "'stop', 'shrink'", ""),
         ("best_by", 3, "best_by", "column", ""),
-        ("best_by", "outer_los", "metric", "inner_loss", "outer_loss"),
+        ("best_by", "outer_los", "best_by", "inner_loss", "outer_loss"),
     ],
 )
 def test_wrong_choices_are_refused(name, value, path, fact, near):
