@@ -153,17 +153,16 @@ class Rounds:
         def step(loop: tuple[Carry, Array, dict[str, Array], Array]) -> tuple[Carry, Array, dict[str, Array], Array]:
             carry, done, rows, _ = loop
             new, costs, finite = play(carry, inputs)
-            good = jnp.all(finite)
-            if new.queues is None:  # `one_round` has not changed the clients' states if the round is not finite
-                before = carry._replace(clients=new.clients)
-                new = jax.tree.map(lambda a, b: a if a is b else jnp.where(good, a, b), new, before)
             rows = jax.tree.map(partial(lax.dynamic_update_index_in_dim, index=done, axis=0), rows, packed(costs))
-            return new, done + good, rows, finite
+            return new, done + jnp.all(finite), rows, finite
 
         return lax.while_loop(unfinished, step, (carry, jnp.zeros((), jnp.int32), rows, jnp.ones(flags.shape, bool)))
 
     def one_round(self, carry: Carry, inputs: ProgramInputs) -> tuple[Carry, RoundCosts, Array]:
-        """Run a round; return (carry, costs, whether each floating leaf of the state and each metric is finite)."""
+        """Run a round; return (carry, costs, whether each floating leaf of the state and each metric is finite).
+
+        If something is not finite, the carry is that of before the round, except for methods with late replies.
+        """
         keys = round_keys(inputs.key, carry.round)
         where, members = self.members(self.cohorts(keys, inputs), inputs)
         queues = None
@@ -214,16 +213,14 @@ class Rounds:
         if inputs.algorithm.asks.asynchronous:
             cut = partial(jax.tree.map, lambda leaf: leaf[: self.layout.population])
             clients, queues = cut(underway.states), with_tables(underway.queues, cut)
-        else:  # the states of clients outside of the cohort are not copied
-            rows, good = members[0].state[where], jnp.all(finite)
-            clients = jax.tree.map(
-                lambda full, old, new: full.at[rows].set(jnp.where(good, new, old)[where]),
-                carry.clients,
-                states,
-                underway.states,
-            )
-        carry = Carry(carry.round + 1, state, clients, underway.now, queues, carry.local_x)
-        return carry, round_costs, finite
+            return Carry(carry.round + 1, state, clients, underway.now, queues, carry.local_x), round_costs, finite
+        good, rows = jnp.all(finite), members[0].state[where]
+        after = carry.round + 1, state, underway.now, underway.states
+        before = carry.round, carry.state, carry.now, states
+        number, state, now, states = jax.tree.map(lambda new, old: jnp.where(good, new, old), after, before)
+        # the states of clients outside of the cohort are not copied
+        clients = jax.tree.map(lambda full, kept: full.at[rows].set(kept[where]), carry.clients, states)
+        return Carry(number, state, clients, now, carry.queues, carry.local_x), round_costs, finite
 
     def cohorts(self, keys: RoundKeys, inputs: ProgramInputs) -> Cohorts:
         """Return the object that draws the cohorts of the round with these keys."""
