@@ -43,7 +43,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--full", action="store_true", help="the paper's own setting, for a GPU (minutes on two cores)")
     parser.add_argument("--seeds", type=seeds, metavar="N,N,…", help="(as many seeds as the file of the figure says)")
     parser.add_argument(
-        "--chosen", action="store_true", help="run no trials; take the values that were chosen in the stored outcome"
+        "--chosen",
+        action="store_true",
+        help="take the values that were chosen in the stored outcome; run trials only in settings that it lacks",
     )
     parser.add_argument("--out", type=Path, default=Path("runs/papers"), metavar="DIR", help="(runs/papers)")
     parser.add_argument("--rehearse", action="store_true", help="run only one round of each method")

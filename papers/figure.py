@@ -12,7 +12,7 @@ import itertools
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -311,15 +311,19 @@ class Figure:
             found[section] = merged(found.get(section, {}), table)
         return found
 
-    def fingerprint(self, scale: Scale) -> str:
+    def fingerprint(self, scale: Scale, panels: Container[str] | None = None) -> str:
         """Return a short hash of the claims and of what is run at a scale.
 
         It covers all of the figure except prose, minutes and the other scale.
+
+        Args:
+            panels: the panels that it covers; None: all that are run at this scale.
         """
         played = [
             [panel, method, self.points(panel, method)]
             + [self.tables(panel, method, scale, tuning=tuning) for tuning in (False, True)]
             for panel, method in self.pairs(scale)
+            if panels is None or panel in panels
         ]
         claims = [{**asdict(claim), "says": ""} for claim in self.claims]
         for claim in claims:

@@ -166,12 +166,13 @@ def best(every: Tried, played: Played, select: str) -> Choice:
     return Choice(max(found, key=lambda one: one[0])[1] if found else None, failed)
 
 
-def choose(figure: Figure, scale: Scale, out: Path, say: Say) -> tuple[Mapping[tuple[str, str], Tried], Played]:
-    """Run the trials of every method in every panel.
+def choose(
+    figure: Figure, scale: Scale, out: Path, say: Say, pairs: Sequence[tuple[str, str]]
+) -> tuple[dict[tuple[str, str], Tried], Played]:
+    """Run the trials of `pairs`, each a panel and a method.
 
     With `tuning.trials`, further points are tried if a chosen value is the smallest or the largest that was tried.
     """
-    pairs = figure.pairs(scale)
     every: dict[tuple[str, str], Tried] = {pair: trials(figure, *pair, scale, out) for pair in pairs}
     new, played = every, dict[Path, History | str]()
     while any(new.values()):
@@ -260,8 +261,10 @@ def check(figure: Figure, scale: Scale, out: Path, seeds: Seeds) -> None:
 
 def chosen_before(
     figure: Figure, scale: Scale, found: Mapping[str, Any]
-) -> tuple[Mapping[tuple[str, str], Tried], Mapping[tuple[str, str], Choice]]:
+) -> tuple[dict[tuple[str, str], Tried], dict[tuple[str, str], Choice]]:
     """Return the values that were tried and chosen in an earlier outcome of the same figure, without running trials.
+
+    The earlier outcome may have fewer panels. The values of the other panels are not in the result.
 
     Args:
         found: the outcome; empty if none is stored.
@@ -269,12 +272,14 @@ def chosen_before(
     Raises:
         ConfigurationError: the outcome is of other claims or another setting.
     """
-    same = (found.get("scale"), found.get("played_for")) == (scale, figure.fingerprint(scale))
+    stored = found.get("panels", {})
+    pairs = [pair for pair in figure.pairs(scale) if pair[0] in stored]
+    same = (found.get("scale"), found.get("played_for")) == (scale, figure.fingerprint(scale, stored))
     require(same, f"no outcome of {figure.id} with this setting is stored next to its file: run it without --chosen")
     every: dict[tuple[str, str], Tried] = {}
     choices: dict[tuple[str, str], Choice] = {}
-    for panel, method in figure.pairs(scale):
-        of = found["panels"][panel][method]
+    for panel, method in pairs:
+        of = stored[panel][method]
         every[panel, method] = [(point, []) for point in of.get("tried") or []]
         choices[panel, method] = Choice(of["chosen"], of["failed_trials"])
     return every, choices
@@ -295,8 +300,8 @@ def play(
         out: the folder that contains the folders of all figures.
         seeds: the seeds of the runs in every panel, which must differ from the seeds of the trials. None: the numbers
             of seeds in the file.
-        before: an earlier outcome, whose chosen values are used. No trial is then run, and the minutes of that outcome
-            are added to the minutes of the runs.
+        before: an earlier outcome, whose chosen values are used. Trials are then run only in panels that this outcome
+            lacks, and its minutes are added to the minutes of the runs.
         say: a function that is called with a line about each run that has ended.
 
     Raises:
@@ -306,13 +311,12 @@ def play(
     panels = dict.fromkeys(panel for panel, _ in pairs)
     seeds_of = {panel: figure.seeds_of(panel) if seeds is None else seeds for panel in panels}
     check(figure, scale, out, seeds_of)
-    played: Played = {}
-    if before is not None:
-        every, choices = chosen_before(figure, scale, before)
-    else:
-        every, played = choose(figure, scale, out, say)
-        select = figure.tuning.select if figure.tuning else ""
-        choices = {pair: best(of, played, select) if of else Choice({}) for pair, of in every.items()}
+    tried, chosen = ({}, {}) if before is None else chosen_before(figure, scale, before)
+    tuned, played = choose(figure, scale, out, say, [pair for pair in pairs if pair not in chosen])
+    select = figure.tuning.select if figure.tuning else ""
+    chosen |= {pair: best(of, played, select) if of else Choice({}) for pair, of in tuned.items()}
+    every = {pair: tuned[pair] if pair in tuned else tried[pair] for pair in pairs}
+    choices = {pair: chosen[pair] for pair in pairs}
     runs = {
         pair: runs_of(figure, pair, scale, out, choice.values, seeds_of[pair[0]])
         for pair, choice in choices.items()

@@ -117,6 +117,20 @@ def test_a_panel_may_have_more_seeds_than_the_others(place: Path, tmp_path: Path
     assert next(iter(page.origin(both, found))).count("Seeds: 0, 1 in “all”; 0, 1, 2 in “more”.") == 1
 
 
+def test_only_a_panel_without_chosen_values_is_tuned(place: Path, tmp_path: Path) -> None:
+    """If the stored outcome lacks a panel, trials are run in this panel alone."""
+    two = {"all": {}, "more": {}}
+    before = {**outcome(place), "played_for": made_up(panels=two).fingerprint("quick", ["all"])}
+    found = run(made_up(panels=two, seeds=2), "quick", tmp_path, before=before)
+    trials = {folder.name for folder in tmp_path.rglob("trials/*")}
+    assert trials == {"more"}
+    assert list(found["panels"]) == ["all", "more"]
+    for method, of in found["panels"]["all"].items():
+        stored = before["panels"]["all"][method]
+        assert (of["chosen"], of["tried"]) == (stored["chosen"], stored["tried"])
+        assert of == {**found["panels"]["more"][method], "costs": of["costs"]}  # the two panels are equal
+
+
 @pytest.mark.parametrize("kept", [{}, {"scale": "full"}, {"played_for": "another setting"}])
 def test_values_that_were_chosen_for_something_else_are_not_taken(
     kept: dict[str, Any], figure: Figure, place: Path, tmp_path: Path
