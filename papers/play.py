@@ -18,7 +18,7 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from fedbilevel.errors import ConfigurationError, InUse, NumericalError
 from fedbilevel.experiments import COSTS, costs_of
 from fedbilevel.extending import errors_in
 from papers.claims import findings, verdict
+from papers.effort import seeds_in
 from papers.figure import COUNTED, Figure, Scale, merged, require, require_known
 from papers.numbers import rounded, value_in
 
@@ -301,17 +302,20 @@ def play(
         seeds: the seeds of the runs in every panel, which must differ from the seeds of the trials. None: the numbers
             of seeds in the file.
         before: an earlier outcome, whose chosen values are used. Trials are then run only in panels that this outcome
-            lacks, and its minutes are added to the minutes of the runs.
+            lacks. A panel with the same seeds as before is not run again, and keeps its numbers and its findings. The
+            minutes of the earlier outcome are added to the minutes of the runs.
         say: a function that is called with a line about each run that has ended.
 
     Raises:
         ConfigurationError, DataError: the figure cannot be run here, for example because data are missing.
     """
-    pairs = figure.pairs(scale)
-    panels = dict.fromkeys(panel for panel, _ in pairs)
-    seeds_of = {panel: figure.seeds_of(panel) if seeds is None else seeds for panel in panels}
+    seeds_of = {panel: figure.seeds_of(panel) if seeds is None else list(seeds) for panel, _ in figure.pairs(scale)}
     check(figure, scale, out, seeds_of)
     tried, chosen = ({}, {}) if before is None else chosen_before(figure, scale, before)
+    kept = set() if before is None or figure.series else unchanged(before, seeds_of)
+    if before is not None and kept == set(seeds_of):
+        return dict(before)
+    pairs = [pair for pair in figure.pairs(scale) if pair[0] not in kept]
     tuned, played = choose(figure, scale, out, say, [pair for pair in pairs if pair not in chosen])
     select = figure.tuning.select if figure.tuning else ""
     chosen |= {pair: best(of, played, select) if of else Choice({}) for pair, of in tuned.items()}
@@ -322,14 +326,41 @@ def play(
         for pair, choice in choices.items()
         if choice.values is not None
     }
-    rows = [zip(*(of for pair, of in runs.items() if pair[0] == panel), strict=True) for panel in panels]
+    rows = [zip(*(of for pair, of in runs.items() if pair[0] == panel), strict=True) for panel in seeds_of]
     played = {**played, **play_all([run for row in rows for of_a_seed in row for run in of_a_seed], say)}
     usual = figure.seeds_of() if seeds is None else seeds
     found = outcome(figure, scale, usual, seeds_of, every, choices, runs, played)
-    if before is not None:
-        trials = max(found["trials"], before.get("trials", 0))  # outcomes of earlier formats lack the tried values
-        found |= {"minutes": round(found["minutes"] + before["minutes"], 2), "trials": trials}
-    return found
+    return found if before is None else joined(found, before, kept, seeds_of)
+
+
+def unchanged(before: Mapping[str, Any], seeds: Seeds) -> set[str]:
+    """Return the panels that an earlier outcome has with the same seeds."""
+    return {panel for panel in before["panels"] if panel in seeds and seeds_in(before, panel) == list(seeds[panel])}
+
+
+def joined(
+    found: Mapping[str, Any], before: Mapping[str, Any], kept: Container[str], order: Iterable[str]
+) -> dict[str, Any]:
+    """Complete an outcome by an earlier one: the panels in `kept` have its numbers, findings and errors.
+
+    Both outcomes have a finding for each comparison of every claim, in the same order.
+
+    Args:
+        order: all panels, in the order of the figure.
+    """
+    both = zip(found["findings"], before["findings"], strict=True)
+    cells = [{**then, "says": now["says"]} if now["panel"] in kept else now for now, then in both]
+    panels = {panel: before["panels"][panel] if panel in kept else found["panels"][panel] for panel in order}
+    errors = {name: why for name, why in before["errors"].items() if name.split(" · ")[0] in kept}
+    return {
+        **found,
+        "findings": cells,
+        "verdict": verdict([one["state"] for one in cells]),
+        "panels": panels,
+        "errors": {**errors, **found["errors"]},
+        "minutes": round(found["minutes"] + before["minutes"], 2),
+        "trials": max(found["trials"], before.get("trials", 0)),  # outcomes of earlier formats lack the tried values
+    }
 
 
 def devices_of(figure: Figure, scale: Scale) -> int:

@@ -111,24 +111,34 @@ def test_a_panel_may_have_more_seeds_than_the_others(place: Path, tmp_path: Path
     both = made_up(panels={"all": {}, "more": {"seeds": 3}}, seeds=2)
     before = outcome(place)
     panels = {"all": before["panels"]["all"], "more": before["panels"]["all"]}
-    found = run(both, "quick", tmp_path, before={**before, "panels": panels, "played_for": both.fingerprint("quick")})
+    then = {**before, "panels": panels, "findings": 2 * before["findings"], "played_for": both.fingerprint("quick")}
+    found = run(both, "quick", tmp_path, before=then)
     assert (found["seeds"], found["seeds_of"]) == ([0, 1], {"more": [0, 1, 2]})
     assert {panel: len(of["SimFBO"]["values"]) for panel, of in found["panels"].items()} == {"all": 2, "more": 3}
     assert next(iter(page.origin(both, found))).count("Seeds: 0, 1 in “all”; 0, 1, 2 in “more”.") == 1
 
 
-def test_only_a_panel_without_chosen_values_is_tuned(place: Path, tmp_path: Path) -> None:
-    """If the stored outcome lacks a panel, trials are run in this panel alone."""
+def test_only_a_panel_that_is_new_is_tuned_and_run(place: Path, tmp_path: Path) -> None:
+    """A panel that the stored outcome has with the same seeds keeps its numbers, and only the other one is run.
+
+    Both panels have the same spec, so that they must come out alike.
+    """
     two = {"all": {}, "more": {}}
-    before = {**outcome(place), "played_for": made_up(panels=two).fingerprint("quick", ["all"])}
+    before = {**outcome(place), "played_for": made_up(panels=two).fingerprint("quick", ["all"]), "minutes": 1.0}
+    before["findings"] = [*before["findings"], {**before["findings"][0], "panel": "more", "state": "open"}]
     found = run(made_up(panels=two, seeds=2), "quick", tmp_path, before=before)
-    trials = {folder.name for folder in tmp_path.rglob("trials/*")}
-    assert trials == {"more"}
+    assert {folder.name for name in ("trials", "runs") for folder in tmp_path.rglob(f"{name}/*")} == {"more"}
     assert list(found["panels"]) == ["all", "more"]
-    for method, of in found["panels"]["all"].items():
+    assert found["panels"]["all"] == before["panels"]["all"]
+    for method, of in found["panels"]["more"].items():
         stored = before["panels"]["all"][method]
-        assert (of["chosen"], of["tried"]) == (stored["chosen"], stored["tried"])
-        assert of == {**found["panels"]["more"][method], "costs": of["costs"]}  # the two panels are equal
+        assert (of["chosen"], of["tried"], of["values"]) == (stored["chosen"], stored["tried"], stored["values"])
+    first, second = found["findings"]
+    assert first == before["findings"][0]
+    assert second == {**first, "panel": "more"}
+    assert found["minutes"] > 1
+    assert run(made_up(panels=two, seeds=2), "quick", tmp_path / "again", before=found) == found
+    assert not (tmp_path / "again").exists()
 
 
 @pytest.mark.parametrize("kept", [{}, {"scale": "full"}, {"played_for": "another setting"}])
