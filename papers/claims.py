@@ -180,6 +180,8 @@ def comparison(figure: Figure, claim: Claim, panel: str, than: str, runs: Runs) 
     said = Finding(says=claim.says, panel=panel, better=claim.better, than=than, unit=unit_of(figure, claim))
     if panel not in runs:
         return replace(said, note=f"{panel} is not run at this scale")
+    if missing := [name for name in (claim.better, than) if name not in runs[panel]]:
+        return replace(said, note=f"{' and '.join(missing)} is not run in {panel} at this scale")
     ended = [one for name in (claim.better, than) for one in runs[panel][name] if one is not None]
     sides = [
         [None if one is None else reading(figure, claim, one) for one in runs[panel][name]]

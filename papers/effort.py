@@ -38,11 +38,11 @@ def what_decides(figure: Figure, found: Mapping[str, Any], statement: Statement)
     """
     claim = next(one for one in figure.claims if one.says == statement.says)
     left = [one for one in statement.findings if one.state == "open"]
-    unplayed = list(dict.fromkeys(one.panel for one in left if one.panel and one.panel not in found["panels"]))
+    unplayed = list(dict.fromkeys(one.panel for one in left if one.panel and not is_played(found, one)))
     needed = [
         (one, seeds_that_decide(figure, claim, one, len(seeds_in(found, one.panel))))
         for one in left
-        if one.panel not in unplayed
+        if is_played(found, one)
     ]
     words = []
     if known := [count for _, count in needed if count is not None]:
@@ -61,6 +61,11 @@ def what_decides(figure: Figure, found: Mapping[str, Any], statement: Statement)
         settings = f"setting{'s' * (len(unplayed) > 1)} {' and '.join(f'“{panel}”' for panel in unplayed)}"
         words.append(f"runs in the {settings}, whose time is not counted here")
     return "; ".join(words)
+
+
+def is_played(found: Mapping[str, Any], one: Finding) -> bool:
+    """Return whether an outcome has runs of both methods of a comparison; for a slope, True."""
+    return not one.panel or {one.better, one.than} <= found["panels"].get(one.panel, {}).keys()
 
 
 def reason(note: str) -> str:

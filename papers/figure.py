@@ -127,6 +127,7 @@ class Size:
     panels: Mapping[str, Tables] = field(default_factory=dict)
     methods: Mapping[str, Tables] = field(default_factory=dict)
     only: Sequence[str] = ()
+    left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
     minutes: float | None = None
 
 
@@ -206,7 +207,9 @@ class Figure:
         for panel in self.panels.values():
             require_known("method of a panel", panel.methods, self.methods)
         for size in (self.quick, self.full):
-            require_known("panel of a scale", [*size.panels, *size.only], self.panels)
+            require_known("panel of a scale", [*size.panels, *size.only, *size.left_out], self.panels)
+            for place, names in size.left_out.items():
+                require_known(f"method in left_out, {place}", names, self.methods_of(place))
             require_known("method of a scale", size.methods, self.methods)
         for claim in self.claims:
             self._check(claim)
@@ -287,9 +290,10 @@ class Figure:
         return list(itertools.islice(others, self.seeds if own is None else own))
 
     def pairs(self, scale: Scale) -> list[tuple[str, str]]:
-        """Return (panel, method) for all panels that are run at a scale, with their methods."""
-        panels = self.size(scale).only or self.panels
-        return [(panel, method) for panel in panels for method in self.methods_of(panel)]
+        """Return (panel, method) for all panels that are run at a scale, with the methods that are run in them."""
+        size = self.size(scale)
+        every = ((panel, method) for panel in size.only or self.panels for method in self.methods_of(panel))
+        return [(panel, method) for panel, method in every if method not in size.left_out.get(panel, ())]
 
     def points(self, panel: str, method: str) -> list[dict[str, Any]]:
         """Return the points that are tried for a method in a panel: values of its fields.

@@ -126,6 +126,17 @@ def test_a_panel_may_have_fewer_methods_and_a_scale_fewer_panels() -> None:
         made_up(**change)
 
 
+def test_a_scale_may_leave_a_method_out_of_a_panel() -> None:
+    """A comparison with a method that is left out is open, and its note names the method."""
+    figure = made_up(quick={"left_out": {"all": ["FedBiO"]}})
+    assert figure.pairs("quick") == [("all", "SimFBO")]
+    assert figure.pairs("full") == [("all", "FedBiO"), ("all", "SimFBO")]
+    (found,) = findings(figure, {"all": {"SimFBO": []}})
+    assert (found.state, found.note) == ("open", "FedBiO is not run in all at this scale")
+    with refuses("method in left_out, all", "FedBio", near="FedBiO"):
+        made_up(quick={"left_out": {"all": ["FedBio"]}})
+
+
 def test_seeds_of_runs_leave_out_those_of_trials() -> None:
     figure = made_up(tuning={**CONTENT["tuning"], "seeds": [1, 3]}, panels={"all": {}, "more": {"seeds": 4}})
     assert (figure.seeds_of("all"), figure.seeds_of("more")) == ([0, 2, 4], [0, 2, 4, 5])
