@@ -150,7 +150,6 @@ def test_a_field_is_explained_where_it_is_declared_or_nearer() -> None:
 
 MOST_METHODS = 15
 WIDE = {
-    "Penalised": "an estimator, whose private steps of fitting share its fields",
     "Roster": "the connections of a server: everything that is asked of a client goes through it",
 }
 """Classes that may have more methods, each with the reason."""

@@ -233,7 +233,7 @@ def test_many_features_with_given_penalties_have_the_closed_form(monkeypatch):
 
     One of the features has no penalty.
     """
-    monkeypatch.setattr("fedbilevel.estimators.linear.WIDE", 5)
+    monkeypatch.setattr("fedbilevel.estimators.fold_models.WIDE", 5)
     rng, penalties = np.random.default_rng(3), np.append(np.geomspace(0.01, 1000, 11), 0.0)
     rows, target = rng.normal(size=(9, 12)) * np.geomspace(0.1, 100, 12), rng.normal(size=9)
     model = fb.estimators.Ridge(penalties=penalties).fit(rows, target, groups=np.arange(9) // 4)
@@ -273,7 +273,7 @@ def test_the_search_of_many_features_finds_the_penalties_of_the_exact_search(mon
     target = rows[:, 0] - rows[:, 1] / 100 + 3 * rng.normal(size=200)
     exact, wide = (fb.estimators.Ridge(cv=2, penalty_groups="feature") for _ in range(2))
     exact.fit(rows, target, groups=SITES)
-    monkeypatch.setattr("fedbilevel.estimators.linear.WIDE", 2)
+    monkeypatch.setattr("fedbilevel.estimators.fold_models.WIDE", 2)
     wide.fit(rows, target, groups=SITES)
     assert np.ptp(np.log(exact.penalties_ / scale**2)) > np.log(200)
     np.testing.assert_allclose(wide.penalties_, exact.penalties_, rtol=0.02)
@@ -286,7 +286,7 @@ def test_many_features_are_left_to_simfbo(classes, monkeypatch):
 
     The projected hypergradient there is less than 2 % of the hypergradient at the start, in norm.
     """
-    monkeypatch.setattr("fedbilevel.estimators.linear.WIDE", 5)
+    monkeypatch.setattr("fedbilevel.estimators.fold_models.WIDE", 5)
     seen = searched(monkeypatch)
     fb.estimators.LogisticRegression(cv=3, penalty_groups="feature").fit(*classes, groups=SITES)
     (_, problem, clients, *_), result = seen[0]

@@ -43,8 +43,8 @@ def posed(kind, groups="feature", cv=3, sites=SITES):
         pass
 
     class Kept(KINDS[kind]):
-        def _exact(self, clients, given, scale, engine, checkpoint):
-            raise Begun(*self._posed(len(scale)), clients)
+        def _train(self, clients, centre, *others):
+            raise Begun(*self._models(len(centre)).posed(), clients)
 
     with pytest.raises(Begun) as begun:
         Kept(cv=cv, penalty_groups=groups).fit(*table(kind), groups=sites)

@@ -8,7 +8,7 @@ import json
 import federations
 import pytest
 
-from fedbilevel.estimators import linear
+from fedbilevel.estimators import fold_models
 from fedbilevel.estimators.agreement import Agreement
 from fedbilevel.experiments.study import played
 from fedbilevel.flower import Flower, InProcess, Terms
@@ -88,7 +88,7 @@ def posed_once(monkeypatch):
     """Pose the problem of an agreement once, so that all sites in this process share the compiled phases."""
 
     def known(agreement):
-        key = agreement.study.text, agreement.text, linear.WIDE
+        key = agreement.study.text, agreement.text, fold_models.WIDE
         if key not in POSED:
             POSED[key] = posed(agreement)
         return POSED[key]

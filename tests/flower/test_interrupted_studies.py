@@ -63,7 +63,7 @@ def test_only_an_exchange_may_succeed_if_it_is_repeated(kind, files, tmp_path, m
     ],
 )
 def test_an_interrupted_study_says_whether_its_search_continues(wide, then, files, tmp_path, monkeypatch):
-    monkeypatch.setattr("fedbilevel.estimators.linear.WIDE", wide)
+    monkeypatch.setattr("fedbilevel.estimators.fold_models.WIDE", wide)
     given = study("ridge", rounds=20)
     asked = dict.fromkeys(range(3), 0)
 
@@ -136,7 +136,7 @@ def test_with_many_features_the_last_model_goes_on_where_it_was(files, tmp_path,
 
     The search is not repeated, and all bits of the model are those of a study that was not interrupted.
     """
-    monkeypatch.setattr("fedbilevel.estimators.linear.WIDE", 5)
+    monkeypatch.setattr("fedbilevel.estimators.fold_models.WIDE", 5)
     given, place, whole = study("logistic", rounds=6, penalty="feature"), tmp_path / "run", tmp_path / "whole"
     serve(given, Nodes(client_app(given), files), {"out": str(whole), "poll": 0.1})
     with pytest.raises(Killed):

@@ -298,7 +298,7 @@ def test_sites_search_for_the_penalties_of_many_features(more, files, tmp_path, 
 
     The search is stopped here while the loss still falls. WIDE = 5 makes the study one with many features.
     """
-    monkeypatch.setattr("fedbilevel.estimators.linear.WIDE", 5)
+    monkeypatch.setattr("fedbilevel.estimators.fold_models.WIDE", 5)
     given, place = study("ridge", rounds=12, penalty="feature", **more), tmp_path / "run"
     with pytest.warns(ConvergenceWarning, match="validation loss .* 12 rounds"):
         serve(given, Nodes(client_app(given), files), {"out": str(place), "poll": 0.1})
@@ -323,7 +323,7 @@ def test_a_table_that_changes_within_a_study_is_refused(folder, files, tmp_path,
 
     The changed table has the same rows, of which two are exchanged.
     """
-    monkeypatch.setattr("fedbilevel.estimators.linear.WIDE", 5)
+    monkeypatch.setattr("fedbilevel.estimators.fold_models.WIDE", 5)
     given, table = study("ridge", rounds=2, penalty="feature"), tables()["west"]
 
     def change(client, message):
@@ -354,7 +354,7 @@ def test_requests_of_the_last_model_are_not_counted_to_the_last_round_of_the_sea
     Both runs begin with round 0. No round has more than 6 requests to a site, and the run of the last model has more in
     all.
     """
-    monkeypatch.setattr("fedbilevel.estimators.linear.WIDE", 5)
+    monkeypatch.setattr("fedbilevel.estimators.fold_models.WIDE", 5)
     given, place = study("ridge", rounds=4, penalty="feature"), tmp_path / "run"
     serve(given, Nodes(client_app(given), files, {"max-requests-per-round": 6}), {"out": str(place), "poll": 0.1})
     asked = phases(place)

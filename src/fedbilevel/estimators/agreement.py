@@ -211,7 +211,7 @@ class Agreement:
     def posed(self) -> tuple[Any, Any, Any, Any]:
         """Return algorithm, problem, x0 and y0, the arguments of `solve` for this agreement."""
         with jax.enable_x64(True):
-            return self.estimator()._posed(len(self.names), self.searched)
+            return self.estimator()._models(len(self.names)).posed(self.searched)
 
     def train(
         self,

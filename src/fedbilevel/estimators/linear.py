@@ -18,46 +18,34 @@ a common variable
 
 where s_l is the feature's standard deviation, and κ is half of ℓ″, or half of a bound of ℓ″. If a feature is
 uncorrelated with the others, such a penalty leaves about the share 1/(1 + x) of its coefficient. With at most WIDE
-features the search is exact (`penalty_search`). With more, fb.SimFBO finds these shares (`wide_search`).
+features the search is exact (`penalty_search`). With more, fb.SimFBO finds these shares (`wide_search`). `fold_models`
+has the losses of the models, and `training` runs the searches.
 """
 
-import json
-import warnings
 from collections.abc import Callable, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from scipy.special import expit
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
-from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_consistent_length, check_is_fitted, column_or_1d, validate_data
 
 import fedbilevel as fb
 from fedbilevel.data import dealt, generator_of_site, strata_of
-from fedbilevel.errors import ConfigurationError, NumericalWarning
+from fedbilevel.errors import ConfigurationError
 from fedbilevel.estimators import coefficient_errors
 from fedbilevel.estimators.coefficient_errors import Minimum
 from fedbilevel.estimators.columns import Numbers, labels, moments, numbers, refusal, require_sizes, sites_of
-from fedbilevel.estimators.penalty_search import PenaltySearch
-from fedbilevel.estimators.preparer import read_saved
-from fedbilevel.estimators.wide_search import Newton, in_shares, share_search
-from fedbilevel.extending import explain_call, explain_misspelt, is_count, require, warn, write_text
+from fedbilevel.estimators.fold_models import FoldModels
+from fedbilevel.estimators.training import Training
+from fedbilevel.extending import explain_call, explain_misspelt, is_count, require
 
 Columns = dict[str, Numbers]
-LossOfRows = Callable[[Array, Any, Any, Array], Array]
-"""A function (x, y, rows, valid) -> the mean loss of a site's rows, a scalar."""
-WIDE = 300
-"""The largest number of features for which the search is exact.
-
-With n features and K folds, a reply of a site in the exact search has (K + 1) n² numbers.
-"""
-LARGEST = 999.0  # the upper bound of x
 
 
 @explain_misspelt
@@ -208,14 +196,17 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
             checkpoint: the file to which the exact search is saved after each exchange, and from which it resumes. With
                 many features, only the training of the last model is saved and resumed in this way; the result of the
                 search is saved in a file of the same name with the suffix .json. None: nothing is saved.
-            on_searched: a function that is called between the two runs that many features need (see `_posed`).
+            on_searched: a function that is called between the two runs that many features need.
         """
-        scale, width, self.history_, self.ledgers_ = self.curvature * spread**2, len(spread), None, []
+        scale, width = self.curvature * spread**2, len(spread)
         given = None if self.penalties is None else self._given(width)
-        if width <= WIDE:
-            x, y, last = self._exact(clients, given, scale, engine, checkpoint)
-        else:
-            x, y, last = self._wide(clients, given, scale, engine, checkpoint, on_searched)
+        models, name = self._models(width), type(self).__name__
+        training = Training(models, name, clients, engine, self.rounds, checkpoint, on_searched)
+        train = training.few_features if models.exact else training.many_features
+        x, y, last = train(None if given is None else given / scale)
+        self.history_, self.ledgers_ = training.history, training.ledgers
+        for row in self.history_.rows if self.history_ else ():  # to squared units of the target
+            row.update({loss: row[loss] * self._unit**2 for loss in ("outer_loss", "inner_loss") if loss in row})
         self.penalties_ = scale * x if given is None else given
         self.coef_ = np.asarray(y["coef"])[-1] * (self._unit / spread)
         if self.has_intercept:
@@ -251,147 +242,21 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         """Return the ratio of the variance of a row's score to the mean second derivative; 1 for a log likelihood."""
         return 1.0
 
-    def _posed(self, width: int, searched: bool = False) -> tuple[Any, fb.Bilevel, Numbers, dict[str, Numbers]]:
-        """Return algorithm, problem, x0 and y0, the arguments of `solve` for this number of features.
+    def _models(self, width: int) -> FoldModels:
+        """Return the models for this number of features.
 
-        For many features there are two runs: the search and, when it has ended (`searched` is True), the training of
-        the last model.
+        The penalty of each feature is that of its group or, if penalties are given, its own.
         """
-        of, every = self._groups(width), np.arange(self.cv + 1)
-        search, last = self.penalties is None and not searched, every[-1:]
-        if width <= WIDE:
-            names = tuple(map(str, of))
-            algorithm = PenaltySearch(groups=names, curvature=self.curvature, largest=LARGEST, search=search)
-            folds = every if search else last
-            return algorithm, self._problem(of, folds), np.ones(np.max(of) + 1), self._start(width, len(folds))
-        if search:
-            problem = in_shares(*self._functions(of, every[:-1]), of, LARGEST)
-            return share_search(), problem, np.full(np.max(of) + 1, 0.5), self._start(width, self.cv)
-        each = np.arange(width)
-        problem = in_shares(*self._functions(each, last), each)
-        return Newton(), problem, np.full(width, 0.5), self._start(width, 1)
-
-    def _exact(
-        self, clients: Any, given: Numbers | None, scale: Numbers, engine: Any, checkpoint: Path | None
-    ) -> tuple[Numbers, Any, Any]:
-        """Find the penalties, unless `given` has them, and train the models, for at most WIDE features.
-
-        Return x, the models (the last is trained on all rows), and the last model's training derivatives.
-        """
-        algorithm, problem, x0, y0 = self._posed(len(scale))
-        x0 = x0 if given is None else given / scale
-        with warnings.catch_warnings():  # the loss of held-out rows may end above its value at coefficients of 0
-            warnings.simplefilter("ignore", NumericalWarning)
-            result = self._solved((algorithm, problem, x0, y0), clients, engine, checkpoint, eval_every=1)
-        if algorithm.search:
-            self._keep(result.history)
-        left, where = float(result.state.best.left), f"where {algorithm.tolerance:g} or less ends the search"
-        if algorithm.search and not left <= algorithm.tolerance:
-            self._warn(f"the projected gradient is {left:.1e} after {result.round} exchanges, {where}")
-        elif not algorithm.finished(result.state):
-            self._warn(f"the coefficients still move after {result.round} exchanges")
-        known = result.state.known
-        last = np.asarray(known.gradient[-1]), np.asarray(known.hessian[-1])
-        return np.asarray(result.x)[algorithm.of], result.y, last
-
-    def _wide(
-        self,
-        clients: Any,
-        given: Numbers | None,
-        scale: Numbers,
-        engine: Any,
-        checkpoint: Path | None,
-        on_searched: Callable[[], None],
-    ) -> tuple[Numbers, Any, None]:
-        """Do the same as `_exact`, for more than WIDE features. Return x, the models, and None for derivatives."""
-        algorithm, problem, _, y = self._posed(len(scale), searched=True)
-        if given is None:
-            shares, y = self._shares(len(scale), clients, engine, checkpoint and checkpoint.with_suffix(".json"))
-            on_searched()
+        search, groups = self.penalties is None, self.penalty_groups
+        if not search:
+            of = np.arange(width)
+        elif isinstance(groups, str):
+            allowed = "'one', 'feature', or a label for each feature"
+            require(groups in ("one", "feature"), "penalty_groups", groups, allowed)
+            of = np.zeros(width, int) if groups == "one" else np.arange(width)
         else:
-            shares = 1 / (1 + given / scale)
-        result = self._solved((algorithm, problem, shares, y), clients, engine, checkpoint)
-        if not algorithm.finished(result.state):
-            self._warn(f"the coefficients still move after {result.round} steps of Newton's method")
-        return 1 / shares - 1, {**result.y, "coef": np.asarray(result.y["coef"]) * np.sqrt(shares)}, None
-
-    def _shares(self, width: int, clients: Any, engine: Any, file: Path | None) -> tuple[Numbers, dict[str, Numbers]]:
-        """Return each feature's share and the start of the last model, from a search or from a file with its result.
-
-        The search itself is not saved. Steps at the sites adapt to measured curvature, and the measurements are lost
-        when a site's process ends.
-        """
-        if file is not None and file.exists():
-            content = read_saved(file, dict)
-        else:
-            stop = fb.stop_without_progress("outer_loss", patience=10)
-            found = self._solved(self._posed(width), clients, engine, eval_every=10, callbacks=[stop])
-            self._keep(found.history)
-            y = {name: np.mean(np.asarray(leaf), axis=0, keepdims=True).tolist() for name, leaf in found.y.items()}
-            shares = np.asarray(found.x)[self._groups(width)].tolist()
-            content = {"shares": shares, "y": y, "rounds": found.round, "stopped": bool(found.stopped)}
-            if file is not None:
-                write_text(file, json.dumps(content))
-        if not content["stopped"]:
-            self._warn(f"the validation loss still falls after {content['rounds']} rounds")
-        return np.array(content["shares"]), {name: np.array(leaf) for name, leaf in content["y"].items()}
-
-    def _solved(
-        self, posed: tuple[Any, ...], clients: Any, engine: Any, checkpoint: Path | None = None, **options: Any
-    ) -> fb.Result:
-        """Run `solve` with the arguments of `_posed`, or resume it from a checkpoint. Add its costs to `ledgers_`."""
-        algorithm, problem, x0, y0 = posed
-        options |= {"rounds": self.rounds, "engine": engine, "progress": False}
-        if checkpoint is not None:
-            options |= {"checkpoint": checkpoint, "checkpoint_every": 1, "resume": "auto"}
-        result = fb.solve(algorithm, problem, clients, x0, y0, **options)
-        self.ledgers_.append(result.ledger)
-        return result
-
-    def _warn(self, why: str) -> None:
-        warn(ConvergenceWarning(f"{type(self).__name__} has not converged: {why}. A larger `rounds` may help"))
-
-    def _keep(self, history: Any) -> None:
-        """Set `history_`. Its losses are converted to squared units of the target."""
-        self.history_ = history
-        for row in history.rows:
-            row.update({name: row[name] * self._unit**2 for name in ("outer_loss", "inner_loss") if name in row})
-
-    def _groups(self, width: int) -> Numbers:
-        """Return the index of each feature's penalty: its group's index or, if penalties are given, its own."""
-        if self.penalties is not None or isinstance(self.penalty_groups, str):
-            known = self.penalties is not None or self.penalty_groups in ("one", "feature")
-            require(known, "penalty_groups", self.penalty_groups, "'one', 'feature', or a label for each feature")
-            each = self.penalties is not None or self.penalty_groups == "feature"
-            return np.arange(width) if each else np.zeros(width, int)
-        return labels("penalty_groups", self.penalty_groups, width, "a label for each feature")[1]
-
-    def _start(self, width: int, models: int) -> dict[str, Numbers]:
-        return {"coef": np.zeros((models, width)), **({"intercept": np.zeros(models)} if self.has_intercept else {})}
-
-    def _problem(self, of: Numbers, folds: Numbers) -> fb.Bilevel:
-        return fb.Bilevel(*map(fb.WholeLoss, self._functions(of, folds)))
-
-    def _functions(self, of: Numbers, folds: Numbers) -> tuple[LossOfRows, LossOfRows]:
-        """Return f and g for models that leave out these folds; feature l has the penalty κ x[of[l]].
-
-        The fold `cv` contains no rows, so the model without this fold is trained on all rows. If it is the only model,
-        f is its loss on all rows.
-        """
-        every, share = folds[:, None], np.where(folds < self.cv, 1 - 1 / self.cv, 1.0)[:, None]
-
-        def losses(y: Any, rows: Any, chosen: Array) -> Array:
-            z = y["coef"] @ rows["row"].T + y.get("intercept", np.zeros(len(folds)))[:, None]
-            return jnp.where(chosen, jax.vmap(self._losses, (0, None, 0))(z, rows, chosen), 0)
-
-        def outer(x: Array, y: Any, rows: Any, valid: Array) -> Array:
-            return jnp.sum(losses(y, rows, valid & ((rows["fold"] == every) | (len(folds) == 1)))) / jnp.sum(valid)
-
-        def inner(x: Array, y: Any, rows: Any, valid: Array) -> Array:
-            mean = jnp.sum(losses(y, rows, valid & (rows["fold"] != every)) / share) / jnp.sum(valid)
-            return mean + self.curvature * jnp.sum(x[of] * y["coef"] ** 2)
-
-        return outer, inner
+            of = labels("penalty_groups", groups, width, "a label for each feature")[1]
+        return FoldModels(self._losses, self.curvature, self.has_intercept, self.cv, of, search)
 
     def _samples(self, rows: Columns) -> Columns:
         """Return a site's samples in the form that `_losses` needs."""

@@ -15,7 +15,7 @@ from fedbilevel.estimators.agreement import SITE, Agreement, require_columns
 from fedbilevel.estimators.coefficient_errors import SCORES
 from fedbilevel.estimators.columns import labels, numbers_asked, require_frame, require_in_frame, require_values
 from fedbilevel.estimators.evaluation import answered, held_out
-from fedbilevel.estimators.linear import WIDE
+from fedbilevel.estimators.fold_models import WIDE
 from fedbilevel.estimators.preparer import NUMBERS, Preparer, Summaries, words_of
 from fedbilevel.estimators.survival_curves import steps
 from fedbilevel.extending import require, unknown, warn
