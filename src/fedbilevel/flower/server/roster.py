@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-import httpx
-from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.flower import wire
 from fedbilevel.flower.refusal import Code, Refusal
 from fedbilevel.flower.server.terms import Terms
+from fedbilevel.flower.server.tolerant_grid import TolerantGrid
 from fedbilevel.flower.wire import Contract, RequestMessage, ResponseMessage
 
 log = logging.getLogger("fedbilevel.server")
@@ -124,8 +123,7 @@ class ClientReply(NamedTuple):
 class Roster:
     """The clients of a run, with their nodes, the requests to them, and their replies.
 
-    An error of Flower does not end the run. If a message cannot be sent or fetched, this is logged, and the message is
-    treated as lost.
+    An error of Flower does not end the run: `TolerantGrid` logs it, and treats the message as lost.
 
     A node is accepted as a client if it agrees to the contract and claims an id of the population that no other node
     has. If `keys` are given (client -> public key, in the form of `der_of`), the node must also have registered with
@@ -144,11 +142,9 @@ class Roster:
         own: Mapping[int, Contract] = MappingProxyType({}),
         keys: Mapping[int, bytes] = MappingProxyType({}),
     ) -> None:
-        self.grid, self.contract, self.run, self.population = grid, contract, run, population
+        self.grid = TolerantGrid(grid)
+        self.contract, self.run, self.population = contract, run, population
         self.terms, self.clock, self.own, self.keys = terms, clock, own, keys
-        self.online: set[int] = set()  # the nodes that Flower last reported as online
-        self.singly = False  # whether replies are fetched one by one, because one bad message makes a common pull fail
-        self.bad: set[str] = set()  # messages whose replies could not be fetched; the log has reported them
         self.nodes: dict[int, int] = {}  # client -> its node
         self.greeted: dict[int, float] = {}  # node -> the time of its last greeting
         self.greetings: dict[str, int] = {}  # message -> node, for greetings without a reply
@@ -163,11 +159,8 @@ class Roster:
 
     def refresh(self) -> None:
         """Update which nodes are online, and greet new nodes."""
-        try:
-            self.online = set(self.grid.get_node_ids())
-        except Exception:
-            log.warning("Flower did not report which nodes are online", exc_info=True)
-        online = self.online
+        self.grid.refresh()
+        online = self.grid.online
         for client, node in list(self.nodes.items()):
             if node not in online:
                 log.warning("client %d has left (node %d)", client, node)
@@ -181,13 +174,13 @@ class Roster:
 
     def listen(self) -> None:
         """Admit or refuse the nodes whose responses to greetings have arrived."""
-        for number, message in self.pull(self.greetings).items():
+        for number, message in self.grid.pull(self.greetings).items():
             node = self.greetings.pop(number)
             try:
                 with wire.reading():
                     self.admit(node, wire.decode(ResponseMessage, message))
             except Refusal as refusal:
-                mine = der_of(self.registered().get(node, b"")) if self.keys else None
+                mine = der_of(self.grid.registered().get(node, b"")) if self.keys else None
                 refusal.client = next((client for client, key in self.keys.items() if key == mine), refusal.client)
                 if refusal.code is Code.LATE and node in self.refusals:
                     continue  # its earlier refusal is still valid
@@ -200,7 +193,7 @@ class Roster:
         now, deadline = self.clock.time(), self.terms.deadline
         due = sorted(node for node in nodes if now - self.greeted.get(node, -math.inf) >= deadline)
         request = RequestMessage(run=self.run, contract=self.contract.text)
-        sent = self.push([wire.request_message(node, request, GREETING * deadline) for node in due]) if due else []
+        sent = self.grid.push([wire.request_message(node, request, GREETING * deadline) for node in due]) if due else []
         self.greetings = {message: node for message, node in self.greetings.items() if node not in due}
         self.greetings.update((message, node) for message, node in zip(sent, due, strict=True) if message)
         self.greeted.update((node, now) for message, node in zip(sent, due, strict=True) if message)
@@ -218,7 +211,7 @@ class Roster:
                 raise Refusal(Code.PLACE, f"the node claims to be client {client}, not 0 to {self.population - 1}")
             if response.contract != (expected := self.contract_of(client).text):
                 raise wire.disagreement(server=expected, site=response.contract)
-            if self.keys and der_of(self.registered().get(node, b"")) != self.keys.get(client):
+            if self.keys and der_of(self.grid.registered().get(node, b"")) != self.keys.get(client):
                 raise Refusal(Code.KEY, f"the node claims to be client {client}, which has another key")
             if (holder := self.nodes.get(client, node)) != node:
                 raise Refusal(Code.PLACE, f"the node claims to be client {client}, but node {holder} is this client")
@@ -230,52 +223,6 @@ class Roster:
         """Return why a client has no node: a node that claims its id was refused, or the client is not online."""
         said = [refusal for refusal in self.refusals.values() if refusal.client == client]
         return said[-1] if said else Refusal(Code.ABSENT, "it is not online", client)
-
-    def registered(self) -> dict[int, bytes]:
-        """Return a dictionary: node -> its registered public key, in Flower's format; b"" for a node without a key."""
-        try:
-            return {node.node_id: node.public_key for node in self.grid.get_nodes()}
-        except Exception:
-            log.warning("Flower did not report which keys nodes have", exc_info=True)
-            return {}
-
-    def push(self, messages: list[Message]) -> list[str]:
-        """Send messages. Return their ids, and "" in place of an id if Flower did not accept the message.
-
-        For a message that Flower does not accept, its grids return a different id or no id. If one message is too
-        large, they return no ids at all.
-        """
-        try:
-            taken = set(self.grid.push_messages(messages))
-        except Exception:
-            log.warning("Flower did not accept %d messages", len(messages), exc_info=True)
-            taken = set()
-        numbers = [message.metadata.message_id for message in messages]  # set by `push_messages`
-        return [number if number in taken else "" for number in numbers]
-
-    def pull(self, ids: Iterable[str]) -> dict[str, Message]:
-        """Return a dictionary: message id -> response, for all responses that have arrived.
-
-        Other messages are ignored.
-        """
-        wanted = list(ids)
-        messages: list[Message] = []
-        for some in [[number] for number in wanted] if self.singly else [wanted] if wanted else []:
-            try:
-                messages += self.grid.pull_messages(some)
-            except httpx.TransportError as error:  # the connection failed; no message is the cause
-                log.warning("replies cannot be fetched, since Flower is not reached: %s", type(error).__name__)
-                break
-            except Exception:
-                if not self.singly:
-                    log.warning("replies could not be fetched together: fetching each by itself", exc_info=True)
-                    self.singly = True
-                    return self.pull(wanted)
-                if not self.bad.issuperset(some):
-                    log.warning("the reply to message %s could not be fetched", some[0], exc_info=True)
-                    self.bad.update(some)
-        found = {message.metadata.reply_to_message_id: message for message in reversed(messages)}
-        return {number: found[number] for number in wanted if number in found}
 
     def wait(self, clients: Collection[int], hoped: int, needed: int) -> None:
         """Wait until `hoped` of these clients are registered, for at most `terms.join` seconds.
@@ -302,7 +249,7 @@ class Roster:
         going = [client for client in requests if client in nodes]
         end = self.clock.time() + self.terms.deadline
         messages = [wire.request_message(nodes[client], requests[client], self.terms.deadline) for client in going]
-        for client, sent in zip(going, self.push(messages), strict=True):
+        for client, sent in zip(going, self.grid.push(messages), strict=True):
             if sent:
                 self.under_way[client] = (sent, requests[client], end)
             else:
@@ -327,7 +274,7 @@ class Roster:
         senders = {sent: client for client, (sent, _, _) in self.under_way.items()}
         before = len(self.ready)
         now = self.clock.time()  # before the pull: the next pull finds replies that arrive during this one
-        for number, message in self.pull(senders).items():
+        for number, message in self.grid.pull(senders).items():
             client = senders[number]
             try:
                 with wire.reading(client):
