@@ -8,7 +8,6 @@ import numpy as np
 import optax
 
 from fedbilevel.algorithms.parts.layers import layers_at
-from fedbilevel.algorithms.parts.private import Private
 from fedbilevel.algorithms.parts.wrappers import Wrapper
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients
@@ -87,7 +86,7 @@ class Movement(NamedTuple):
 
 
 def what_to_lower(algorithm: Algorithm, halvings: int, moved: Movement) -> str:
-    """Return advice on what to lower: the step sizes that the user set, and the noise of privacy, if any.
+    """Return advice on what to lower: the step sizes that the user set, and the advice of the layers.
 
     If the step sizes adapt, the advice is about the step on x if x has moved far, and otherwise about the step on y.
 
@@ -96,18 +95,17 @@ def what_to_lower(algorithm: Algorithm, halvings: int, moved: Movement) -> str:
         halvings: how often the run halved the method's steps.
         moved: how far x and y have moved.
     """
-    private = [layer for layer in layers_at(algorithm) if isinstance(layer, Private)]
-    noise = "".join(f"; {layer.what_to_lower()}" for layer in private)
+    more = "".join(f"; {advice}" for layer in layers_at(algorithm) if (advice := layer.what_to_lower()))
     names = given_steps(without_wrappers(algorithm), halvings)
     if names:
-        return f"lower {' or '.join(names)}{noise}"
+        return f"lower {' or '.join(names)}{more}"
     if moved.far or all(step.of == "x" for step in open_steps(without_wrappers(algorithm)).values()):
         slower = "let x move more slowly (fb.layered(method, fb.AdaptiveSteps(x_lr=0.02)))"
-        return f"bound x (project_x), or {slower}{noise}"
+        return f"bound x (project_x), or {slower}{more}"
     return (
         "look whether the inner loss has a minimum in y, or let y move more slowly (fb.layered(method, "
         f"fb.AdaptiveSteps(y_lr=0.1))), since the norm of y has changed from {moved.y[0]:.3g} to {moved.y[1]:.3g}, "
-        f"and no entry of x has moved by more than {moved.x:.3g}{noise}"
+        f"and no entry of x has moved by more than {moved.x:.3g}{more}"
     )
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fedbilevel.algorithms.parts.layers import layers_at
-from fedbilevel.algorithms.parts.private import Private
 from fedbilevel.core import interrupts
 from fedbilevel.core.errors import ExchangeError, NonFiniteError, NumericalError
 from fedbilevel.core.own_y import own_paths
@@ -275,12 +274,12 @@ class Loop:
     def ends(self, before: tuple[PyTree, PyTree] | None) -> Ends | None:
         """Compare the outer loss at the end with the loss at an earlier point (x, y); None: at the start.
 
-        The result is None under privacy, where the clients' losses would be revealed without noise. It is also None for
-        runs that were continued by force with other arguments, since they may have had another start.
+        The result is None if a layer hides the clients' losses, which would be revealed without noise. It is also None
+        for runs that were continued by force with other arguments, since they may have had another start.
         """
         method, result = self.execution.method, self.result
-        private = any(isinstance(layer, Private) for layer in layers_at(method))
-        if private or self.saver.other_arguments:
+        hidden = any(layer.hides_losses for layer in layers_at(method))
+        if hidden or self.saver.other_arguments:
             return None
         return self.execution.posed.ends(
             before, (result.x, result.y), Spent(result.ledger.gradients, method.batch_size)

@@ -31,6 +31,7 @@ from jax import Array
 
 from fedbilevel.algorithms.parts.layer_checks import Noted, check_declared, check_functions, checked, first_slot
 from fedbilevel.algorithms.parts.slots import (
+    At,
     LayeredClient,
     LayeredState,
     Slots,
@@ -100,6 +101,9 @@ class Around(Part):
     place: ClassVar[str]
     """The field of `Layered` for objects of this class, one of PLACES."""
 
+    hides_losses: ClassVar[bool] = False
+    """Whether the clients' losses at the end of a run must not be compared with others, as they are to stay private."""
+
     def __new__(cls, algorithm: Any = None, *more: Any, **fields: Any) -> Any:
         if algorithm is None and not more:
             return super().__new__(cls)
@@ -122,6 +126,10 @@ class Around(Part):
     def cannot(self) -> str:
         """Return a phrase for errors: what a method cannot do if it does not allow the layer."""
         return f"cannot have {self.label}"
+
+    def what_to_lower(self) -> str:
+        """Return advice for a run that diverges, on what to lower because of this object; "" if there is none."""
+        return ""
 
     @abstractmethod
     def layer(self, among: Mapping[str, Around]) -> Layer | None:
@@ -242,13 +250,6 @@ class Layer(Around):
     def remarks(self, method: Algorithm, kept: Kept) -> tuple[str, ...]:
         """Return sentences for the user at the end of a run, from the layer's state on the server."""
         return ()
-
-
-class At(NamedTuple):
-    """Hold the point at which the hypergradient is estimated, in place of the server's state."""
-
-    x: PyTree
-    y: PyTree
 
 
 class Stack(NamedTuple):

@@ -49,6 +49,7 @@ class Private(Privacy, Layer):
     """
 
     kind, place, needs, cannot = "private", "privacy", "noise", "cannot have noise"
+    hides_losses = True
 
     counts: bool = static(default=True)
     _vectors = True

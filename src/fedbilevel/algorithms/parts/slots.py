@@ -31,6 +31,13 @@ class LayeredState(NamedTuple):
         return self.inside.y
 
 
+class At(NamedTuple):
+    """Hold the point at which the hypergradient is estimated, in place of the server's state."""
+
+    x: PyTree
+    y: PyTree
+
+
 class LayeredClient(NamedTuple):
     """Hold a client's state if layers have a state at clients: the method's own, and the layers'."""
 
