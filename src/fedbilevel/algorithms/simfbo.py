@@ -87,8 +87,9 @@ from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.config import positive, static, step_sizes
 from fedbilevel.core.errors import require
 from fedbilevel.core.facts import Allows, Facts, No, OwnParts
-from fedbilevel.core.fed import Fed, Public, Reply
+from fedbilevel.core.fed import Fed, Public, Range, Reply, Request
 from fedbilevel.core.field_types import Number, StepSizes
+from fedbilevel.core.own import LOCAL_STEPS
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import NUMBER, UnitPolicy
 from fedbilevel.core.tables import optimizer
@@ -278,6 +279,23 @@ class RobustState(NamedTuple):
         return self.iterate.y
 
 
+MOST_WORK = 1e4
+"""The largest ‖a_i‖₁ that a server of a federation accepts for each local step that it asked for.
+
+Usually the server knows ‖a_i‖₁. But a site may set its own number of local steps, or its own momentum, by which
+‖a_i‖₁ becomes larger than τ_i. The factor is that of `norm_factor` for norms: only false numbers are above it.
+"""
+
+
+def most_work(request: Request) -> float:
+    """Return the largest ‖a_i‖₁ that is accepted in the reply to a request: MOST_WORK for each local step."""
+    return MOST_WORK * request.own.get(LOCAL_STEPS, request.method.local_steps)
+
+
+WORK, SHARE = Range(0, most_work), Range(1, 1)
+"""The ranges of the two public numbers of `Normalised.normalised`: ‖a_i‖₁, and the number 1."""
+
+
 class Normalised(Projected, LocalDirections):
     """Base class of ShroFBO and CorrectedFBO: replies are h_i = q_i/‖a_i‖₁, and the server steps along ρh.
 
@@ -292,11 +310,12 @@ class Normalised(Projected, LocalDirections):
         sum of the ‖a_i‖₁ by the weighted sum of the ones.
 
         The last two parts are public, since they follow from τ_i. The server has τ_i, which is a field of the algorithm
-        or of the population and does not depend on the client's data.
+        or of the population and does not depend on the client's data. If a site of a federation has its own τ_i, the
+        server does not know it, so that the range of ‖a_i‖₁ is wide (MOST_WORK).
         """
         work = self.local_optimizer.total(client.local_steps(self.local_steps))
         h = jax.tree.map(lambda q: (q / work).astype(q.dtype), reply.update)
-        return reply._replace(update=(h, Public(work), Public(jnp.ones_like(work))))
+        return reply._replace(update=(h, Public(work, WORK), Public(jnp.ones_like(work), SHARE)))
 
     def robust_step(self, fed: Fed, state: RobustState, replies: tuple[XYV, Public, Public]) -> RobustState:
         """Take the server's step along ρh, given the unbiased means of the parts of the replies."""
@@ -313,7 +332,7 @@ class Normalised(Projected, LocalDirections):
         return RobustState(*self.start(x, y), work=jnp.zeros(()), rounds=jnp.zeros(()))
 
 
-REPLY = (LIKE_XYV, Public(NUMBER), Public(NUMBER))
+REPLY = (LIKE_XYV, Public(NUMBER, WORK), Public(NUMBER, SHARE))
 """The declaration `gives` of phases whose reply is made by `Normalised.normalised`."""
 
 

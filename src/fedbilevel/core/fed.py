@@ -4,10 +4,15 @@ An algorithm has no other way to reach its clients. The marks `Public` and `With
 replies and add noise (docs/explanation/privacy.md); without privacy they have no effect. Server and clients read the
 marks from the algorithm's own code, and the contract of a federation shows them in the paths of parts. No message of
 the server can change which parts a client clips and adds noise to.
+
+A federation's server also uses the mark `Public`, with privacy and without. Public numbers, such as counts, are no part
+of the norms of updates that it compares. Instead, each public number has to be in the `Range` that is declared with the
+mark.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -194,17 +199,102 @@ class Fed(Protocol):
         ...
 
 
-class Public(NamedTuple):
+class Request(NamedTuple):
+    """Hold what a server has sent to a client, from which the `Range` of a public number in the reply is computed.
+
+    Args:
+        method: the method, without its layers.
+        message: the message, as layers have changed it.
+        own: the client's own numbers in this round, by the path of the method's field. A site of a federation may have
+            numbers of its own instead, which the server does not know.
+    """
+
+    method: Any
+    message: PyTree
+    own: Mapping[str, int | float]
+
+
+End = float | Callable[[Request], float]
+"""An end of a range: a number, or a function of a module that computes it from the request."""
+
+SLACK = 1e-5  # the relative rounding error that a public number in float32 may have at an end of its range
+
+
+@dataclass(frozen=True, eq=False)
+class Range:
+    """Declare which values a public number of an update can have.
+
+    A federation's server refuses a reply with any other value, since the reply does not come from the method's own
+    code. Engines that run the clients themselves check nothing.
+
+    Two ranges count as equal, so that trees of updates have the same structure whatever ranges their marks have.
+
+    Args:
+        lowest: the lowest value, or a function that returns it for a `Request`. It must be a function of a module.
+        highest: the highest value, or a function that returns it, in the same way. The default, infinity, allows any
+            finite number.
+        whole: whether the value is a whole number.
+        difference: whether the value is sent as the difference from an earlier value in the same range; the first
+            value is sent as the difference from 0.
+    """
+
+    lowest: End = -math.inf
+    highest: End = math.inf
+    whole: bool = False
+    difference: bool = False
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Range)
+
+    def __hash__(self) -> int:
+        return hash(Range)
+
+    def of_difference(self) -> "Range":
+        """Return the range of the difference between two values of this range, or between one value and 0."""
+        return replace(self, difference=True)
+
+    def ends(self, request: Request) -> tuple[float, float]:
+        """Return the lowest and the highest value in a reply to a request."""
+        low, high = (float(end(request) if callable(end) else end) for end in (self.lowest, self.highest))
+        return (low - max(high, 0), high - min(low, 0)) if self.difference else (low, high)
+
+    def contains(self, number: float, request: Request) -> bool:
+        """Return whether a finite number is in the range, up to rounding."""
+        low, high = self.ends(request)
+        inside = low - SLACK * abs(low) <= number <= high + SLACK * abs(high)
+        return inside and (not self.whole or number == round(number))
+
+    def in_words(self, request: Request) -> str:
+        """Describe the range in messages, such as "a whole number from 0 to 1"."""
+        low, high = self.ends(request)
+        kind = "a whole number" if self.whole else "a number"
+        if math.isinf(low) or math.isinf(high):
+            bounds = [f"at least {low:g}"] * math.isfinite(low) + [f"at most {high:g}"] * math.isfinite(high)
+            return " ".join([kind, *bounds])
+        return f"{kind} from {low:g} to {high:g}" if low < high else f"{low:g}"
+
+
+FLAG = Range(0, 1, whole=True)
+"""The range of a number that is 1 if something is true, and otherwise 0."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class Public:
     """Mark a part of an update that is independent of the client's data: it is sent without clipping and noise.
 
     Mark only values that would be the same with any other data and any number of samples, such as counts that depend
-    only on the server's messages and the algorithm's fields.
+    only on the server's messages and the algorithm's fields. Declare the range of these values: a client of a
+    federation could otherwise send any number, and the bounds on the norms of updates do not apply to public parts.
 
     Args:
-        public: the part of the update, a pytree.
+        public: the part of the update, a pytree of arrays.
+        within: the range of every number of this part. By default every finite number is allowed. If a phase declares
+            `gives`, give the mark in this declaration the same range.
     """
 
     public: Any
+    within: Range = field(default=Range(), metadata={"static": True})
 
 
 class Withheld(NamedTuple):

@@ -233,6 +233,18 @@ def vector_of(update: PyTree, xp: Any = np) -> Any:
     return xp.concatenate([xp.zeros(0), *(xp.asarray(leaf).astype(float).ravel() for leaf in jax.tree.leaves(update))])
 
 
+def comparable_norm(tree: PyTree) -> float:
+    """Return the L2 norm of a message or of an update, as a server compares it with the norms of others.
+
+    The norm is taken of all leaves of a real floating type, except those in parts marked `Public`. Integers and
+    booleans, such as the number of an exchange in a message, are left out, and so are public counts: they have another
+    unit than the other numbers, and may grow in every exchange.
+    """
+    is_public = lambda part: isinstance(part, Public)  # noqa: E731
+    rest = jax.tree.map(lambda part: None if is_public(part) else part, tree, is_leaf=is_public)
+    return float(norm_of(vector_of([leaf for leaf in jax.tree.leaves(rest) if is_floating(leaf)])))
+
+
 def norm_of(vector: Any, xp: Any = np) -> Any:
     """Return the L2 norm of a finite vector, without overflow or underflow of squares."""
     largest = xp.max(xp.abs(vector), initial=0.0)

@@ -54,7 +54,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from math import isfinite
+from math import inf, isfinite
 from typing import Any, NamedTuple
 
 import jax
@@ -71,7 +71,7 @@ from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive_integer, static
 from fedbilevel.core.errors import ConfigurationError, NumericalWarning, require, warn
 from fedbilevel.core.facts import Allows, Asks, Findings, No
-from fedbilevel.core.fed import Public, Reply, Total, decoded
+from fedbilevel.core.fed import FLAG, Public, Range, Reply, Request, Total, decoded
 from fedbilevel.core.local_x import server_x
 from fedbilevel.core.own_y import server_y
 from fedbilevel.core.privacy import is_marked, private_part
@@ -142,6 +142,26 @@ class Asynchronous(Around):
         raise ConfigurationError(f"Asynchronous and {type(coded).__name__} cannot be combined: {why}")
 
 
+class Numbered(tuple[PyTree, Array]):
+    """Hold a message and the number t of its exchange. It is sent as a plain pair; its class says which number is t."""
+
+
+jax.tree_util.register_pytree_with_keys(
+    Numbered,
+    lambda pair: ([(jax.tree_util.SequenceKey(number), part) for number, part in enumerate(pair)], None),
+    lambda _, parts: Numbered(parts),
+)
+
+
+def exchanges_so_far(request: Request) -> float:
+    """Return t + 1, the number of exchanges of the phase up to the one in which a client was asked.
+
+    It is infinite if a layer outside of the memory has sent the message in a form that hides the number t.
+    """
+    parts = jax.tree.leaves(request.message, is_leaf=lambda part: isinstance(part, Numbered))
+    return next((float(part[1]) + 1 for part in parts if isinstance(part, Numbered)), inf)
+
+
 class LastReplies(NamedTuple):
     """Hold the server's record of all clients' last replies to a phase."""
 
@@ -205,12 +225,14 @@ class ReplyDelta(NamedTuple):
     """Hold the difference between a client's new and last reply, which it sends in place of the new reply.
 
     The server adds up the differences.
-    `joins` and `exchanges` are public, since the server knows which clients have replied, and when it asked them.
+    `joins` and `exchanges` are public, since the server knows which clients have replied, and when it asked them. They
+    are whole numbers in reply to the message of exchange t: `joins` is 0 or 1, and `exchanges` is from 1 to t + 1. It
+    is large if a client replies after many exchanges in which it was away.
     """
 
     update: PyTree
     joins: Public  # 1 in a client's first reply, then 0
-    exchanges: Public  # the new t_i minus the old t_i
+    exchanges: Public  # the new t_i minus the old t_i, where t_i is -1 before the first reply
 
     @classmethod
     def since(
@@ -225,7 +247,7 @@ class ReplyDelta(NamedTuple):
             compressor: the compressor of the difference; None: the difference is sent whole.
         """
         joins, exchanges = (jnp.asarray(n, float) for n in (last.exchange < 0, exchange - last.exchange))
-        change = optax.tree.sub(update, last.update)
+        change = public_differences(optax.tree.sub(update, last.update))
         if compressor is not None:
             marked = jax.tree.map(lambda part: part if is_marked(part) else None, change, is_leaf=is_marked)
             private = private_part(change)
@@ -233,7 +255,17 @@ class ReplyDelta(NamedTuple):
             restored = decoded(coded)
             update = optax.tree.add(last.update, join(restored, marked))
             change = (coded, marked)
-        return cls(change, Public(joins), Public(exchanges)), LastReply(update, exchange)
+        apart = Range(1, exchanges_so_far, whole=True)
+        return cls(change, Public(joins, FLAG), Public(exchanges, apart)), LastReply(update, exchange)
+
+
+def public_differences(change: PyTree) -> PyTree:
+    """Return a difference of two updates with the ranges of differences for its public parts."""
+
+    def one(part: PyTree) -> PyTree:
+        return replace(part, within=part.within.of_difference()) if isinstance(part, Public) else part
+
+    return jax.tree.map(one, change, is_leaf=is_marked)
 
 
 class Memory(Layer):
@@ -294,7 +326,7 @@ class Memory(Layer):
             raise ConfigurationError(f"every reply of an exchange was asked for: {why}")
         last = kept[asked.phase]
         first = None if self.late is None else First(self.late.wait_for, self.late.max_staleness)
-        delta = ask(replace(asked, message=(asked.message, last.exchanges), first=first)).update
+        delta = ask(replace(asked, message=Numbered((asked.message, last.exchanges)), first=first)).update
         if self.compressor is not None:
             delta = delta._replace(update=join(*delta.update))
         last = last.after(delta)

@@ -77,6 +77,11 @@ class Wrapper(Algorithm):
         return self.algorithm.remarks(state)
 
 
+def unwrapped(algorithm: Algorithm) -> Algorithm:
+    """Return the method inside all wrappers, such as `Submodels` and layers."""
+    return unwrapped(algorithm.algorithm) if isinstance(algorithm, Wrapper) else algorithm
+
+
 class Submodels(UnitPolicy, Wrapper):
     """Choose the units of clients of limited capacity by another policy than the method's own, "importance".
 

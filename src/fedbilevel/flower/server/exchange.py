@@ -12,14 +12,16 @@ import jax
 import numpy as np
 from jax import Array
 
+from fedbilevel.algorithms.parts.wrappers import unwrapped
 from fedbilevel.core.errors import ExchangeError
+from fedbilevel.core.fed import Request
 from fedbilevel.core.own import OwnNumbers
-from fedbilevel.core.privacy import norm_of, vector_of
+from fedbilevel.core.privacy import comparable_norm
 from fedbilevel.flower import wire
 from fedbilevel.flower.refusal import Code, Refusal, in_words
 from fedbilevel.flower.server.roster import ClientReply
 from fedbilevel.flower.server.session import CountedReply, Session, SpoiledError
-from fedbilevel.flower.server.terms import CheckedReply, check_response
+from fedbilevel.flower.server.terms import CheckedReply, check_public, check_response
 from fedbilevel.flower.wire import CallSignature, Contract, RequestMessage
 
 
@@ -210,8 +212,13 @@ class Exchange:
         session = self.session
         try:
             with wire.reading(reply.client):
-                call = session.roster.contract_of(reply.client).calls[reply.request.call]
-                return check_response(reply.response(), call, session.terms, len(session.clients))
+                contract, request = session.roster.contract_of(reply.client), reply.request
+                call = contract.calls[request.call]
+                checked = check_response(reply.response(), call, session.terms, len(session.clients))
+                message = partial(wire.from_bytes, request.payload, call.message)
+                method, own = unwrapped(contract.algorithm), json.loads(request.own)
+                check_public(checked.update, lambda: Request(method, message(), own))
+                return checked
         except Refusal as refusal:
             return refusal
 
@@ -232,7 +239,7 @@ class Exchange:
             if isinstance(counted, Refusal):
                 raise counted
             sent = partial(wire.from_bytes, request.payload, counted.call.message)
-            session.norms.check(request.phase, counted.norm, here, lambda: norm_of(vector_of(sent())))
+            session.norms.check(request.phase, counted.norm, here, lambda: comparable_norm(sent()))
         except Refusal as refusal:
             if not self.spec.concerns(request):
                 refusal = Refusal(refusal.code, f"round {request.round}, phase {request.phase}: {refusal.why}")

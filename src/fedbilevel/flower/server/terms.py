@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedbilevel.core.errors import require, require_count
-from fedbilevel.core.fed import decoded
-from fedbilevel.core.privacy import norm_of, vector_of
+from fedbilevel.core.fed import Public, Request, decoded
+from fedbilevel.core.privacy import comparable_norm
 from fedbilevel.core.tree import PyTree, is_floating, nonfinite_leaves
 from fedbilevel.flower.refusal import Code, Refusal
 from fedbilevel.flower.wire import CallSignature, ResponseMessage, from_bytes, layout, require_layout
@@ -103,7 +103,7 @@ class CheckedReply:
     response: ResponseMessage
     call: CallSignature
     update: PyTree
-    norm: float  # the Euclidean norm of the whole update
+    norm: float  # the Euclidean norm of the update without its public parts and integers (`comparable_norm`)
     metrics: dict[str, float]
 
 
@@ -126,7 +126,7 @@ def check_response(response: ResponseMessage, call: CallSignature, terms: Terms,
     if huge := [path for path, leaf in jax.tree_util.tree_leaves_with_path(update) if too_large(leaf)]:
         text = f"its update is so large in {jax.tree_util.keystr(huge[0]) or 'value'} that its square is not finite"
         raise Refusal(Code.BOUND, text)
-    norm = norm_of(vector_of(update))
+    norm = comparable_norm(update)
     if terms.norm_bound is not None and norm > terms.norm_bound:
         text = f"its update has a norm of {norm:.3g}, above the bound of {terms.norm_bound:g}"
         raise Refusal(Code.BOUND, text)
@@ -140,6 +140,28 @@ def check_response(response: ResponseMessage, call: CallSignature, terms: Terms,
     if not (0 <= response.epsilon < math.inf and 0 <= response.delta < 1):
         raise Refusal(Code.MALFORMED, f"it cannot have spent ε = {response.epsilon} at δ = {response.delta}")
     return CheckedReply(response, call, update, norm, metrics)
+
+
+def check_public(update: PyTree, request: Callable[[], Request]) -> None:
+    """Check that every public number of an update is in its range (`Public.within`).
+
+    Bounds on norms do not apply to these numbers, which are weights of other parts, for example. A single false count
+    could otherwise change the result as much as all replies together.
+
+    Args:
+        update: the decoded update, whose numbers are finite.
+        request: returns what was sent to the client; called only if the update has public parts.
+
+    Raises:
+        Refusal: a number is outside of its range.
+    """
+    parts = jax.tree_util.tree_leaves_with_path(update, is_leaf=lambda part: isinstance(part, Public))
+    for path, part in [(path, part) for path, part in parts if isinstance(part, Public)]:
+        sent = request()
+        for number in (float(number) for leaf in jax.tree.leaves(part) for number in leaf.flat):
+            if not part.within.contains(number, sent):
+                name, allowed = f"update{jax.tree_util.keystr(path)}", part.within.in_words(sent)
+                raise Refusal(Code.MALFORMED, f"{name}, a public number, is {number:g}, and it must be {allowed}")
 
 
 def too_large(leaf: np.ndarray) -> bool:
