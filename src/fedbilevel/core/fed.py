@@ -279,7 +279,7 @@ FLAG = Range(0, 1, whole=True)
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Public:
     """Mark a part of an update that is independent of the client's data: it is sent without clipping and noise.
 
