@@ -13,7 +13,8 @@ asked for its last reply. After exchange t, the server keeps
 
 From these three it computes the mean delay, and the mean reply, total/weight, even before all clients have replied. The
 server has no values of a single client, and for any number of clients it needs only as much memory as one model. A
-message also has the number t, and a reply has two more numbers.
+message also has the number t, and a reply has two more numbers. These counts are no part of the norms that the server
+of a federation compares, and the two numbers of a reply have to be in the ranges that `ReplyDelta` declares.
 
 With a compressor that sends only a part of the entries, replies are short. As the replies u_i converge, the g_i
 converge too, and G converges to the exact mean, even if few entries are sent. Without the memory, the mean of the
@@ -333,8 +334,12 @@ class Memory(Layer):
         return Total.of_mean(self._shortened(asked, last)), {**kept, asked.phase: last}
 
     def _slower(self, last: LastReplies) -> Any:
-        """Return the number by which the server's step is divided because replies are old."""
-        return 1 if self.late is None else 1 + self.late.delay_penalty * last.age_in_mean
+        """Return the number by which the server's step is divided because replies are old; it is at least 1.
+
+        The mean age is below 0 only by rounding, or if a client of a federation reports false numbers of exchanges.
+        Steps are then as without delays. They never become longer, and never change their sign.
+        """
+        return 1 if self.late is None else 1 + self.late.delay_penalty * jnp.maximum(last.age_in_mean, 0)
 
     def _shortened(self, asked: Asked, last: LastReplies) -> PyTree:
         """Return the mean of last replies, divided by the penalty for their mean delay."""

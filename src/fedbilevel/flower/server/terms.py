@@ -26,6 +26,10 @@ LONGEST_REST = 32  # the largest number of rounds before a failed client is aske
 class Terms:
     """The server's rules: which replies count, which exchanges count, and how long the server waits.
 
+    The norm of an update or of a message is the Euclidean norm of all its floating-point numbers together, except those
+    in parts that the method marks as `authoring.Public`. Public parts, such as counts, and integers, such as the number
+    of an exchange, are left out. A reply also has to have every public number in the range that the method declares.
+
     Args:
         quorum: the share of a cohort that must reply, above 0 and at most 1.
         deadline: the seconds that a client has for a reply, including both transfers.
@@ -188,7 +192,8 @@ WINDOW = 100  # the number of exchanges of a phase whose norms are kept
 class NormBounds:
     """Bounds on the norms of updates, computed from the norms of other updates of the same phase.
 
-    Let ‖·‖ be the Euclidean norm of a whole update. In each exchange, a reply u counts if
+    Let ‖·‖ be the Euclidean norm of the floating-point numbers of an update or a message, without its public parts
+    (`comparable_norm`). In each exchange, a reply u counts if
 
         ‖u‖ ≤ max(norm_factor · median of the ‖u_j‖ of this exchange,
                   norm_factor · median of the medians of earlier exchanges of the phase,
