@@ -21,7 +21,7 @@ import fedbilevel as fb
 from fedbilevel import authoring
 from fedbilevel.algorithms.parts.adaptive_steps import adaptive
 from fedbilevel.algorithms.parts.composed import composed
-from fedbilevel.algorithms.parts.memory import LastReplies, Numbered, exchanges_so_far
+from fedbilevel.algorithms.parts.memory import LastReplies, Memory, Numbered, exchanges_so_far
 from fedbilevel.algorithms.simfbo import WORK
 from fedbilevel.authoring import Public, Range, Request
 from fedbilevel.core.privacy import comparable_norm
@@ -197,6 +197,15 @@ def test_a_public_number_that_is_not_finite_is_refused(value, tmp_path):
     federations.same(result, play(SHRO, {(BAD, 1, 0): failure}), tolerance=0)
     (why,) = refusals(log).values()
     assert (why["code"], why["why"]) == ("bound", "its update is not finite in [1].public")
+
+
+def test_false_delays_do_not_lengthen_steps():
+    """A client may report within its range that it was away for too long, so that the mean age is below 0.
+
+    The server's steps are then as without delays. Divided by 1 + 2·(−3), they would have the wrong sign.
+    """
+    memory, one = Memory(late=fb.Asynchronous(wait_for=1)), jnp.ones(())
+    assert [float(memory._slower(LastReplies(None, one, age * one, 9))) for age in (-3, 0, 2)] == [1, 1, 5]
 
 
 # What is declared
