@@ -13,7 +13,7 @@ from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import config, counts, fraction, positive, positive_integer, static, step_sizes
 from fedbilevel.core.facts import Allows, Asks, Facts, Findings, No, OwnParts
-from fedbilevel.core.fed import Coded, Fed, Public, Range, Reply, Request, Total, Withheld
+from fedbilevel.core.fed import Coded, Fed, Public, PublicRange, Reply, Request, Total, Withheld
 from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.core.tree import XY, XYV
 from fedbilevel.diagnostics.check import HypergradientReport
@@ -50,7 +50,7 @@ __all__ = [
     "OwnParts",
     "Plain",
     "Public",
-    "Range",
+    "PublicRange",
     "Reply",
     "Request",
     "Total",

@@ -23,7 +23,7 @@ from fedbilevel.algorithms.parts.adaptive_steps import adaptive
 from fedbilevel.algorithms.parts.composed import composed
 from fedbilevel.algorithms.parts.memory import LastReplies, Memory, Numbered, exchanges_so_far
 from fedbilevel.algorithms.simfbo import WORK
-from fedbilevel.authoring import Public, Range, Request
+from fedbilevel.authoring import Public, PublicRange, Request
 from fedbilevel.core.privacy import comparable_norm
 from fedbilevel.core.tree import XY
 from fedbilevel.flower.launch.in_process import InProcess
@@ -219,29 +219,29 @@ def test_the_ends_of_ranges_follow_from_the_request():
     """The largest ‖a_i‖₁ follows from the number of local steps, and `exchanges` from the number in the message."""
     assert ends(WORK) == (0, 5e4)
     assert ends(WORK, own={"local_steps": 2}) == (0, 2e4)
-    exchanges = Range(1, exchanges_so_far, whole=True)
+    exchanges = PublicRange(1, exchanges_so_far, whole=True)
     assert ends(exchanges, message=Numbered((TASK.y0, np.int32(7)))) == (1, 8)
     assert ends(exchanges, message=[{"inside": Numbered((TASK.y0, np.int32(7)))}, np.int32(3)]) == (1, 8)
     assert ends(exchanges, message=(TASK.y0, np.int32(7))) == (1, np.inf)
 
 
 def test_a_difference_is_that_of_two_numbers_in_the_range_or_of_one_number_and_zero():
-    assert ends(Range(2, 5).of_difference()) == (-3, 5)
-    assert ends(Range(-5, -2).of_difference()) == (-5, 3)
-    assert ends(Range(-1, 4).of_difference()) == (-5, 5)
+    assert ends(PublicRange(2, 5).of_difference()) == (-3, 5)
+    assert ends(PublicRange(-5, -2).of_difference()) == (-5, 3)
+    assert ends(PublicRange(-1, 4).of_difference()) == (-5, 5)
     assert ends(WORK.of_difference()) == (-5e4, 5e4)
-    assert ends(Range(1, 1).of_difference()) == (0, 1)
+    assert ends(PublicRange(1, 1).of_difference()) == (0, 1)
 
 
 @pytest.mark.parametrize(
     ("within", "inside", "outside", "words"),
     [
-        (Range(0, 1, whole=True), [0, 1], [-1, 2, 0.5, 1e6], "a whole number from 0 to 1"),
-        (Range(1, 1), [1, 1 + 1e-7], [0, 1.001], "1"),
-        (Range(lowest=0), [0, 1e30], [-1e-9], "a number at least 0"),
-        (Range(highest=-2), [-2, -1e30], [0], "a number at most -2"),
-        (Range(whole=True), [-3, 1e9], [0.5], "a whole number"),
-        (Range(), [-1e30, 0.5], [], "a number"),
+        (PublicRange(0, 1, whole=True), [0, 1], [-1, 2, 0.5, 1e6], "a whole number from 0 to 1"),
+        (PublicRange(1, 1), [1, 1 + 1e-7], [0, 1.001], "1"),
+        (PublicRange(lowest=0), [0, 1e30], [-1e-9], "a number at least 0"),
+        (PublicRange(highest=-2), [-2, -1e30], [0], "a number at most -2"),
+        (PublicRange(whole=True), [-3, 1e9], [0.5], "a whole number"),
+        (PublicRange(), [-1e30, 0.5], [], "a number"),
     ],
 )
 def test_what_a_range_contains(within, inside, outside, words):
@@ -261,7 +261,7 @@ def test_without_public_parts_the_message_is_not_read():
 
 def test_ranges_are_no_part_of_the_structure():
     """Marks with different ranges are in the same structure, so that a sum may begin with marks without a range."""
-    mark, plain = Public(jnp.ones(()), Range(0, 1)), Public(jnp.zeros(()))
+    mark, plain = Public(jnp.ones(()), PublicRange(0, 1)), Public(jnp.zeros(()))
     assert jax.tree.structure(mark) == jax.tree.structure(plain)
     assert float(jax.tree.map(jnp.add, plain, mark).public) == 1
     assert jax.tree.map(jnp.negative, mark).within.highest == 1

@@ -79,7 +79,7 @@ from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.config import positive, positive_integer, step_sizes
 from fedbilevel.core.errors import UnsupportedError, require
 from fedbilevel.core.facts import Allows, Asks, Facts, Findings, No
-from fedbilevel.core.fed import FLAG, Fed, Public, Range, Reply
+from fedbilevel.core.fed import FLAG, Fed, Public, PublicRange, Reply
 from fedbilevel.core.field_types import Number, StepSizes
 from fedbilevel.core.own import refuse_local_steps
 from fedbilevel.core.problem import Minimax, Problem
@@ -411,7 +411,7 @@ class CuttingPlanes(Algorithm):
             values = optax.tree.sub(values, (own.theta, products(own.b, own.y), own.replied))
         theta, inner, replied = values
         excluded = jnp.any(~shared & (serial != FREE)).astype(replied.dtype)
-        of_replied = FLAG if self.asks.asynchronous else Range(1, 1)  # in ADBO, 1 in the first reply, and then 0
+        of_replied = FLAG if self.asks.asynchronous else PublicRange(1, 1)  # in ADBO, 1 in the first reply, and then 0
         update = theta, jnp.where(shared, inner, 0), Public(replied, of_replied), Public(excluded, FLAG)
         return Reply(update, new, {"outer_loss": loss}, gradients=1)
 

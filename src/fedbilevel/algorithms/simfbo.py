@@ -87,7 +87,7 @@ from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.config import positive, static, step_sizes
 from fedbilevel.core.errors import require
 from fedbilevel.core.facts import Allows, Facts, No, OwnParts
-from fedbilevel.core.fed import Fed, Public, Range, Reply, Request
+from fedbilevel.core.fed import Fed, Public, PublicRange, Reply, Request
 from fedbilevel.core.field_types import Number, StepSizes
 from fedbilevel.core.own import LOCAL_STEPS
 from fedbilevel.core.problem import Problem
@@ -292,7 +292,7 @@ def most_work(request: Request) -> float:
     return MOST_WORK * request.own.get(LOCAL_STEPS, request.method.local_steps)
 
 
-WORK, SHARE = Range(0, most_work), Range(1, 1)
+WORK, SHARE = PublicRange(0, most_work), PublicRange(1, 1)
 """The ranges of the two public numbers of `Normalised.normalised`: ‖a_i‖₁, and the number 1."""
 
 

@@ -6,8 +6,8 @@ marks from the algorithm's own code, and the contract of a federation shows them
 the server can change which parts a client clips and adds noise to.
 
 A federation's server also uses the mark `Public`, with privacy and without. Public numbers, such as counts, are no part
-of the norms of updates that it compares. Instead, each public number has to be in the `Range` that is declared with the
-mark.
+of the norms of updates that it compares. Instead, each public number has to be in the `PublicRange` that is declared
+with the mark.
 """
 
 import math
@@ -200,7 +200,7 @@ class Fed(Protocol):
 
 
 class Request(NamedTuple):
-    """Hold what a server has sent to a client, from which the `Range` of a public number in the reply is computed.
+    """Hold what a server has sent to a client, from which the ends of a `PublicRange` are computed.
 
     Args:
         method: the method, without its layers.
@@ -221,7 +221,7 @@ SLACK = 1e-5  # the relative rounding error that a public number in float32 may 
 
 
 @dataclass(frozen=True, eq=False)
-class Range:
+class PublicRange:
     """Declare which values a public number of an update can have.
 
     A federation's server refuses a reply with any other value, since the reply does not come from the method's own
@@ -244,12 +244,12 @@ class Range:
     difference: bool = False
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Range)
+        return isinstance(other, PublicRange)
 
     def __hash__(self) -> int:
-        return hash(Range)
+        return hash(PublicRange)
 
-    def of_difference(self) -> "Range":
+    def of_difference(self) -> "PublicRange":
         """Return the range of the difference between two values of this range, or between one value and 0."""
         return replace(self, difference=True)
 
@@ -274,7 +274,7 @@ class Range:
         return f"{kind} from {low:g} to {high:g}" if low < high else f"{low:g}"
 
 
-FLAG = Range(0, 1, whole=True)
+FLAG = PublicRange(0, 1, whole=True)
 """The range of a number that is 1 if something is true, and otherwise 0."""
 
 
@@ -294,7 +294,7 @@ class Public:
     """
 
     public: Any
-    within: Range = field(default=Range(), metadata={"static": True})
+    within: PublicRange = field(default=PublicRange(), metadata={"static": True})
 
 
 class Withheld(NamedTuple):

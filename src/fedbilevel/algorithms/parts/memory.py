@@ -72,7 +72,7 @@ from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive_integer, static
 from fedbilevel.core.errors import ConfigurationError, NumericalWarning, require, warn
 from fedbilevel.core.facts import Allows, Asks, Findings, No
-from fedbilevel.core.fed import FLAG, Public, Range, Reply, Request, Total, decoded
+from fedbilevel.core.fed import FLAG, Public, PublicRange, Reply, Request, Total, decoded
 from fedbilevel.core.local_x import server_x
 from fedbilevel.core.own_y import server_y
 from fedbilevel.core.privacy import is_marked, private_part
@@ -256,7 +256,7 @@ class ReplyDelta(NamedTuple):
             restored = decoded(coded)
             update = optax.tree.add(last.update, join(restored, marked))
             change = (coded, marked)
-        apart = Range(1, exchanges_so_far, whole=True)
+        apart = PublicRange(1, exchanges_so_far, whole=True)
         return cls(change, Public(joins, FLAG), Public(exchanges, apart)), LastReply(update, exchange)
 
 
