@@ -136,10 +136,13 @@ def rows():
 
 
 def test_norms_are_of_private_floating_point_numbers():
-    """Public parts, integers and booleans are left out, and parts that are withheld under privacy are not."""
+    """Public parts with a range, integers and booleans are left out, and parts that privacy withholds are not.
+
+    A public part counts if its range has no end on one side, since nothing else would limit it there.
+    """
     update = {
         "h": np.array([3.0, 4.0]),
-        "n": Public((np.array(1000.0), np.arange(2))),
+        "n": Public((np.array(1000.0), np.arange(2)), PublicRange(0, 1e4)),
         "q": authoring.Withheld(np.array(12.0)),
         "i": np.array(10**6),
         "b": np.ones(5, bool),
@@ -147,6 +150,7 @@ def test_norms_are_of_private_floating_point_numbers():
     assert comparable_norm(update) == 13.0
     assert comparable_norm(Numbered((np.array([3.0, 4.0]), np.int32(24)))) == 5.0
     assert comparable_norm({}) == 0.0
+    assert comparable_norm(Public(np.array(7.0))) == comparable_norm(Public(np.array(7.0), PublicRange(0))) == 7.0
 
 
 # Ranges

@@ -5,9 +5,8 @@ replies and add noise (docs/explanation/privacy.md); without privacy they have n
 marks from the algorithm's own code, and the contract of a federation shows them in the paths of parts. No message of
 the server can change which parts a client clips and adds noise to.
 
-A federation's server also uses the mark `Public`, with privacy and without. Public numbers, such as counts, are no part
-of the norms of updates that it compares. Instead, each public number has to be in the `PublicRange` that is declared
-with the mark.
+A federation's server also uses the mark `Public`, with privacy and without. Public numbers, such as counts, have to be
+in the `PublicRange` that is declared with the mark, and are no part of the norms of updates that the server compares.
 """
 
 import math
@@ -249,6 +248,11 @@ class PublicRange:
     def __hash__(self) -> int:
         return hash(PublicRange)
 
+    @property
+    def bounded(self) -> bool:
+        """Whether both ends are declared: finite numbers, or functions."""
+        return all(callable(end) or math.isfinite(end) for end in (self.lowest, self.highest))
+
     def of_difference(self) -> "PublicRange":
         """Return the range of the difference between two values of this range, or between one value and 0."""
         return replace(self, difference=True)
@@ -285,12 +289,13 @@ class Public:
 
     Mark only values that would be the same with any other data and any number of samples, such as counts that depend
     only on the server's messages and the algorithm's fields. Declare the range of these values: a client of a
-    federation could otherwise send any number, and the bounds on the norms of updates do not apply to public parts.
+    federation could otherwise send any number that the bounds on norms of updates allow.
 
     Args:
         public: the part of the update, a pytree of arrays.
-        within: the range of every number of this part. By default every finite number is allowed. If a phase declares
-            `gives`, give the mark in this declaration the same range.
+        within: the range of every number of this part. By default every finite number is allowed, and the part counts
+            in the norm of the update, as do parts without a mark. If a phase declares `gives`, give the mark in this
+            declaration the same range.
     """
 
     public: Any

@@ -236,12 +236,13 @@ def vector_of(update: PyTree, xp: Any = np) -> Any:
 def comparable_norm(tree: PyTree) -> float:
     """Return the L2 norm of a message or of an update, as a server compares it with the norms of others.
 
-    The norm is taken of all leaves of a real floating type, except those in parts marked `Public`. Integers and
-    booleans, such as the number of an exchange in a message, are left out, and so are public counts: they have another
-    unit than the other numbers, and may grow in every exchange.
+    The norm is taken of all leaves of a real floating type, except those in parts marked `Public` with a bounded range.
+    Integers and booleans, such as the number of an exchange in a message, are left out, and so are public counts: they
+    have another unit than the other numbers, and may grow in every exchange. A public part without a bounded range is
+    checked by nothing else, so it counts in the norm.
     """
-    is_public = lambda part: isinstance(part, Public)  # noqa: E731
-    rest = jax.tree.map(lambda part: None if is_public(part) else part, tree, is_leaf=is_public)
+    is_checked = lambda part: isinstance(part, Public) and part.within.bounded  # noqa: E731
+    rest = jax.tree.map(lambda part: None if is_checked(part) else part, tree, is_leaf=is_checked)
     return float(norm_of(vector_of([leaf for leaf in jax.tree.leaves(rest) if is_floating(leaf)])))
 
 

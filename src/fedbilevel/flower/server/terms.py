@@ -27,8 +27,9 @@ class Terms:
     """The server's rules: which replies count, which exchanges count, and how long the server waits.
 
     The norm of an update or of a message is the Euclidean norm of all its floating-point numbers together, except those
-    in parts that the method marks as `authoring.Public`. Public parts, such as counts, and integers, such as the number
-    of an exchange, are left out. A reply also has to have every public number in the range that the method declares.
+    in parts that the method marks as `authoring.Public` with a range. These parts, such as counts, and integers, such
+    as the number of an exchange, are left out. Every public number of a reply has to be in the range that the method
+    declares.
 
     Args:
         quorum: the share of a cohort that must reply, above 0 and at most 1.
