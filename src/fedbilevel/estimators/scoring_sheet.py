@@ -48,7 +48,7 @@ def sheet(model: Any) -> str:
     parts += [f"{MODELS[study.estimator]}; {agreed.rows} rows of {', '.join(map(printable, study.fitted_sites))}", ""]
     parts += ["Begin with the start. For each number, add the number times its factor."]
     parts += ['For a missing number, add the entry of its row under "if missing, add".'] * bool(numbers)
-    parts += ["For each word, add the number beside it. The sum is S."]
+    parts += ["For each column of words, add the number beside the word that applies. The sum is S."]
     parts += [*_precision(decimals, numbers, words), ""]
     parts += _aligned([("start", start)])
     if numbers:
