@@ -31,7 +31,7 @@ IN_ALL = {
 IN_SHORT = "In short: "
 ENDED = "Such a run counts with the cost at which it ended"
 LATE = f"Some runs of {{}} never reach the value that the claim names. {ENDED}"
-WORST = ". A failed run counts with the worst value that any run of the two compared methods has"
+WORST = "A failed run counts with the worst value that any run of the two compared methods has"
 LEGEND = """\
 A *statement*, or claim, is one sentence that was tried. A *comparison* tries a statement in one setting, against one
 other method. It holds (✔), is contradicted (✘), shows no difference (=), or is open (?), if the runs do not decide it.
@@ -235,11 +235,19 @@ def section(figure: Figure, found: Outcome | None) -> Iterator[str]:
 
 
 def notes_of(found: Outcome) -> list[str]:
-    """Return the notes of the findings, each once; methods that did not reach the value of a claim share one note."""
-    notes = dict.fromkeys(one["note"] for one in found["findings"] if one["note"] and played(found, one))
-    late = [note.removeprefix(SOME_RUNS).removesuffix(UNREACHED) for note in notes if note.endswith(UNREACHED)]
-    others = [note.replace(FAILED_COUNTS, WORST) for note in notes if not note.endswith(UNREACHED)]
-    if late:
+    """Return the notes of the findings, each once.
+
+    Methods that did not reach the value of a claim share a note, and so do methods of which runs failed in a panel.
+    """
+    noted = [one for one in found["findings"] if one["note"] and played(found, one)]
+    notes = dict.fromkeys(one["note"] for one in noted)
+    others = [note for note in notes if not note.endswith((UNREACHED, FAILED_COUNTS))]
+    for panel in dict.fromkeys(one["panel"] for one in noted):
+        of = [one["note"] for one in noted if one["panel"] == panel and one["note"].endswith(FAILED_COUNTS)]
+        lost = dict.fromkeys(part for note in of for part in note.removesuffix(FAILED_COUNTS).split("; "))
+        others += [f"In “{panel}”: {'; '.join(lost)}"] * bool(lost)
+    others += [WORST] * any(note.endswith(FAILED_COUNTS) for note in notes)
+    if late := [note.removeprefix(SOME_RUNS).removesuffix(UNREACHED) for note in notes if note.endswith(UNREACHED)]:
         *first, last = [f"“{name}”" if " " in name else name for name in late]
         others.append(LATE.format(" and of ".join([", of ".join(first), last] if first else [last])))
     return others

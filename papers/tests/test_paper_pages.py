@@ -86,10 +86,13 @@ def test_a_page_has_a_row_a_claim_and_a_state_a_rival() -> None:
     figure = load(PAPERS / "simfbo" / "simfbo-2.toml")
     lines = list(page.section(figure, page.kept(figure)))
     row = next(line for line in lines if line.startswith("| SimFBO ends at a higher training accuracy"))
-    assert "SimFBO / FBO-AggITD; FedNest; LFedNest | ✔✔✔ 97.6 / 88.9; 89.1; 93.5 % |" in row
-    assert row.endswith("| ??? 13.1 / 10.6; 12.2; 9.6 % |")
-    assert "Here: ◐ **partly reproduced**; 15 of 18 comparisons hold. " + figure.found + "\n" in lines
-    assert any(line.startswith("FedNest failed with 1 of 3 seeds") for line in lines)
+    assert "SimFBO / FBO-AggITD; FedNest; LFedNest | ✔✔✔ 98.2 / 88.9; 89.3; 94.9 % |" in row
+    assert row.endswith("| ✔✔✔ 43.5 / 18.8; 19.9; 11.1 % |")
+    assert "Here: ✔ **reproduced**; 18 of 18 comparisons hold. " + figure.found + "\n" in lines
+    assert any(
+        line.startswith("In “CIFAR-10, iid”: FBO-AggITD failed with 2 of 5 seeds; FedNest failed with 4 of 5 seeds; ")
+        for line in lines
+    )
     assert f"Revised: {figure.revised}\n" in lines
 
 
@@ -103,14 +106,14 @@ def test_methods_that_did_not_reach_a_value_share_one_note() -> None:
 
 
 def test_a_page_says_what_is_stale_or_was_not_played() -> None:
-    figure = load(PAPERS / "rabo" / "rabo-2.toml")
+    figure = load(PAPERS / "rabo" / "rabo-table-3.toml")
     found = page.kept(figure)
     assert found is not None
     lines = list(page.section(figure, {**found, "played_for": "another"}))
     assert lines[2:] == [f"Here: ! **stale: run it again**. {figure.found}\n"]  # no table of claims follows
     lines = list(page.section(figure, {**found, "played_for": figure.fingerprint("quick")}))
-    assert "Not run at this scale, and therefore open: 20-way 5-shot.\n" in lines
-    assert "`python -m papers rabo-2` runs it" in list(page.section(figure, None))[2]
+    assert "Not run at this scale, and therefore open: RABO, 5-way 5-shot; RAFBO, 5-way 5-shot.\n" in lines
+    assert "`python -m papers rabo-table-3` runs it" in list(page.section(figure, None))[2]
 
 
 @pytest.mark.parametrize(
