@@ -20,7 +20,7 @@ from fedbilevel.algorithms.parts.adagrad import REACH
 from fedbilevel.parts import SVRG, Implicit, LocalImplicit, LocalSGD, MeanGradient, Neumann, SystemSteps
 from fedbilevel.tasks import quadratic
 from fixed_steps import fixed
-from refusals import ANY, refuses
+from refusals import ANY, raises_with, refuses
 from representatives import slow_but
 
 SCALES, WEIGHTS, DIM = np.array([0.5, 1.0, 2.0]), np.array([0.4, 0.4, 0.2]), 4
@@ -105,15 +105,21 @@ def at_the_start(part):
     return dataclasses.replace(part, **changed)
 
 
+NOT_FINITE = {"SimFBO", "ShroFBO", "FedBiO"}
+"""Methods that are not finite before round 300 with fixed steps, since all their variables move in each local step."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_a_step_that_suits_the_start_does_not_suit_the_end(name):
+    """With fixed steps that suit the start, every method diverges."""
     problem, x, _ = stiffening(10.0)
-    try:
-        end = float(played(at_the_start(METHODS[name]), problem, 300).x)
-    except fb.errors.NonFiniteError:
-        return
-    assert abs(end - x) > 0.5
+    method = at_the_start(METHODS[name])
+    if name in NOT_FINITE:
+        with raises_with(fb.errors.NonFiniteError):
+            played(method, problem, 300)
+    else:
+        assert abs(float(played(method, problem, 300).x) - x) > 1e4
 
 
 @pytest.mark.parametrize("condition", [10.0, pytest.param(100.0, marks=pytest.mark.slow), 1e4])

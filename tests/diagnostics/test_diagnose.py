@@ -272,7 +272,10 @@ def test_fields_where_the_minimum_does_not_exist():
         lambda x, y, b: jnp.mean(b) * (jnp.sum(y**2) - jnp.sum(jnp.exp(0.5 * y**2))) - x @ y,
     )
     clients = fb.Clients(outer=[np.ones(2)], inner=[np.ones(1)])
-    found = diagnose(problem, clients, np.array([30.0]), np.array([0.0]))
-    assert "y*(x) is not defined" in str(found)
-    with refuses("", fact="y*(x) is not defined"):
-        found.fields("simfbo")
+    near, far = (diagnose(problem, clients, np.array([x]), np.array([0.0])) for x in (0.1, 30.0))
+    assert [found.measurements.response.negative_curvature for found in (near, far)] == [False, True]
+    assert "simfbo" in near.details
+    assert near.fields("simfbo")
+    assert "simfbo" not in far.details
+    with refuses("", fact="y*(x)"):
+        far.fields("simfbo")

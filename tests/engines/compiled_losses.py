@@ -1,6 +1,7 @@
-"""Losses that are compiled even in the engine Reference, because they take most of the time of a test.
+"""Losses that are compiled even within `jax.disable_jit()`, because they take most of the time of a test.
 
-Otherwise Reference compiles nothing.
+The engine Reference compiles each phase, except within `jax.disable_jit()`, where it compiles nothing else than these
+losses. Outside of it, a loss that several phases share is traced once.
 """
 
 from collections.abc import Callable
@@ -15,10 +16,7 @@ P = TypeVar("P", bound=Problem)
 
 
 def with_compiled_losses(problem: P) -> P:
-    """Return the problem with each loss compiled as one program.
-
-    Phases, and loops over clients and steps, still run in Python.
-    """
+    """Return the problem with each loss compiled as one program."""
     return problem.with_losses(_compiled)
 
 

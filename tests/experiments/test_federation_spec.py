@@ -140,7 +140,10 @@ def test_an_unfinished_run_goes_on_under_its_name(spec, tmp_path):
     run(spec, tmp_path / "b")
     assert_same_result(tmp_path / "a", tmp_path / "b", 1e-12)
     assert (tmp_path / "a" / "federation").read_text() == name
-    federation.serve(spec, lost, config)  # the run is finished, and no client is asked
+    asked = []
+    watched = InProcess(federation.client_app(spec), 3, delay=lambda client, message: asked.append(message) or 0.0)
+    federation.serve(spec, watched, config)
+    assert asked == []  # since the run is finished
 
 
 def test_a_run_that_too_few_clients_came_to_starts_again_in_its_folder(spec, tmp_path):
