@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from test_own_leaves import DIM_X, OWN, POPULATION, SHARED, SINGLE, START, X0, inner, outer
+from own_leaves import DIM_X, OWN, POPULATION, SHARED, SINGLE, START, X0, inner, outer
 
 import fedbilevel as fb
 from refusals import raises_with
@@ -22,7 +22,7 @@ NESTED = {
 
 
 def flat(y):
-    """Return a nested y with its numbers in the two leaves that test_own_leaves.py uses, own and shared."""
+    """Return a nested y with its numbers in the two leaves that own_leaves.py uses, own and shared."""
     last = y["head"]["last"]
     return {"own": jax.numpy.concatenate([last["bias"], last["weight"]]), "shared": y["body"]["dense"]["bias"]}
 

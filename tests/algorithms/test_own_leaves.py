@@ -1,13 +1,6 @@
 """Do clients' own leaves of y and the shared ones solve the joint problem, and do own leaves stay with their client?
 
-The closed form: g_i = ½ yᵀA_i y − yᵀ(B_i x + c_i), f_i = ½‖y − t_i‖² + ½ρ‖x‖² and y = (s, o_i), where s is shared and
-o_i is client i's own. With Y = (s, o_1, …, o_M), and E_i the rows of the identity that take (s, o_i) from Y, the joint
-inner problem has the matrix H = Σ p_i E_iᵀA_iE_i:
-
-    Y*(x) = K x + k,   K = H⁻¹ Σ p_i E_iᵀB_i,   k = H⁻¹ Σ p_i E_iᵀc_i
-    x* = [ρI + Σ p_i (E_iK)ᵀE_iK]⁻¹ Σ p_i (E_iK)ᵀ(t_i − E_i k)
-
-Clients differ in everything, also in their weights. Float64 is on throughout (conftest.py).
+own_leaves.py has the problem and its closed form. Float64 is on throughout (conftest.py).
 """
 
 import jax
@@ -15,87 +8,37 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from own_leaves import (
+    ALL,
+    CLIENTS,
+    DIM_X,
+    DIM_Y,
+    MEMBERS,
+    MIXED,
+    OWN,
+    POPULATION,
+    RHO,
+    SAMPLES,
+    SHARED,
+    SIMFBO,
+    SINGLE,
+    START,
+    WEIGHTS,
+    X0,
+    closed_form,
+    everyone,
+    flat,
+    inner,
+    outer,
+    run,
+)
 
 import fedbilevel as fb
 from fedbilevel.algorithms.parts.composed import composed
-from fedbilevel.core.tree import is_table
 from fedbilevel.engines.evaluation import PerClient
 from fixed_steps import fixed
 from refusals import ANY, raises_with, refuses
 
-DIM_X, SHARED, OWN, RHO = 3, 3, 2, 0.5
-WEIGHTS = np.array([0.1, 0.2, 0.3, 0.4])
-CLIENTS, DIM_Y = len(WEIGHTS), SHARED + OWN
-
-
-def drawn():
-    random = np.random.default_rng(3)
-    found = []
-    for _ in range(CLIENTS):
-        q = np.linalg.qr(random.normal(size=(DIM_Y, DIM_Y)))[0]
-        a = q @ np.diag(random.uniform(1, 5, DIM_Y)) @ q.T
-        found.append((a, random.normal(size=(DIM_Y, DIM_X)), *random.normal(size=(2, DIM_Y))))
-    return found
-
-
-MEMBERS = drawn()
-SAMPLES = [{name: part[None] for name, part in zip("ABct", one, strict=True)} for one in MEMBERS]
-POPULATION = fb.Clients(SAMPLES, weights=WEIGHTS)
-START = {"own": np.full(OWN, 0.2), "shared": np.full(SHARED, -0.1)}
-X0 = np.array([0.3, -0.2, 0.1])
-
-
-def flat(y):
-    return jnp.concatenate([y["shared"], y["own"]], -1)
-
-
-def outer(x, y, batch):
-    return jnp.mean(jnp.sum((flat(y) - batch["t"]) ** 2, axis=1)) / 2 + RHO / 2 * x @ x
-
-
-def inner(x, y, batch):
-    y = flat(y)
-    return jnp.mean(jnp.einsum("a,nab,b->n", y, batch["A"], y) / 2 - (batch["B"] @ x + batch["c"]) @ y)
-
-
-MIXED = fb.Bilevel(outer, inner, own=lambda path: path == "own")
-ALL = fb.Bilevel(outer, inner, own=lambda path: True)
-
-
-def closed_form(shared, last=None):
-    """Return x*, and y* of all clients in the shape (M, DIM_Y), if the first `shared` entries of y are shared.
-
-    With `last`, x* is the best point whose last entry is this number; the other entries solve their rows of the same
-    system.
-    """
-    own = DIM_Y - shared
-    takes = [np.zeros((DIM_Y, shared + CLIENTS * own)) for _ in MEMBERS]
-    for i, e in enumerate(takes):
-        e[:shared, :shared] = np.eye(shared)
-        e[shared:, shared + i * own : shared + (i + 1) * own] = np.eye(own)
-    each = list(zip(WEIGHTS, takes, MEMBERS, strict=True))
-    h = sum(p * e.T @ a @ e for p, e, (a, *_) in each)
-    jacobian = np.linalg.solve(h, sum(p * e.T @ b for p, e, (_, b, *_) in each))
-    rest = np.linalg.solve(h, sum(p * e.T @ c for p, e, (*_, c, _) in each))
-    system = RHO * np.eye(DIM_X) + sum(p * (e @ jacobian).T @ e @ jacobian for p, e, _ in each)
-    right = sum(p * (e @ jacobian).T @ (t - e @ rest) for p, e, (*_, t) in each)
-    if last is None:
-        x = np.linalg.solve(system, right)
-    else:
-        x = np.append(np.linalg.solve(system[:-1, :-1], right[:-1] - system[:-1, -1] * last), last)
-    return x, np.stack([e @ (jacobian @ x + rest) for e in takes])
-
-
-def run(algorithm, problem=MIXED, rounds=4, clients=POPULATION, **options):
-    return fb.solve(algorithm, problem, clients, X0, START, rounds=rounds, **options)
-
-
-def everyone(result):
-    return np.stack([flat(result.own(i)) for i in range(CLIENTS)])
-
-
-SINGLE = {"local_steps": 1, "batch_size": None}
-SIMFBO = fb.SimFBO(**SINGLE, server_lr=0.2, client_lr=0.1)
 SERIES = fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=150, step=0.2))
 SERIES_BY_DIFFERENCES = fb.parts.LocalImplicit(solver=SERIES.solver, second_order=fb.parts.Differences())
 ROUNDS_ON_Y = fb.parts.LocalSGD(rounds=2, local_steps=2, lr=0.3)
@@ -378,124 +321,6 @@ def test_a_resumed_run_has_every_clients_leaves_to_the_bit(tmp_path):
     run(SIMFBO, rounds=2, cohort=2, checkpoint=tmp_path / "run")
     rest = run(SIMFBO, rounds=5, cohort=2, checkpoint=tmp_path / "run", resume=True)
     jax.tree.map(np.testing.assert_array_equal, (rest.x, rest.y, rest.best.y), (whole.x, whole.y, whole.best.y))
-
-
-STREAMED = {"cohort": 2, "engine": fb.Local(stream=True), "metrics_per_client": {"f": outer}}
-
-
-@pytest.mark.parametrize("name", ["SimFBO", "steps that adapt"])
-def test_a_run_whose_own_leaves_are_on_disk_has_the_numbers_of_one_in_memory(name):
-    """A run with own leaves on disk has the numbers of a run in memory.
-
-    The same program computes them. It gets the states of the cohort instead of a table of all states.
-    """
-    method = SIMFBO if name == "SimFBO" else fb.SimFBO(**SINGLE)
-    there = run(method, rounds=6, **STREAMED)
-    here = run(method, rounds=6, **STREAMED | {"engine": fb.Local()})
-    assert is_table(there.y["own"])
-    assert is_table(there.best.y["own"])
-    for got, expected in ((there, here), (there.best, here.best)):
-        np.testing.assert_allclose(got.x, expected.x, rtol=1e-12)
-        np.testing.assert_allclose(flat_rows(got.y), flat_rows(expected.y), rtol=1e-12)
-    np.testing.assert_allclose(there.history["f.worst"], here.history["f.worst"], rtol=1e-12)
-    assert there.best.round < 6
-    assert not np.array_equal(there.best.y["own"], there.y["own"])
-
-
-def flat_rows(y):
-    return np.concatenate([np.asarray(y["own"]).ravel(), y["shared"]])
-
-
-def test_a_killed_run_with_own_leaves_on_disk_is_resumed_to_the_bit(tmp_path):
-    """A killed run with own leaves on disk is resumed to the bit.
-
-    The rounds after the last checkpoint have changed the table; the resumed run does not contain their changes twice.
-    """
-
-    class Killed(BaseException):
-        """End the run as `kill -9` would: nothing more is saved."""
-
-    def kill(result, row):
-        if result.round == 4:
-            raise Killed
-
-    options = STREAMED | {"eval_every": 1, "rounds": 5}
-    whole = run(SIMFBO, **options)
-    given = {"checkpoint": tmp_path / "run", "checkpoint_every": 3}
-    with pytest.raises(Killed):
-        run(SIMFBO, **options, **given, callbacks=[kill])
-    rest = run(SIMFBO, **options, **given, resume=True)
-    assert is_table(rest.y["own"])
-    jax.tree.map(np.testing.assert_array_equal, (rest.x, rest.y, rest.best.y), (whole.x, whole.y, whole.best.y))
-
-
-@pytest.mark.parametrize("from_disk", [True, False])
-def test_a_run_is_resumed_on_disk_or_in_memory(tmp_path, from_disk):
-    engines = fb.Local(stream=True), fb.Local()
-    whole = run(SIMFBO, cohort=2, rounds=5)
-    given = {"cohort": 2, "checkpoint": tmp_path / "run"}
-    run(SIMFBO, rounds=2, **given, engine=engines[not from_disk])
-    rest = run(SIMFBO, rounds=5, **given, engine=engines[from_disk], resume=True)
-    np.testing.assert_allclose(flat_rows(rest.y), flat_rows(whole.y), rtol=1e-12)
-
-
-def test_a_run_that_diverges_goes_back_to_tables_of_an_earlier_row():
-    method = fb.SimFBO(**SINGLE, server_lr=0.2 * 8, client_lr=0.1)
-    options = {"rounds": 60, "cohort": 2, "eval_every": 2, "on_divergence": "shrink"}
-    with pytest.warns(fb.errors.NumericalWarning, match="half as large"):
-        there = run(method, **options, engine=fb.Local(stream=True))
-    with pytest.warns(fb.errors.NumericalWarning, match="half as large"):
-        here = run(method, **options)
-    assert there.history["halvings"][-1] == here.history["halvings"][-1] > 0
-    np.testing.assert_allclose(flat_rows(there.y), flat_rows(here.y), rtol=1e-6)
-
-
-def test_own_leaves_that_are_not_finite_are_not_written_to_disk():
-    """Own leaves that are not finite are not written to disk.
-
-    g has the term −10³⁰ Σ o⁸ in the own leaves o, which grow without the server's numbers.
-    """
-    lost = fb.Bilevel(outer, lambda x, y, batch: inner(x, y, batch) - 1e30 * jnp.sum(y["own"] ** 8), own=MIXED.own)
-    with pytest.raises(fb.errors.NonFiniteError) as error:
-        run(SIMFBO, lost, rounds=50, cohort=2, engine=fb.Local(stream=True), on_divergence="stop")
-    assert np.all(np.isfinite(error.value.result.y["own"]))
-
-
-def test_a_run_whose_own_leaves_are_not_finite_saves_the_state_before_the_round(tmp_path):
-    """If own leaves become NaN, the error's result and the checkpoint have the state before this round.
-
-    The gradient of √0 · 0 is NaN. This term has no derivative in the server's variables, which stay finite.
-    """
-
-    def broken(x, y, batch):
-        far = jnp.abs(y["own"]) > 0.4
-        return inner(x, y, batch) + jnp.sum(jnp.sqrt(jnp.where(far, 0.0, 1.0) * (1 + 0 * y["own"])))
-
-    lost = fb.Bilevel(outer, broken, own=MIXED.own)
-    options = {"cohort": 2, "engine": fb.Local(stream=True), "on_divergence": "stop", "eval_every": 50}
-    with pytest.raises(fb.errors.NonFiniteError) as error:
-        run(SIMFBO, lost, rounds=50, **options, checkpoint=tmp_path / "run")
-    last = error.value.result
-    whole = run(SIMFBO, lost, rounds=last.round, **options)
-    jax.tree.map(np.testing.assert_array_equal, (last.x, last.y), (whole.x, whole.y))
-    with np.load(tmp_path / "run") as arrays:
-        assert arrays[".round"] == last.round > 0
-
-
-@pytest.mark.parametrize("given", [{}, {"chunk": 1, "devices": 2}, {"stream": True}], ids=str)
-def test_a_round_that_is_not_finite_changes_no_own_leaves(given):
-    """If x is not finite after a round, the clients of this round have the own leaves of before.
-
-    The derivative of 0 · √(a − x₂) is NaN if x₂ is above a. Own leaves do not depend on it in this round.
-    """
-    lost = fb.Bilevel(lambda x, y, batch: outer(x, y, batch) + 0 * jnp.sqrt(0.2 - x[2]), inner, own=MIXED.own)
-    options = {"cohort": 2, "engine": fb.Local(**given), "eval_every": 50}
-    with pytest.raises(fb.errors.NonFiniteError) as error:
-        run(SIMFBO, lost, rounds=50, **options)
-    last = error.value.result
-    whole = run(SIMFBO, lost, rounds=last.round, **options)
-    assert last.round > 0
-    jax.tree.map(np.testing.assert_array_equal, (last.x, last.y), (whole.x, whole.y))
 
 
 def test_metrics_are_of_each_clients_own_y():
