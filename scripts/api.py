@@ -13,8 +13,9 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -159,11 +160,16 @@ class Entry(NamedTuple):
 
 
 class Reference:
-    """The entries of all modules whose packages are installed, and the pages that describe each type and name."""
+    """The entries of modules whose packages are installed, and the pages that describe each type and name.
 
-    def __init__(self) -> None:
-        """Read all modules. Then follow the types in signatures, until each type has a page."""
-        self.modules = {one: entries_of(one) for one in MODULES if not (one.needs and find_spec(one.needs) is None)}
+    Args:
+        modules: the modules; None: all public ones.
+    """
+
+    def __init__(self, modules: Iterable[Module] | None = None) -> None:
+        """Read the modules. Then follow the types in signatures, until each type has a page."""
+        read = MODULES if modules is None else modules
+        self.modules = {one: entries_of(one) for one in read if not (one.needs and find_spec(one.needs) is None)}
         self.places: dict[str, str] = {}
         for module, found in self.modules.items():
             for entry in found:
@@ -467,15 +473,21 @@ def arguments(value: Any, bound: bool = False) -> str:
     return re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Z]\w+|ndarray)", "", text)
 
 
+@cache
+def source_of(value: Any) -> ast.stmt:
+    """Return the statement that defines a class or function."""
+    return ast.parse(textwrap.dedent(inspect.getsource(value))).body[0]
+
+
 def types_of(value: Any) -> dict[str, "Written"]:
     """Return the source text of each argument's type, by the argument's name; the result has the name "return"."""
     if not inspect.isclass(value):
-        function = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(value)))).body[0]
+        function = source_of(inspect.unwrap(value))
         assert isinstance(function, ast.FunctionDef)
         return types_of_function(function)
     found = {}
     for base in reversed([base for base in value.__mro__ if base.__module__.startswith("fedbilevel.")]):
-        definition = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        definition = source_of(base)
         assert isinstance(definition, ast.ClassDef)
         for node in definition.body:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):

@@ -31,21 +31,29 @@ class Definition(NamedTuple):
         return f"{self.module}.{self.name}"
 
 
+@cache
 def definition(module: str, name: str) -> Definition | None:
     """Return the definition of a name in a module, even if the module imports it; None if it is not the library's."""
-    tree = tree_of(module)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                if name == (alias.asname or alias.name):
-                    return definition(node.module, alias.name)
-    for node, after in pairwise([*tree.body, ast.Pass()]):
+    if name in imports_of(module):
+        return definition(*imports_of(module)[name])
+    for node, after in pairwise([*tree_of(module).body, ast.Pass()]):
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
             return Definition(module, name, node)
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):
             return Definition(module, name, node, text_of(after))
     return None
+
+
+@cache
+def imports_of(module: str) -> dict[str, tuple[str, str]]:
+    """Return for each name that a module imports from another one (this module, the name there)."""
+    found: dict[str, tuple[str, str]] = {}
+    for node in ast.walk(tree_of(module)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                found.setdefault(alias.asname or alias.name, (node.module, alias.name))
+    return found
 
 
 @cache

@@ -117,4 +117,4 @@ def test_an_example_of_no_entry_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     page = API["page"]
     monkeypatch.setitem(page.__globals__, "examples", lambda name: {"Misspelt": "1"})
     with pytest.raises(SystemExit, match="Misspelt"):
-        page(module, API["Reference"]())
+        page(module, API["Reference"]([module]))
