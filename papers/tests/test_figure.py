@@ -15,6 +15,7 @@ from small_figure import CONTENT, UNTUNED, made_up
 
 from fedbilevel import experiments
 from refusals import ANY, refuses
+from representatives import slow_but
 
 FIGURES = [load(file) for file in files()]
 EVERY = pytest.mark.parametrize("figure", FIGURES, ids=lambda one: one.id)
@@ -58,7 +59,7 @@ def test_everything_here_uses_public_names_alone() -> None:
 
 
 @EVERY
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("scale", slow_but("quick", of=SCALES))
 def test_every_figure_gives_whole_specs(figure: Figure, scale: Any) -> None:
     """Every figure gives complete specs, for runs on test data and for trials on a holdout.
 

@@ -94,6 +94,7 @@ def test_the_seeds_of_trials_are_not_those_of_runs(figure: Figure, place: Path, 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_more_seeds_take_the_values_that_were_chosen_before(figure: Figure, place: Path, tmp_path: Path) -> None:
     found = run(figure, "quick", tmp_path, seeds=(0, 1, 2), before=outcome(place))
     folders = {file.parent for file in tmp_path.rglob("summary.json")}
@@ -152,6 +153,7 @@ def test_values_that_were_chosen_for_something_else_are_not_taken(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_ladder_grows_at_the_end_that_was_chosen(tmp_path: Path) -> None:
     """If the chosen value is the first or the last one that was tried, the next value beyond it is tried, too.
 
@@ -454,6 +456,7 @@ full = {}
 """
 
 
+@pytest.mark.slow
 def test_a_counted_figure_has_the_costs_of_a_round_that_is_run(tmp_path: Path) -> None:
     """A figure that is counted has the operations and bytes of a round that is run, without a run and without a folder.
 

@@ -123,7 +123,7 @@ def test_a_step_that_suits_the_start_does_not_suit_the_end(name):
 
 
 @pytest.mark.parametrize("condition", [10.0, pytest.param(100.0, marks=pytest.mark.slow), 1e4])
-@pytest.mark.parametrize("name", slow_but("SimFBO", "FedNest", of=METHODS))
+@pytest.mark.parametrize("name", slow_but("SimFBO", of=METHODS))
 def test_none_diverges_where_x_makes_the_inner_problem_stiffer(name, condition):
     """No method diverges, and x comes near 3, where the inner problem is up to a thousand times stiffer than at the
     start. x takes 150 rounds for its first ln 20, and the slowest mode of y shrinks by the factor 1 − ½/κ in a round.
@@ -174,6 +174,7 @@ def test_the_error_in_y_falls_by_the_rate_of_half_of_1_over_L(name, condition):
     assert np.all(result.history["curvature"] < (1 + 1e-6) * LARGEST)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", slow_but(fb.ShroFBO, of=[fb.SimFBO, fb.ShroFBO, fb.FedBiO]))
 def test_local_steps_and_their_sums_bear_unequal_work(method):
     """Clients with 20, 1 and 5 local steps come to x = 3.
@@ -251,6 +252,7 @@ def test_clients_that_differ_do_not_drift_where_they_come_to_rest():
 FEDNEST = fb.FedNest(inner=SVRG(rounds=2), batch_size=None, outer_lr=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "often"),
     [(EXACT["SimFBO"], 1), pytest.param(FEDNEST, 2, marks=pytest.mark.slow)],
@@ -319,6 +321,7 @@ def test_the_round_that_meets_a_stiff_client_steps_by_its_curvature():
     np.testing.assert_allclose(run(met).y, problem[1].inner.row(2)["t"][0] + run(met - 1).x, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [fb.SimFBO, *(pytest.param(one, marks=pytest.mark.slow) for one in (fb.AFBO, fb.FedNest, fb.RABO, fb.AggITD))],
@@ -366,6 +369,7 @@ def test_an_x_in_half_precision_needs_numbers_for_the_steps():
         fb.solve(fb.SimFBO(), problem, fb.Clients([np.ones((1, 1))]), np.ones(2, np.float16), np.ones(2), rounds=1)
 
 
+@pytest.mark.slow
 def test_a_client_s_step_that_is_none_is_a_twentieth_of_the_servers():
     """A client's step that is None is a twentieth of the server's step, or of the smallest one of several steps."""
     problem, _, _ = stiffening(10.0)
@@ -491,6 +495,7 @@ def test_where_clients_would_keep_much_they_begin_anew(monkeypatch):
     np.testing.assert_allclose(end.y, y, rtol=1e-2, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", slow_but(fb.LFedNest, of=[fb.RABO, fb.LFedNest, fb.AFBO]))
 def test_batches_of_almost_no_curvature_do_not_make_a_client_step_far(method):
     """Batches with almost no curvature do not make a client's step so long that x leaves its solution, near 1. Most

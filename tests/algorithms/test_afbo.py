@@ -336,6 +336,7 @@ def test_steps_by_round_and_inner_round_are_those_of_rounds_with_each(task):
     np.testing.assert_allclose(at_once.x, x, rtol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("client_lr", slow_but(None, of=[0.2, None]))
 def test_a_rule_of_round_and_inner_round_gives_what_its_numbers_give(client_lr, task):
     """A function of t and k can give β_{t,k}, if the number of inner rounds K^t changes from round to round.
@@ -360,6 +361,7 @@ def test_a_rule_of_round_and_inner_round_gives_what_its_numbers_give(client_lr, 
     assert np.linalg.norm(by_round.y - y) > 1e-3  # the result does depend on k
 
 
+@pytest.mark.slow
 def test_a_rule_of_round_and_inner_round_is_part_of_a_run_and_can_be_halved(task, tmp_path):
     """A resumed run must have the same values of β_{t,k}, also those beyond k = 0, and `halved` halves all of them."""
     kept = tmp_path / "c.npz"

@@ -29,8 +29,8 @@ WITH_FIELDS = {
     fb.RAFBO: Case(fixed(fb.RAFBO(batch_size=None, hypergradient=fb.parts.PrintedSlopes(perturbation=1.0)))),
 }
 """Methods that can be late only with other fields than the defaults, or that compile faster with other fields."""
-QUICK = (fb.FedAvg, fb.SimFBO, fb.IRG, fb.FedBiO)
-"""One method for each kind of reply. The phases of the others are similar, or other tests make them late."""
+QUICK = (fb.FedAvg, fb.SimFBO)
+"""Methods of one level and of two. The phases of the others are similar, or other tests make them late."""
 
 
 def outcome(algorithm, problem, rounds=4):
@@ -153,6 +153,7 @@ def test_steps_that_are_stable_without_delays_are_stable_with_them(shares):
         assert largest_root(1) == pytest.approx(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dies", [False, True])
 def test_late_replies_do_not_make_the_steps_of_a_preset_diverge(dies):
     """The steps of a preset, divided by the delay penalty, do not diverge with late replies.

@@ -47,6 +47,7 @@ def test_it_ends_at_the_solution_whatever_the_local_steps(work):
         assert relative_error(run(plain(**fields), task, 300).x, exact.x) > 1e-2
 
 
+@pytest.mark.slow
 def test_with_one_local_step_there_is_no_path_to_correct():
     """With one local step, rounds are those of SimFBO for any mean m, since d_0 is taken at z, and both end at x*."""
     task = quadratic(clients=8, condition=5, samples=(2, 2))
@@ -56,6 +57,7 @@ def test_with_one_local_step_there_is_no_path_to_correct():
     np.testing.assert_allclose(corrected.x, plain.x, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_it_ends_at_the_solution_by_steps_that_adapt():
     """CorrectedFBO also ends at the solution with steps that adapt.
 
@@ -196,6 +198,7 @@ def radius(method, matrices, work):
     return np.abs(np.linalg.eigvals(on_y)).max(-1)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:x does not change y")
 @pytest.mark.parametrize("decay", [0.0, 0.7], ids=["plain", "momentum"])
 def test_rounds_are_stable_under_the_condition_of_the_docstring(decay):
@@ -226,6 +229,7 @@ def test_the_condition_is_sharp_for_two_steps_and_equal_hessians():
             assert np.all((found < 1) == stable), (share, size)
 
 
+@pytest.mark.slow
 def test_what_it_costs():
     """CorrectedFBO costs twice ShroFBO's gradients, products and bytes to the clients, and equally many bytes back.
 

@@ -15,7 +15,6 @@ from tracking import expected, lyapunov, measured, tracking
 
 import fedbilevel as fb
 from fixed_steps import fixed
-from representatives import slow_but
 
 EXACTLY = fb.parts.Neumann(terms=1, step=1.0)
 """A series that is exact if ∇²yy g = I."""
@@ -52,6 +51,7 @@ def written_out(alpha, beta, rounds):
     return np.transpose(points)
 
 
+@pytest.mark.slow
 def test_rabo_needs_a_step_on_y_in_proportion_to_that_on_x():
     """RABO's Corollary 1 and Theorem 2 allow steps on y that are too small: β ≤ 1/(NTQ).
 
@@ -94,7 +94,8 @@ def test_rabo_needs_a_step_on_y_in_proportion_to_that_on_x():
         assert lyapunov[-1] < lyapunov[0]
 
 
-@pytest.mark.parametrize(("alpha", "beta"), slow_but((0.1, 1.0), of=[(0.1, 1.0), (0.01, 1.0), (0.1, 1 / 200)]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("alpha", "beta"), [(0.1, 1.0), (0.01, 1.0), (0.1, 1 / 200)])
 def test_rafbo_with_the_printed_slopes_climbs(alpha, beta):
     """RAFBO with the printed slopes (10), which Theorem 2 and Remark 3 use, goes uphill at any α and any β ≤ 1.
 
@@ -147,6 +148,7 @@ def test_rabo_the_offset_l_belongs_into_the_exponent():
     assert np.exp(margins).sum() + 2 * offset < 0 < np.exp(margins + offset).sum()
 
 
+@pytest.mark.slow
 def test_rabo_line_10_has_the_sign_of_the_other_direction():
     """Line 10 of RABO moves y in the wrong direction.
 
@@ -174,6 +176,7 @@ def printed_slopes(problem, x, y, mu):
     return np.asarray(part.slopes(client, (jnp.asarray(x), jnp.asarray(y)), jax.random.key(0)).update)
 
 
+@pytest.mark.slow
 def test_rabo_lemma_3_is_about_slopes_and_not_about_the_hypergradient():
     """RABO's Lemma 3 bounds the error of slopes, not that of the hypergradient.
 
@@ -224,7 +227,8 @@ UNEQUAL = fb.Bilevel(
 )
 
 
-@pytest.mark.parametrize("kind", slow_but("masks", of=["masks", "clients"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["masks", "clients"])
 def test_rabo_what_masks_and_unequal_clients_bend_stays_at_every_step(kind):
     """The errors that masks and unequal clients cause do not vanish with the step α, although RABO's (26) says so.
 
@@ -359,7 +363,8 @@ def series(terms):
     return fb.parts.Neumann(terms=terms, step=0.5)
 
 
-@pytest.mark.parametrize("terms", slow_but(2, of=[2, 5]))
+@pytest.mark.slow
+@pytest.mark.parametrize("terms", [2, 5])
 @pytest.mark.parametrize("name", ["FedNest", "AFBO"])
 def test_the_bias_of_a_series_is_there_where_the_gradient_of_f_is_constant(name, terms):
     """The bias of a series is b = κ ℓ_{f,0} (1 − 1/κ)^N, not κ ℓ_{f,1} (1 − 1/κ)^N.
@@ -384,6 +389,7 @@ def test_the_bias_of_a_series_is_there_where_the_gradient_of_f_is_constant(name,
     assert error <= kappa * np.linalg.norm(c) * (1 - 1 / kappa) ** terms
 
 
+@pytest.mark.slow
 def test_fednest_inner_loss_of_a_composition_has_a_half():
     """FedNest's inner loss of a composition lacks a factor of one half.
 
@@ -398,6 +404,7 @@ def test_fednest_inner_loss_of_a_composition_has_a_half():
         np.testing.assert_allclose(jax.jacobian(gradient, 0)(x, y), -share * jax.jacobian(r)(x), rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_fednest_theorem_31_needs_the_start_over_the_root_of_k():
     """The bound of FedNest's Theorem 3.1 needs the term of the start over √K, not over K.
 
@@ -459,6 +466,7 @@ def test_afbo_algorithm_1_as_printed_never_moves_y_in_one_inner_round():
     assert len(set(gradients(0.0, True))) == 4
 
 
+@pytest.mark.slow
 def test_afbo_aphe_needs_a_product_of_random_length():
     """AFBO's APHE needs a product of random length.
 

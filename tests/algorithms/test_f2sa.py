@@ -89,7 +89,7 @@ def test_the_distance_from_the_solution_falls_with_the_square_of_the_multiplier(
 @pytest.mark.parametrize(
     ("multiplier", "low", "high"),
     [
-        (1e3, 0, 3e-5),
+        pytest.param(1e3, 0, 3e-5, marks=pytest.mark.slow),
         (None, 0, 3e-5),
         pytest.param(1e2, 2e-4, 1e-3, marks=pytest.mark.slow),
         pytest.param(1e5, 1e-4, 3e-3, marks=pytest.mark.slow),
@@ -219,7 +219,11 @@ def added(kept, scale):
 counted.defvjp(lambda y, steps: (counted(y, steps), (y, steps)), added)
 
 
-@pytest.mark.parametrize("loss", [lambda y: once(y), lambda y: counted(y, jnp.argmax(y) + 2)], ids=["outside", "loop"])
+@pytest.mark.parametrize(
+    "loss",
+    [lambda y: once(y), pytest.param(lambda y: counted(y, jnp.argmax(y) + 2), marks=pytest.mark.slow)],
+    ids=["outside", "loop"],
+)
 def test_methods_of_second_derivatives_say_what_they_cannot_differentiate(loss):
     """A method that needs second derivatives says that it cannot differentiate the gradient; F2SA runs.
 

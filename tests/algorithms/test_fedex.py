@@ -13,6 +13,7 @@ from matrices import inner_gradient, members
 import fedbilevel as fb
 from fedbilevel.tasks.quadratic import quadratic
 from refusals import refuses
+from representatives import slow_but
 
 AGREEMENT = {
     "FedEx": agreement.Case(fb.FedEx(configurations=5, lr=0.3, batch_size=4), work=agreement.WORK, slow=True),
@@ -96,7 +97,7 @@ class WrittenOut:
         self.theta = self.theta / self.theta.sum()
 
 
-@pytest.mark.parametrize("rule", ["aggressive", "adaptive", "constant"])
+@pytest.mark.parametrize("rule", slow_but("aggressive", of=["aggressive", "adaptive", "constant"]))
 def test_equals_the_rounds_written_out(rule):
     """The rounds equal Algorithm 2 with each step rule, for unequal weights and work, if all clients take part."""
     task = population()
@@ -157,6 +158,7 @@ def penalised(clients=4):
     return fb.Bilevel(outer, inner), fb.Clients(*samples)
 
 
+@pytest.mark.slow
 def test_the_likeliest_configuration_has_the_least_loss():
     """With steps that adapt, the likeliest of five penalties is the one with the least loss.
 
@@ -180,6 +182,7 @@ def test_the_likeliest_configuration_has_the_least_loss():
     assert np.max(result.state.inside.theta) > 0.5
 
 
+@pytest.mark.slow
 def test_steps_that_adapt_go_by_the_curvature_of_each_clients_own_configuration():
     """Steps that adapt follow the curvature for the configuration that each client has drawn.
 
@@ -203,6 +206,7 @@ def test_costs():
     assert result.ledger.bytes_up == 2 * 3 * 8 * (8 + K + 1)
 
 
+@pytest.mark.slow
 def test_bounds_outside_of_the_set_of_x_are_refused():
     problem, clients = penalised()
     problem = problem.with_x_in(fb.projections.box(-6.0, 6.0))

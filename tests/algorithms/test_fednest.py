@@ -200,7 +200,10 @@ def test_light_variants_equal_their_equations_written_out(inner, joint, exchange
     assert set(algorithm.allows.late) == set(result.ledger.exchanges_by_phase)
 
 
-@pytest.mark.parametrize(("method", "inner"), [(fb.FedNest, fb.parts.SVRG), (fb.FedNestSGD, fb.parts.LocalSGD)])
+@pytest.mark.parametrize(
+    ("method", "inner"),
+    slow_but((fb.FedNest, fb.parts.SVRG), of=[(fb.FedNest, fb.parts.SVRG), (fb.FedNestSGD, fb.parts.LocalSGD)]),
+)
 def test_equals_algorithms_1_to_4_written_out(method, inner, task):
     """Three epochs equal the equations in NumPy, with matrices in place of differentiation and the series for v.
 
@@ -297,6 +300,7 @@ def test_in_expectation_the_product_is_the_truncated_neumann_inverse(sampling):
 APART = {"a": np.repeat(np.array([3.0, -1.0, 2.0])[:, None], 2, axis=1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("problem", "counts"),
     [
@@ -397,6 +401,7 @@ def test_a_sum_reports_negative_curvature_that_it_passed():
     assert int(result.state.info.negative_curvature) == 0
 
 
+@pytest.mark.slow
 def test_conjugate_gradient_that_runs_out_of_iterations_says_so():
     task = quadratic(clients=3, condition=100.0, samples=(5, 5))
     algorithm = fixed(
@@ -447,6 +452,7 @@ def test_a_neumann_step_at_which_products_grow_is_refused_with_the_estimated_bou
         run(fixed(fb.FedNest(hypergradient=fb.parts.Implicit(solver=fb.parts.Neumann(step=2.1)))), task, 1)
 
 
+@pytest.mark.slow
 def test_local_steps_are_checked_against_the_clients_own_hessians():
     """A step of clients' own series is checked against each client's Hessian, a common step against the mean.
 

@@ -179,6 +179,7 @@ def test_weights_by_size_are_the_papers_plain_mean():
     same(result, written_out(IN_ORDER, shares=np.ones(3)))
 
 
+@pytest.mark.slow
 def test_random_order():
     """In random order a walk takes every sample once in each round, in a new order, and equals NumPy in this order."""
     result, visits = visited(fb.FISM(order="random", **FIELDS), ALL)

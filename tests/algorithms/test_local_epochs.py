@@ -112,7 +112,7 @@ def test_steps_are_as_many_as_is_said_before_they_are_drawn(drop_last, tau):
     assert int(part.tau(client)) == int(part.steps(client, jax.random.key(0)).tau) == tau
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("drop_last", slow_but(False, of=[False, True]))
 def test_fedlin_in_plain_loops(drop_last):
     """FedLin with local epochs equals plain loops, with the steps α/τ_i by the client's own τ_i.
 
@@ -192,6 +192,7 @@ def test_engines_agree(name):
     assert there.ledger == here.ledger
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but("FedNestSGD", of=["FedNestSGD", "FedNest", "AFBO"]))
 def test_inner_rounds_count_their_gradients(name):
     """In each inner round, local epochs cost one more gradient for each step beyond the first (FedNest two).
@@ -229,9 +230,7 @@ def test_steps_are_those_of_the_samples_as_they_are_drawn_in_features():
     np.testing.assert_allclose(result.y, y, rtol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "epochs"), slow_but(((6, 6), 3), ((6, 7), 1), of=[((6, 6), 1), ((6, 6), 3), ((6, 7), 1)])
-)
+@pytest.mark.parametrize(("sizes", "epochs"), slow_but(((6, 6), 3), of=[((6, 6), 1), ((6, 6), 3), ((6, 7), 1)]))
 def test_floating_point_operations(sizes, epochs):
     """An epoch takes as many floating-point operations as the same number of steps with replacement.
 

@@ -142,9 +142,15 @@ def test_it_is_stable_where_g_curves_downwards():
     ("method", "moved", "words", "others"),
     [
         (fb.MEHA(**ONE_STEP, server_lr=0.4, proximity=3.0), 1, "use fb.MEHA with a proximity below 1.02", "ridge"),
-        (fb.MEHA(**ONE_STEP, server_lr=XYV(0.1, 50.0, 50.0)), 1, "lower client_lr or server_lr", "fb.MEHA"),
+        pytest.param(
+            *(fb.MEHA(**ONE_STEP, server_lr=XYV(0.1, 50.0, 50.0)), 1, "lower client_lr or server_lr", "fb.MEHA"),
+            marks=pytest.mark.slow,
+        ),
         (fb.MEHA(**ONE_STEP, server_lr=XYV(0.1, 50.0, 50.0)), None, "lower client_lr or server_lr", "fb.MEHA"),
-        (fb.SimFBO(**ONE_STEP, server_lr=0.4), 1, "Add a ridge", "no step size helps with this proximity"),
+        pytest.param(
+            *(fb.SimFBO(**ONE_STEP, server_lr=0.4), 1, "Add a ridge", "no step size helps with this proximity"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_why_a_run_diverges_where_g_curves_downwards(method, moved, words, others):

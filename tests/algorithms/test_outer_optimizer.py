@@ -52,6 +52,7 @@ def test_momentum_is_the_sum_written_out(task):
     np.testing.assert_allclose(wrapped.x, x, rtol=1e-11)
 
 
+@pytest.mark.slow
 def test_adam_takes_the_direction_alone(task):
     """Adam uses only the direction of the method's step on x, not its length.
 

@@ -56,12 +56,15 @@ def field(method, path):
 REPEATED = {"ADBO", "SDBO", "AFBO", "FedMBO", "FedBiO", "FedNestSGD", "IRIG", "RAFBO", "ShroFBO", "FedAvg"}
 """Methods that step by clients' own numbers in a class that another method also has."""
 
+LONG = {"FedBiOAcc", "AggITD", "LFedNest", "F2SA", "CorrectedFBO", "FedEx", "MEHA", "RABO"}
+"""Methods whose rounds take long to compile, and whose phases other tests run with own numbers."""
+
 SECOND = {"FedBiOAcc", "CorrectedFBO"}
 """Methods with a number that is first used in the second round."""
 
 
 @pytest.mark.parametrize(
-    "name", slow_but(*(name for name in METHODS if "," not in name and name not in REPEATED), of=METHODS)
+    "name", slow_but(*(name for name in METHODS if "," not in name and name not in REPEATED | LONG), of=METHODS)
 )
 def test_each_own_number_is_used_and_the_fields_value_for_all_changes_nothing(name):
     """A client's other number in any of these fields changes the state; the field's value for all clients does not.

@@ -163,6 +163,7 @@ def test_a_series_of_default_length_ends_where_its_own_hypergradients_vanish(ste
     np.testing.assert_allclose(result.x, end, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_the_error_that_the_default_series_leaves():
     """All defaults leave an error of 8e-5 in x: 20 terms with the step 1/L_i, which each client measures.
 

@@ -8,11 +8,12 @@ from own_leaves import MIXED, SIMFBO, SINGLE, inner, outer, run
 
 import fedbilevel as fb
 from fedbilevel.core.tree import is_table
+from representatives import slow_but
 
 STREAMED = {"cohort": 2, "engine": fb.Local(stream=True), "metrics_per_client": {"f": outer}}
 
 
-@pytest.mark.parametrize("name", ["SimFBO", "steps that adapt"])
+@pytest.mark.parametrize("name", slow_but("SimFBO", of=["SimFBO", "steps that adapt"]))
 def test_a_run_whose_own_leaves_are_on_disk_has_the_numbers_of_one_in_memory(name):
     """A run with own leaves on disk has the numbers of a run in memory.
 
@@ -111,7 +112,9 @@ def test_a_run_whose_own_leaves_are_not_finite_saves_the_state_before_the_round(
         assert arrays[".round"] == last.round > 0
 
 
-@pytest.mark.parametrize("given", [{}, {"chunk": 1, "devices": 2}, {"stream": True}], ids=str)
+@pytest.mark.parametrize(
+    "given", slow_but({}, {"stream": True}, of=[{}, {"chunk": 1, "devices": 2}, {"stream": True}]), ids=str
+)
 def test_a_round_that_is_not_finite_changes_no_own_leaves(given):
     """If x is not finite after a round, the clients of this round have the own leaves of before.
 

@@ -91,6 +91,7 @@ def test_fedout_is_algorithm_2_with_unequal_steps(task):
     assert not np.allclose(ends[0], ends[-1], rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_what_unequal_steps_on_x_cost_is_counted_exactly(task):
     """The ledger counts unequal steps on x exactly.
 
@@ -216,6 +217,7 @@ def test_inner_rounds_by_round_are_those_of_runs_with_each_number(task, engine):
     assert found.ledger.exchanges == (1 + 2) + 2
 
 
+@pytest.mark.slow
 def test_inner_rounds_are_whole_numbers_and_a_schedule_is_part_of_a_run(task, tmp_path):
     with refuses("LocalSGD.rounds"):
         LocalSGD(rounds=lambda k: 0.5 * k)
@@ -249,6 +251,7 @@ def test_steps_by_round_are_those_of_runs_with_each(task):
     np.testing.assert_allclose(both.y, y, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_each_schedule_of_a_count_has_its_own_program(task):
     """A function that gives a count has a compiled program of its own.
 

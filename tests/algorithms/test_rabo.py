@@ -32,6 +32,7 @@ AGREEMENT = {
             )
         ),
         work=(1, 4),
+        slow=True,
     ),
     "RABO, global, by differences": Case(
         fixed(
@@ -293,6 +294,7 @@ def test_on_whole_models_methods_of_other_papers_are_the_same(task):
     assert off(*ends) > 1e-3  # the two pairs differ, since the clients differ
 
 
+@pytest.mark.slow
 def test_with_products_that_are_means_over_all_it_is_fedmbo_draw_by_draw():
     drawn = quadratic(clients=5, dim_x=3, dim_y=4, condition=CONDITION, samples=(3, 3)).with_own(local_steps=(1, 3))
     fields = {"hypergradient": fb.parts.Implicit(solver=SHORT), "batch_size": 2}
@@ -406,6 +408,7 @@ def test_pairs_need_a_partner_each():
         fb.solve(fixed(fb.RABO(hypergradient=PAIRED)), problem, clients, jnp.ones(1), jnp.ones(1), rounds=1)
 
 
+@pytest.mark.slow
 def test_a_pairs_step_is_checked_against_a_batch():
     """The step of a series on pairs is checked against the curvature of a batch.
 

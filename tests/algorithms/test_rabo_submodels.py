@@ -68,6 +68,7 @@ def mean_over_holders(parts, shape):
     return total / held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tolerance"), [("RABO", 1e-9), pytest.param("coordinate", 1e-6, marks=pytest.mark.slow)]
 )

@@ -34,7 +34,7 @@ ON_X_TOO = [fb.SimFBO, fb.FedNest, fb.AFBO, fb.AggITD, fb.RABO, fb.FedBiO, fb.LF
 
 
 @pytest.mark.parametrize("rounds", [1, 12])
-@pytest.mark.parametrize("method", slow_but(fb.SimFBO, fb.LFedNest, of=ON_X_TOO))
+@pytest.mark.parametrize("method", slow_but(fb.SimFBO, of=ON_X_TOO))
 def test_steps_on_x_are_those_of_adagrad(method, rounds):
     """Steps on x are those of AdaGrad, also in methods whose clients step on x.
 
@@ -90,6 +90,7 @@ def test_entries_at_their_bounds_do_not_move():
     assert "still moved" in str(runs[5].remarks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", slow_but(fb.SimFBO, of=[fb.SimFBO, fb.FedBiO, fb.FedNest, fb.AFBO, fb.RABO, fb.AggITD])
 )
@@ -129,6 +130,7 @@ def test_entries_of_x_that_never_move_are_named():
     assert not any("never moved" in one for one in cleaning(everywhere, 19).remarks)
 
 
+@pytest.mark.slow
 def test_entries_at_a_bound_of_x_have_moved():
     """Entries of x that stay at their bound are not reported as never moved.
 

@@ -58,6 +58,7 @@ def test_with_the_memory_the_limit_is_exact_and_without_it_it_is_not(layer, low,
     assert low <= np.linalg.norm(run(layered(SHAPE, layer)).x - best()) < high
 
 
+@pytest.mark.slow
 def test_late_and_short_replies_share_a_memory():
     """With a fifth of the entries, and the first two of five replies, the limit is still exact."""
     clock = fb.Clock(compute=[0.1, 0.2, 0.3, 0.5, 0.8], network=0.0)
@@ -71,6 +72,7 @@ def test_late_and_short_replies_share_a_memory():
     assert some[0].ledger == some[1].ledger
 
 
+@pytest.mark.slow
 def test_cohorts_of_some_come_to_the_same_limit():
     """With cohorts of three the limit is the same: clients that are not asked, and the server, keep their g_i."""
     result = run(layered(SHAPE, TopK(share=0.3)), rounds=4000, cohort=3, key=2)

@@ -90,6 +90,7 @@ def test_metrics_and_counts_of_a_layer_are_single_numbers():
     refused(lambda: run(replying(state=ROW)), r"Changing\.reply: Reply\.state .*float64\[3\], not None")
 
 
+@pytest.mark.slow
 def test_what_never_leaves_a_client_may_be_left_out_and_coded_parts_and_dtypes_may_differ():
     class Half(Layer):
         kind, place = "half", "coded"
@@ -248,6 +249,7 @@ def coding(function, decode=None):
     return type("Codes", (Compressor,), {"coded": lambda self, tree: jax.tree.map(one, tree)})()
 
 
+@pytest.mark.slow
 def test_a_code_that_is_no_contraction_is_warned_of():
     """A code that is not a contraction is warned of.
 

@@ -109,6 +109,7 @@ def test_batches_are_refused(method, name, size):
         fb.solve(method, problem(), clients(), jnp.array(0.0), jnp.array(0.0), rounds=1)
 
 
+@pytest.mark.slow
 def test_the_exact_hypergradient_and_steps_are_of_whole_losses():
     """The exact hypergradient and `diagnose` use whole losses.
 

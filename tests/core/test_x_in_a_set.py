@@ -144,7 +144,7 @@ def able():
     return [method for method in made if method.allows.project_x and method.name not in DRAWN]
 
 
-@pytest.mark.parametrize("kind", ["box", "ball"])
+@pytest.mark.parametrize("kind", slow_but("ball", of=["box", "ball"]))
 @pytest.mark.parametrize("method", slow_but(fb.SimFBO(), of=able()), ids=lambda method: method.name)
 def test_every_method_ends_at_the_sets_nearest_point(method, kind):
     project, nearest = SETS[kind]
@@ -239,7 +239,7 @@ def test_a_server_optimizer_along_the_gradient_ends_at_the_minimum_in_a_ball(opt
     np.testing.assert_allclose(result.x, nearest_by_curvature(), atol=1e-6)
 
 
-@pytest.mark.parametrize("method", [fb.SimFBO, fb.ShroFBO, fb.F2SA, fb.MEHA, fb.CorrectedFBO])
+@pytest.mark.parametrize("method", slow_but(fb.SimFBO, of=[fb.SimFBO, fb.ShroFBO, fb.F2SA, fb.MEHA, fb.CorrectedFBO]))
 def test_a_server_optimizer_with_a_step_for_each_entry_needs_a_box(method):
     """An optimizer on the server with a step for each entry, such as Adam, is refused unless the set is a box.
 

@@ -224,6 +224,7 @@ def test_without_solving_the_yardstick_is_the_implicit_gradient_there(task, poin
     assert "only if the inner gradient is 0" in str(report)
 
 
+@pytest.mark.slow
 def test_compositions_and_models_with_functions_in_them():
     """Compositional problems, and models that contain functions, are checked correctly.
 
@@ -289,6 +290,7 @@ def test_an_indefinite_inner_hessian_is_reported():
     assert "NEGATIVE CURVATURE" in str(report)
 
 
+@pytest.mark.slow
 def test_clients_of_a_minimax_problem_invert_no_hessian():
     """In a minimax problem, clients invert no Hessian, and the mean of ∇x f_i is ∇Φ itself.
 

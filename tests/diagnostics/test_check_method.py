@@ -221,6 +221,7 @@ def outcomes(report):
     return {check.name: check.outcome for check in report.checks}
 
 
+@pytest.mark.slow
 def test_a_method_that_is_right():
     report = fb.check_method(Patient(), *MINE, rounds=2)
     found = outcomes(report)
@@ -276,8 +277,14 @@ OWN_LEAVES, IN_A_SET = "leaves of y that are each client's own", "an x in a set"
         ),
         (NoPhase, "failed NoPhase.allows.own_y = [] is not allowed", "passed"),
         (OtherReply, "failed OtherReply.gradients: Reply.metrics is", "passed"),
-        (Copies, "passed", "failed state.copy is a copy of x that stays outside of the box"),
-        (Halves, "passed", "refused Halves: with a project_x the state's x must be among its leaves"),
+        pytest.param(
+            *(Copies, "passed", "failed state.copy is a copy of x that stays outside of the box"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(Halves, "passed", "refused Halves: with a project_x the state's x must be among its leaves"),
+            marks=pytest.mark.slow,
+        ),
         (Descent, "refused it needs all of y on the server", "passed"),
     ],
 )
@@ -323,6 +330,7 @@ def with_capacities(capacity):
     return Runs(Patient(), task.problem, task.clients, task.x0, task.y0, rounds=2, key=0)
 
 
+@pytest.mark.slow
 def test_sites_over_flower_hold_what_their_clients_can():
     with jax.enable_x64(True):
         runs = with_capacities([0.5, 1])

@@ -75,6 +75,7 @@ def test_noise_moves_y_by_its_law_and_clipped_replies_by_their_mean(clip, z):
     assert f"clip = {clip:g} shortens {share:.0%} of replies; noise of zC = {z * clip:.3g} per number" in str(found)
 
 
+@pytest.mark.slow
 def test_each_phase_of_a_method_has_its_lines():
     task = quadratic(clients=3, samples=(3, 5))
     parts = task.problem, task.clients, task.x0, task.y0

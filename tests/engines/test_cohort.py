@@ -16,6 +16,7 @@ from fedbilevel.engines import engine
 from fedbilevel.engines.engine import draw_cohort, round_keys
 from fedbilevel.tasks.quadratic import quadratic
 from refusals import refuses
+from representatives import slow_but
 
 DRAWS = 20_000
 TASK = quadratic(clients=3, samples=(5, 5))
@@ -156,7 +157,7 @@ def test_each_draw_has_its_own_batch(engine):
 
 
 @pytest.mark.parametrize(
-    "engine", [fb.Reference(), pytest.param(fb.Local(), marks=pytest.mark.slow), fb.Local(chunk=2, devices=2)]
+    "engine", slow_but(fb.Reference(), of=[fb.Reference(), fb.Local(), fb.Local(chunk=2, devices=2)])
 )
 def test_fresh_cohorts_are_drawn_with_replacement_too(engine):
     """Fresh cohorts are drawn with replacement, too: FedNest's round equals one from NumPy's matrices.

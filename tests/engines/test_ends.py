@@ -79,6 +79,7 @@ def test_a_converged_run_is_not_worse_than_its_start():
     assert "where y was not trained: with y trained there it is" in result.remarks[0]
 
 
+@pytest.mark.slow
 def test_a_row_of_rounds_in_which_y_was_not_trained_is_no_better_than_the_end():
     """A row of rounds in which y was not trained does not count as better than the end.
 
@@ -165,6 +166,7 @@ def test_the_warning_names_the_best_row():
     assert result.best.round < 120
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
 def test_every_engine_says_the_same(tmp_path):
     """Every engine gives the same remark, and so does a resumed run.
@@ -194,7 +196,12 @@ def rising(x, y, batch):
 
 @pytest.mark.parametrize(
     ("outer", "options"),
-    [(wrong, {"cohort": 2}), (rising, {"eval_every": 2, "metrics": {"height": lambda x, y: jnp.exp(x**2)}})],
+    [
+        (wrong, {"cohort": 2}),
+        pytest.param(
+            *(rising, {"eval_every": 2, "metrics": {"height": lambda x, y: jnp.exp(x**2)}}), marks=pytest.mark.slow
+        ),
+    ],
     ids=["", "after halvings"],
 )
 def test_a_remark_names_no_step_that_is_only_a_default(outer, options):
@@ -266,6 +273,7 @@ def test_a_result_is_not_lost_by_it(outer_losses, monkeypatch):
     assert "of all clients" not in str(result.remarks)
 
 
+@pytest.mark.slow
 def test_an_inner_variable_that_raises_the_loss_is_no_worse_end():
     """In a minimax problem, a loss that rises because y is trained is not reported as a worse end.
 

@@ -16,6 +16,7 @@ from fedbilevel.engines.engine import Cohort
 from fedbilevel.engines.local.engine import CACHE, MUCH_STATE, Local, default_chunk, default_devices
 from fedbilevel.engines.local.samples import in_place, replicate
 from refusals import warns_with
+from representatives import slow_but
 
 LARGE = MUCH_STATE // 16 + 1  # numbers of four bytes: four clients then have more than MUCH_STATE
 PROGRAM = """
@@ -74,6 +75,7 @@ def test_a_first_computation_has_every_core(calls, flags, found):
     assert told_by(f"print(json.dumps(({calls})))", flags) == found
 
 
+@pytest.mark.slow
 def test_where_jax_has_started_a_sentence_says_once_what_would_be_faster():
     calls = f"said(jnp.ones, 2), said(jnp.ones, {LARGE}), said(jnp.ones, {LARGE})"
     tiny, large, again = told_by(f"print(json.dumps(({calls})))")
@@ -118,7 +120,7 @@ def test_results_lie_on_one_device_and_can_be_gone_on_from():
     assert end.x + jax.device_put(end.x, jax.devices()[0]) is not None
 
 
-@pytest.mark.parametrize(("first", "devices"), [(Local(), 2), (Local(devices=1), 1)])
+@pytest.mark.parametrize(("first", "devices"), slow_but((Local(), 2), of=[(Local(), 2), (Local(devices=1), 1)]))
 def test_a_run_is_resumed_on_as_many_devices_to_the_same_bits(first, devices, tmp_path):
     """A run is resumed on the number of devices with which it began, to the same bits.
 

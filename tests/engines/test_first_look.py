@@ -15,6 +15,7 @@ from fedbilevel.engines.first_look import ALIKE, ENOUGH, Evidence, FirstLook, fi
 from fedbilevel.errors import InfluenceWarning
 from fedbilevel.tasks import TASKS
 from refusals import refuses
+from representatives import slow_but
 
 pytestmark = pytest.mark.checked  # the tests are about the checks before a run
 
@@ -332,10 +333,11 @@ def test_targets_that_are_rarely_other_than_0_are_no_such_start():
 
 
 # few_shot downloads characters
-OWN = [*sorted(set(TASKS) - {"few_shot"}), pytest.param("few_shot", marks=pytest.mark.slow)]
+QUICK = ("quadratic", "hyper_representation", "classification", "location", "saddle", "compositional")
+"""Tasks that have losses of each kind; the others have losses like these."""
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", slow_but(*QUICK, of=sorted(TASKS)))
 def test_nothing_is_said_of_the_librarys_own_tasks(name, tmp_path, monkeypatch):
     if name == "hospitals":
         hospital_files.write(tmp_path, monkeypatch)
@@ -369,7 +371,7 @@ def said_of(classes, look_up):
     return said(entropy(look_up), {"u": U, "c": classes}, *SCORES)
 
 
-@pytest.mark.parametrize("name", LOOK_UPS)
+@pytest.mark.parametrize("name", slow_but("an index", "one_hot", of=LOOK_UPS))
 def test_labels_beyond_the_classes_are_refused_or_warned_of(name):
     """Labels beyond the classes are refused, or warned of.
 
@@ -398,7 +400,7 @@ def test_padding_is_no_sample():
     assert said(entropy(LOOK_UPS["an index"]), clients, *SCORES) == []
 
 
-@pytest.mark.parametrize("look", [fb.diagnose, fb.check_hypergradient])
+@pytest.mark.parametrize("look", slow_but(fb.check_hypergradient, of=[fb.diagnose, fb.check_hypergradient]))
 def test_diagnose_and_check_say_it_too(look):
     with pytest.warns(InfluenceWarning, match="x does not change y"):
         look(WRONG["the wrong order"][0], fb.Clients(SAMPLES), X, Y)

@@ -17,6 +17,7 @@ from fedbilevel.core.submodel import Structure, UnitLayout
 from fedbilevel.core.tree import XY
 from fedbilevel.engines.recorder import count, exchanges_of, flops_of_calls, known_flops
 from fedbilevel.tasks.quadratic import quadratic
+from representatives import slow_but
 
 
 def shape(*dims):
@@ -36,7 +37,7 @@ ROUNDS = {
 }
 
 
-@pytest.mark.parametrize("case", ROUNDS)
+@pytest.mark.parametrize("case", slow_but("one", of=ROUNDS))
 def test_a_round_says_before_how_many_exchanges_it_has(case):
     """The number of exchanges that is predicted before a round equals the number of a run.
 

@@ -192,6 +192,7 @@ def test_an_error_that_nobody_catches_ends_both_with_what_it_says():
     assert "LostProcess: process 0 has ended with KeyError: 'mine'; no checkpoint had been written" in error1
 
 
+@pytest.mark.slow
 def test_an_error_keeps_its_exit_code_though_process_0_ends_while_it_takes_leave(tmp_path):
     """A process with an error keeps its exit code, although process 0 ends while it says that it leaves.
 

@@ -150,7 +150,9 @@ OTHER = {
 
 
 @pytest.mark.checked
-@pytest.mark.parametrize("case", slow_but(*(SAME.keys() - {"late replies by another clock"}), of=SAME))
+@pytest.mark.parametrize(
+    "case", slow_but("other numbers, and functions of the same code", "a method of one's own", of=SAME)
+)
 def test_a_run_of_the_same_shapes_is_not_compiled_and_has_the_numbers_of_one_that_is(case):
     before, options = SAME[case]
     solved(**before)
@@ -206,7 +208,10 @@ def defined_again(calls):
 @pytest.mark.checked
 @pytest.mark.parametrize(
     "options",
-    [{"count_flops": True, "metrics": {"m": lambda x, y: x @ y[:2]}}, {"algorithm": LATE}],
+    [
+        {"count_flops": True, "metrics": {"m": lambda x, y: x @ y[:2]}},
+        pytest.param({"algorithm": LATE}, marks=pytest.mark.slow),
+    ],
     ids=["operations and metrics", "asynchronous"],
 )
 def test_the_same_code_defined_again_compiles_nothing_and_is_called_once_by_each_loss(options):

@@ -7,6 +7,7 @@ import pytest
 
 import fedbilevel as fb
 from fixed_steps import fixed
+from representatives import slow_but
 
 RNG = np.random.default_rng(0)
 ROWS = RNG.normal(size=(3, 16, 4)).astype(np.float32)
@@ -47,7 +48,7 @@ def fedavg(dtype, again):
 METHODS = {"SimFBO": simfbo, "FedAvg": fedavg}
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", slow_but("FedAvg", of=METHODS))
 def test_a_loss_in_bfloat16_trains_parameters_in_float32(method):
     """A loss in bfloat16 trains parameters in float32.
 

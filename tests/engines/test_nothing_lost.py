@@ -108,9 +108,7 @@ STARTS_BADLY = {
 
 @pytest.mark.parametrize(
     "case",
-    slow_but(
-        "a root of a negative number", "a norm at 0", "a concave loss", "a penalty that turns negative", of=STARTS_BADLY
-    ),
+    slow_but("a norm at 0", of=STARTS_BADLY),
 )
 def test_what_no_smaller_step_mends_is_said_without_steps(case):
     term, start, words = STARTS_BADLY[case]
@@ -142,6 +140,7 @@ def test_a_loss_that_is_not_finite_a_step_away_is_named():
     assert "smaller steps" not in str(found.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", slow_but("inner", of=["outer", "inner"]))
 @pytest.mark.parametrize("method", slow_but(fb.AggITD, of=[fb.FedMBO, fb.AggITD]))
 def test_a_nan_in_a_loss_ends_a_run_of_a_method_that_measures_none(method, which):
@@ -296,7 +295,9 @@ def test_rounds_that_failed_are_charged():
         assert counted(1e300) == 4 * once
 
 
-@pytest.mark.parametrize("engine", [fb.Reference(), fb.Local()], ids=["Reference", "Local"])
+@pytest.mark.parametrize(
+    "engine", [pytest.param(fb.Reference(), marks=pytest.mark.slow), fb.Local()], ids=["Reference", "Local"]
+)
 def test_a_late_reply_that_is_not_finite_is_charged(engine):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NumericalWarning)
@@ -369,6 +370,7 @@ def test_a_run_that_diverges_again_and_again_ends(tmp_path):
     assert (again.round, again.stopped) == (result.round, result.stopped)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
 @pytest.mark.parametrize("method", slow_but(fb.SimFBO, of=[fb.SimFBO, fb.FedBiO]))
 def test_a_run_without_steps_that_no_step_suits_ends_at_finite_numbers(method, tmp_path):

@@ -64,6 +64,7 @@ def test_rows_come_at_the_start_at_every_multiple_and_at_the_end(task):
     assert result.ledger.exchanges_by_phase == {"local_updates": 7}
 
 
+@pytest.mark.slow
 @pytest.mark.checked
 def test_without_jit_a_loss_can_be_looked_at_client_by_client(task):
     """Without jit, a loss gets each client's samples as numbers, and tracers only where a program is traced."""

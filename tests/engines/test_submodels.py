@@ -193,6 +193,7 @@ def test_where_all_hold_the_same_units_it_is_the_method_on_these(name):
         assert np.max(np.abs(held[0] - rest[0])) > 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but("FedAvgS", of=ON_A_SLICE))
 def test_where_all_hold_the_same_weights_it_is_the_method_on_the_masked_problem(name):
     """If all clients hold the same weights, a round equals a round on whole arrays whose losses are masked.
@@ -325,6 +326,7 @@ def test_weights_spare_bytes_and_no_operations():
     assert 0.9 * whole < half <= whole
 
 
+@pytest.mark.slow
 def test_one_variable_alone_can_be_cut():
     """With pruned = "x", only the group within x is cut: of 5 units, clients hold 5, 3 (2.5 rounded up) or 1.
 
@@ -371,6 +373,7 @@ def test_nothing_is_dealt_to_those_who_are_never_there():
     same_numbers(*results)
 
 
+@pytest.mark.slow
 def test_operations_fall_with_the_submodels():
     """A client of k units takes k times the operations of one unit, except for targets and single numbers."""
     given = STATIC, BILEVEL, population(np.where(np.arange(CLIENTS) < 3, 1.0, 0.5)), *start()
@@ -580,6 +583,7 @@ def test_capacities_by_round_are_those_of_the_rounds():
         averaged(clients=population(SWAPPED), rounds=3)
 
 
+@pytest.mark.slow
 def test_units_are_dealt_anew_to_those_who_share_a_capacity_in_a_round():
     """With "covered", units are assigned anew in each round, to the clients that share a capacity in that round.
 

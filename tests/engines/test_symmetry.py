@@ -16,6 +16,7 @@ from fedbilevel.core.tree import split
 from fedbilevel.engines.first_look import first_look
 from fedbilevel.errors import UnsupportedError
 from refusals import raises_with
+from representatives import slow_but
 
 pytestmark = pytest.mark.checked  # the tests are about a check before a run
 
@@ -146,14 +147,14 @@ def look(inner, y, kind, own=lambda path: path == "own", samples=SAMPLES):
     first_look(prepared, clients, x, y, prepared.traced(x, y, clients.examples()))
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", slow_but(np.float64, of=TYPES))
 @pytest.mark.parametrize("case", ASYMMETRIC)
 def test_what_acts_in_one_direction_is_refused(case, kind):
     with raises_with(UnsupportedError, "stop_gradient"):
         look(*ASYMMETRIC[case], kind)
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", slow_but(np.float64, of=TYPES))
 @pytest.mark.parametrize("case", SYMMETRIC)
 def test_gradients_of_one_function_pass(case, kind):
     look(*SYMMETRIC[case], kind)
@@ -197,7 +198,9 @@ def test_a_y_whose_leaves_are_all_shared_or_all_own_is_not_checked(own):
 STEPS = {"local_steps": 1, "batch_size": None, "server_lr": 0.1, "client_lr": 1.0}
 
 
-@pytest.mark.parametrize("method", [fb.SimFBO(**STEPS), fb.F2SA(**STEPS)], ids=["SimFBO", "F2SA"])
+@pytest.mark.parametrize(
+    "method", [fb.SimFBO(**STEPS), pytest.param(fb.F2SA(**STEPS), marks=pytest.mark.slow)], ids=["SimFBO", "F2SA"]
+)
 def test_solve_refuses_ditto_and_runs_mr_mtl(method):
     """`solve` refuses Ditto and runs MR-MTL; F2SA also runs if JAX cannot differentiate the gradient."""
     arguments = fb.Clients(SAMPLES), 0.0, PAIR

@@ -16,6 +16,7 @@ from fedbilevel.engines.local.fed import LocalFed
 from fedbilevel.engines.progress import COMPILING
 from fedbilevel.engines.recorder import Recorder
 from fixed_steps import fixed
+from representatives import slow_but
 
 pytestmark = pytest.mark.checked  # the checks of the losses also call the functions
 
@@ -82,7 +83,7 @@ def calls(algorithm, monkeypatch, **options):
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but("SimFBO", "AFBO, asynchronous", "FedAvg", "FISM", of=CASES))
 def test_a_function_is_called_once_for_arguments_of_the_same_shapes(case, monkeypatch):
     algorithm, expected = CASES[case]
     assert calls(algorithm, monkeypatch) == expected
@@ -98,7 +99,7 @@ def test_each_run_calls_them_anew_and_counting_operations_for_shapes_of_its_own_
         assert calls(fixed(fb.SimFBO(batch_size=2)), monkeypatch, **options) == BATCHES
 
 
-@pytest.mark.parametrize("length", ["--exchanges", "--rounds"])
+@pytest.mark.parametrize("length", slow_but("--rounds", of=["--exchanges", "--rounds"]))
 def test_a_command_traces_a_round_twice(length, monkeypatch, tmp_path):
     """A command traces a round twice.
 

@@ -117,6 +117,7 @@ def test_arrivals_that_read_something_changed_are_noticed():
     assert sent[0] > 0 == sent[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arrivals", "other", "name"),
     [

@@ -9,6 +9,7 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.algorithms.parts.linear_solvers import without_minimum
+from representatives import slow_but
 
 pytestmark = pytest.mark.checked  # the tests are about a check before a run
 
@@ -60,7 +61,7 @@ def test_a_concave_inner_loss_is_warned_of_once(name):
     assert f"add c * (y**2).sum() with c above {-lowest / 2:.3g}" in warning
 
 
-@pytest.mark.parametrize("bits", [32, 64])
+@pytest.mark.parametrize("bits", slow_but(32, of=[32, 64]))
 def test_only_a_loss_without_a_minimum_is_told(bits):
     """Only a loss without a minimum is reported.
 
@@ -78,6 +79,7 @@ def at_start(inner, y0):
     return without_minimum(fb.Bilevel(inner, inner).prepared(), fb.Clients(DATA), x, y0)
 
 
+@pytest.mark.slow
 def test_the_network_curves_downwards_at_its_start():
     """The network of the test above curves downwards at its start, so that the test could fail."""
     weights = {"a": RNG.normal(size=(3, 8)), "b": RNG.normal(size=8)}

@@ -10,6 +10,7 @@ import pytest
 
 from fedbilevel.estimators import CoxRegression
 from fedbilevel.estimators.survival_curves import kaplan_meier, steps, survival
+from representatives import slow_but
 
 AGE = [73, 50, 44, 51, 56, 72, 58, 43, 53, 64, 72, 69, 79, 47, 75, 42, 62, 50, 48, 66, 52, 62, 50, 46]
 DOSE = [3, 1.5, 3, 3, 4, 1.5, 0.5, 2.5, 4, 4, 3.5, 3, 1.5, 1.5, 0, 0.5, 1, 1.5, 2.5, 2, 3, 4, 3.5, 3]
@@ -68,7 +69,7 @@ def breslow(time, strata):
 
 
 @pytest.mark.checked
-@pytest.mark.parametrize("by_site", [False, True])
+@pytest.mark.parametrize("by_site", slow_but(True, of=[False, True]))
 @pytest.mark.parametrize("time", [TIME, TIED], ids=["distinct", "tied"])
 def test_coefficients_and_errors_maximise_breslows_partial_likelihood(time, by_site):
     strata = SITE if by_site else ONE

@@ -67,6 +67,7 @@ def test_ridge_with_given_penalties_is_that_of_the_pooled_rows(table, penalties)
     assert model.history_ is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", [2.0**300, 2.0**-300])
 def test_a_target_in_another_unit_has_the_same_penalties(unit, table):
     """A target in another unit has the same penalties, coefficients times the unit, and losses times its square.
@@ -80,6 +81,7 @@ def test_a_target_in_another_unit_has_the_same_penalties(unit, table):
     np.testing.assert_array_equal(other.history_["outer_loss"], model.history_["outer_loss"] * unit**2)
 
 
+@pytest.mark.slow
 @pytest.mark.checked
 def test_fit_without_sites_warns_and_says_what_reaches_it():
     """`fit` without groups warns, and the warning says how groups reach it in a cross-validation of scikit-learn.
@@ -211,6 +213,7 @@ def hypergradient(problem, clients, x, y):
     return np.array(implicit_gradient(problem, clients, x, y).hypergradient)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", slow_but("feature", of=["one", "feature"]))
 def test_nothing_is_left_of_the_hypergradient(groups, classes, monkeypatch):
     """Where the search ends, the hypergradient in log x is 0, except where it points out of the bounds of x.
@@ -496,6 +499,7 @@ def test_penalties_are_a_series_by_feature_and_a_clone_knows_nothing(ridge):
         again.predict(ROWS)
 
 
+@pytest.mark.slow
 def test_scikit_learn_hands_sites_on(table):
     """With metadata routing, scikit-learn passes sites through a pipeline, and through a cross-validation.
 

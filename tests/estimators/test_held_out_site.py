@@ -52,6 +52,7 @@ def test_the_report_is_about_all_rows_of_the_site_with_the_offset_0():
     assert "south" not in model.sheet()
 
 
+@pytest.mark.slow
 def test_a_cox_model_with_times_is_evaluated_at_a_site_without_a_baseline():
     """A Cox model with `times` is evaluated at a held-out site, which has no baseline.
 
@@ -93,6 +94,7 @@ def test_the_offset_of_a_site_that_was_not_in_the_study_is_the_mean_of_the_offse
     assert min(abs(offsets[f"site_{site}"]) for site in SITES) > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but("ridge", of=TARGETS))
 def test_reference_has_the_numbers_of_local(kind):
     frames = tables()
@@ -102,6 +104,7 @@ def test_reference_has_the_numbers_of_local(kind):
     assert str(one.report) == str(other.report)
 
 
+@pytest.mark.slow
 def test_each_site_may_be_held_out_in_turn():
     areas = {}
     for site in SITES:

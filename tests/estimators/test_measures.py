@@ -176,6 +176,7 @@ def test_each_group_has_the_least_number_of_rows(least):
         assert len(groups) == len(made) == np.sum(counts > 0)
 
 
+@pytest.mark.slow
 def test_the_slope_of_hazards_is_that_of_a_cox_regression_without_penalty():
     made = CoxRegression(penalties=0.0).fit(SCORE[:, None], np.column_stack([TIME, EVENT]), groups=np.zeros(60))
     slope, error = measures.hazard_slope(TIME, EVENT, SCORE)

@@ -8,6 +8,7 @@ from sklearn import linear_model
 from fedbilevel.estimators import StudyModel
 from fedbilevel.estimators.site_table import SiteTable
 from refusals import refuses
+from representatives import slow_but
 from site_tables import TARGETS, fitted, study, tables
 
 
@@ -108,7 +109,7 @@ def test_the_intercept_has_the_error_of_the_sandwich_of_the_columns_as_they_are(
     np.testing.assert_allclose(table["standard error"], [errors[-1], *errors[:-1]], rtol=1e-8)
 
 
-@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("kind", slow_but("ridge", of=TARGETS))
 def test_a_pipeline_of_scikit_learn_predicts_the_same(kind, tmp_path):
     """The pipeline has a linear model of scikit-learn, and predicts as the study's model does.
 

@@ -52,7 +52,7 @@ def posed(kind, groups="feature", cv=3, sites=SITES):
     return algorithm, problem, clients, x0, y0
 
 
-@pytest.mark.parametrize("kind", slow_but("logistic", "cox", of=KINDS))
+@pytest.mark.parametrize("kind", slow_but("logistic", of=KINDS))
 def test_the_hypergradient_is_that_of_finite_differences(kind):
     """The hypergradient in log x is that of central differences of F(x, y*(x)).
 
@@ -75,6 +75,7 @@ def test_the_hypergradient_is_that_of_finite_differences(kind):
     np.testing.assert_allclose(best.slope, slope, atol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but("cox", of=KINDS))
 def test_engines_agree(kind):
     """Reference, Local and Flower in one process give the same penalties and coefficients, up to rounding.

@@ -13,6 +13,7 @@ from fedbilevel.data import DataError
 from fedbilevel.data.table_files import read_table
 from fedbilevel.estimators import StudyModel
 from refusals import raises_with
+from representatives import slow_but
 from site_tables import TARGETS, fitted, tables
 
 
@@ -26,7 +27,7 @@ def saved(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("kind", slow_but("logistic", of=TARGETS))
 def test_predictions_are_those_of_the_model(kind, saved, tmp_path, capsys):
     """The command prints and writes the predictions of the model that a file holds.
 

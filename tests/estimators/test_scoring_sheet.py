@@ -8,6 +8,7 @@ import pytest
 
 from fedbilevel.data.columns import deviation
 from fedbilevel.estimators import StudyModel
+from representatives import slow_but
 from site_tables import TARGETS, study, tables
 
 GAP = "missing"
@@ -59,7 +60,7 @@ def by_hand(sheet, row, site):
     return total
 
 
-@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("kind", slow_but("ridge", of=TARGETS))
 def test_a_person_who_follows_the_sheet_predicts_as_the_model_does(kind, tmp_path):
     """A person who follows the sheet predicts as the model does, up to the difference that the sheet announces.
 
@@ -100,13 +101,14 @@ def test_the_sheet_is_as_precise_as_it_says_far_from_the_means(tmp_path):
     assert max(wrong) <= precision(sheet)[1]
 
 
+@pytest.mark.slow
 def test_a_sheet_without_numbers_asks_for_no_rounding():
     sheet = study("logistic", columns=("kind", "code")).fit(tables()).sheet()
     assert "S differs from the model's S by 0.000020 at most.\n" in sheet
     assert "Round" not in sheet
 
 
-@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("kind", slow_but("ridge", of=TARGETS))
 def test_the_example_has_the_prediction_of_the_model_to_the_printed_digits(kind, tmp_path):
     model = model_of(kind, tmp_path)
     *terms, total = model.sheet().partition("made up:\n\n")[2].split("\n\n")[0].split("\n")
@@ -144,6 +146,7 @@ def test_survival_follows_from_the_hazards_of_the_sheet(tmp_path):
         np.testing.assert_allclose(shares, model.predict_survival(rows, [time], "west")[:, 0], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_column_of_which_no_site_told_is_not_on_the_sheet(tmp_path):
     frames = {site: frame.assign(scan=np.nan) for site, frame in tables().items()}
     sheet = study("logistic", positive="no").fit(frames).sheet()

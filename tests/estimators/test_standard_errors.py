@@ -115,7 +115,7 @@ def test_of_cox_regression_by_patient():
     np.testing.assert_allclose(made.standard_errors_, by_patient(information, scores), rtol=1e-8)
 
 
-@pytest.mark.parametrize("kind", [LogisticRegression, Ridge, CoxRegression])
+@pytest.mark.parametrize("kind", slow_but(Ridge, of=[LogisticRegression, Ridge, CoxRegression]))
 def test_copies_of_rows_do_not_make_coefficients_more_certain(kind):
     """Three copies of each row, as rows of one patient, have the errors of rows without copies.
 
@@ -138,6 +138,7 @@ def test_copies_of_rows_do_not_make_coefficients_more_certain(kind):
     np.testing.assert_allclose(errors(3, False) * np.sqrt(3) * freedom, errors(1, False), rtol=2e-2)
 
 
+@pytest.mark.slow
 def test_without_repeated_rows_errors_by_patient_are_the_usual_ones_if_shares_are_exactly_as_predicted():
     """In a model of two groups of rows without penalties, both formulas have the same errors, up to √(m/(m − 1)).
 
@@ -154,6 +155,7 @@ def test_without_repeated_rows_errors_by_patient_are_the_usual_ones_if_shares_ar
     np.testing.assert_allclose(usual, np.sqrt(1 / (16 / 4 * 3 / 4) + 1 / (24 * 3 / 8 * 5 / 8)), rtol=1e-8)
 
 
+@pytest.mark.slow
 def test_a_single_patient_has_no_errors():
     with pytest.warns(DataWarning, match="one patient"):
         made = LogisticRegression(penalties=PENALTIES).fit(X, LABEL, groups=np.zeros(90), patients=np.zeros(90))

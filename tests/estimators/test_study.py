@@ -12,6 +12,7 @@ from fedbilevel.estimators import CoxRegression, LogisticRegression, Preparer, R
 from fedbilevel.estimators.agreement import Agreement, DifferentColumnsError
 from fedbilevel.estimators.site_table import SiteTable
 from refusals import raises_with, refuses
+from representatives import slow_but
 from site_tables import SITES, TARGETS, fitted, study, table, tables
 
 KINDS = {"logistic": LogisticRegression, "ridge": Ridge, "cox": CoxRegression}
@@ -28,7 +29,7 @@ def pooled(given, frames):
     return X, y if given.event else y.iloc[:, 0], np.repeat(given.sites, sizes), patients
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but("logistic", "ridge", of=KINDS))
 def test_a_study_has_the_numbers_of_the_estimator_on_the_pooled_rows(kind):
     given, frames, model = study(kind), tables(), fitted(kind)
     X, y, sites, patients = pooled(given, frames)

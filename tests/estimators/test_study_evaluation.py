@@ -147,6 +147,7 @@ def test_pairs_of_two_sites_are_bounded_by_their_groups():
     assert made["auprc"]["least"] == pytest.approx(np.mean(worst))
 
 
+@pytest.mark.slow
 def test_errors_of_ridge_regression_are_those_of_the_rows_in_one_place(ridge):
     """RMSE, bias and R² of ridge regression are those of the held-out rows, and their intervals count patients.
 

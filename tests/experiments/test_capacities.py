@@ -32,6 +32,7 @@ def test_a_network_without_units_is_not_cut() -> None:
         fb.solve(fb.SimFBO(server_lr=0.1), task.problem, task.clients, task.x0, task.y0, rounds=1)
 
 
+@pytest.mark.slow
 @pytest.mark.checked
 def test_a_run_says_who_held_what(run, tmp_path) -> None:
     """The closing table of a run shows the least number of clients that hold an entry of x."""

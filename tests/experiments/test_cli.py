@@ -18,6 +18,7 @@ from command_line import QUADRATIC, leftovers, without_remarks
 from fedbilevel import display, experiments
 from fedbilevel.cli.shared import console
 from fedbilevel.experiments import experiment, runner
+from representatives import slow_but
 
 pytestmark = pytest.mark.checked  # these are whole runs of a user, and checks of the losses must give no warning
 FILES = ["checkpoint.npz", "checkpoint.previous.npz", "environment.json", "history.jsonl", "ledger.json", "plot.png"]
@@ -64,6 +65,7 @@ def test_a_network_brings_its_widths() -> None:
     assert experiments.configure(settings=["hidden=[4, 4, 4]", "network=cnn"]).task.fields["hidden"] == [4, 4, 4]
 
 
+@pytest.mark.slow
 def test_seeds_make_one_run_each_and_are_finished_where_they_were_left(run, here) -> None:
     """Each seed has its own run, and the same command again finishes the runs that have not finished."""
     command = ["run", "quadratic", "--rounds", 20, "--out", "all"]
@@ -138,6 +140,7 @@ def test_a_run_that_cannot_be_resumed_is_left_as_it_is(damage, code, words, run,
     assert {path: path.read_bytes() for path in here.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 def test_a_number_that_is_not_finite_ends_the_run_with_its_checkpoint_kept(run, here) -> None:
     code, _, error = run(*QUADRATIC, "--set", "server_lr=50", "--rounds", 2000, "--out", "wild")
     assert code == 3
@@ -147,7 +150,7 @@ def test_a_number_that_is_not_finite_ends_the_run_with_its_checkpoint_kept(run, 
     assert "the last good checkpoint is kept in wild" in error
 
 
-@pytest.mark.parametrize("more", [["--out", "far"], ["--seeds", "1", "--out", "far"]])
+@pytest.mark.parametrize("more", slow_but(["--out", "far"], of=[["--out", "far"], ["--seeds", "1", "--out", "far"]]))
 def test_a_run_that_diverged_at_its_end_is_no_success(run, here, more) -> None:
     """A run whose metric has grown until its end has exit code 3 and warnings, even though its numbers are finite."""
     code, _, error = run(*QUADRATIC, "--set", "server_lr=0.9", "--rounds", 20, *more)

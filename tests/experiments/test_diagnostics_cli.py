@@ -16,6 +16,7 @@ from fedbilevel.experiments import configure
 SMALL = ["quadratic", "--set", "task.clients=3", "--set", "samples=[3, 3]"]
 
 
+@pytest.mark.slow
 @pytest.mark.checked
 def test_check_prints_the_report_with_the_methods_asked_for(run) -> None:
     code, shown, error = run(

@@ -300,6 +300,7 @@ def test_the_app_of_a_task_of_ours(tmp_path, capsys):
     assert "not empty" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_file_that_needs_its_neighbours_and_a_name_that_is_no_package_are_refused(spec, tmp_path):
     """An app is refused if its task needs a second file, or if its name is not a name for a package."""
     (tmp_path / "neighbour_of_it.py").write_text("A = 1\n")
@@ -322,6 +323,7 @@ def test_keys_are_made_once(tmp_path, capsys):
     assert "would be overwritten" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_server_that_ends_early_says_why_what_is_kept_and_how_to_go_on(spec, tmp_path, capsys):
     """If a server ends early, its error and `status` say why, what is kept, and how to continue.
 
@@ -342,6 +344,7 @@ def test_a_server_that_ends_early_says_why_what_is_kept_and_how_to_go_on(spec, t
     assert "finished; last: round 3" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_has_failed_though_its_numbers_are_finite(spec, tmp_path, capsys):
     out, steep = tmp_path / "a", spec.replace(algorithm={"client_lr": 30.0})
     with raises_with(fb.errors.NumericalError, f"its result is in {out}"):
@@ -365,8 +368,8 @@ PRIVATE = {"clip": 1.0, "noise-multiplier": 0.1, "delta": 1e-5}
     ([0, 1], [], [], "fit.mean"),
     pytest.param([1], [0], [], "fit.mean", marks=pytest.mark.slow),
     pytest.param([], [], [], "outer_loss", marks=pytest.mark.slow),
-    ([], [0, 1], [], "exchanges"),
-    ([0, 1], [], ["asynchronous.wait_for=1"], "outer_loss"),
+    pytest.param([], [0, 1], [], "exchanges", marks=pytest.mark.slow),
+    pytest.param([0, 1], [], ["asynchronous.wait_for=1"], "outer_loss", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_server_without_a_test_set_shows_the_mean_of_what_clients_tell(tell, private, settings, metric, tmp_path):
     """A server without a test set shows the mean of the numbers that clients report.

@@ -22,6 +22,7 @@ from fedbilevel.experiments.runner import build
 from fedbilevel.experiments.series import comparison_specs
 from fedbilevel.tasks.quadratic import outer, quadratic
 from refusals import ANY, raises_with, refuses, warns_with
+from representatives import slow_but
 
 optuna = pytest.importorskip("optuna")
 BOUNDS = {"low": -1.0, "high": 1.0}
@@ -142,7 +143,7 @@ def explosive(far=0.5):
     return replace(TASK, problem=fb.Bilevel(problem.outer, inner), metrics={})
 
 
-@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("private", slow_but(True, of=[False, True]))
 def test_a_trial_that_diverges_is_charged_and_the_search_goes_on(private, monkeypatch):
     """A trial that diverges is charged for its exchanges, and the search goes on.
 
@@ -174,6 +175,7 @@ def test_a_trial_that_diverges_is_charged_and_the_search_goes_on(private, monkey
         assert result.ledger.epsilon == privacy.epsilon_after(21)
 
 
+@pytest.mark.slow
 def test_a_search_that_is_begun_anew_charges_its_diverged_trials_again():
     """A search that begins anew after an interruption has the costs of one that nobody interrupted.
 
@@ -210,6 +212,7 @@ def task():
 """
 
 
+@pytest.mark.slow
 def test_the_table_says_how_many_trials_diverged(tmp_path, run):
     (tmp_path / "own.py").write_text(EXPLOSIVE)
     given = ["compare", f"{tmp_path / 'own.py'}:task", "--algorithms", "simfbo", "--against", "random"]
@@ -244,7 +247,7 @@ def test_an_outer_loss_that_is_not_finite_is_a_trial_that_diverges(trials):
     assert np.max(result.x) <= 0.5
 
 
-@pytest.mark.parametrize("unit", ["exchanges", "evaluations"])
+@pytest.mark.parametrize("unit", slow_but("exchanges", of=["exchanges", "evaluations"]))
 def test_a_search_ends_though_no_trial_can_begin(unit):
     """A search ends with an error if its trials diverge at their start, even if they use nothing of the budget.
 
@@ -257,6 +260,7 @@ def test_a_search_ends_though_no_trial_can_begin(unit):
         searched(Random(**BOUNDS, trial_exchanges=4, batch_size=None), 30, nowhere, unit=unit)
 
 
+@pytest.mark.slow
 def test_a_search_whose_trials_all_diverge_names_the_field_to_change():
     method = Random(**BOUNDS, trial_exchanges=4, batch_size=None, lr=1e200)
     with raises_with(NumericalError, "Random.lr = 1e+200") as error:
@@ -270,6 +274,7 @@ def test_a_metric_has_no_name_of_a_column_of_a_search(name):
         searched(Random(**BOUNDS), 18, replace(TASK, metrics={name: lambda x, y: x @ x}))
 
 
+@pytest.mark.slow
 @pytest.mark.checked
 def test_the_losses_of_a_search_are_checked_once(monkeypatch):
     """Check that the first of three trials checks the losses, and that runs with other clients check theirs as always.
@@ -358,6 +363,7 @@ def compared(tmp_path_factory):
     return folder, given
 
 
+@pytest.mark.slow
 def test_rivals_are_rows_and_curves_as_others(compared, run, tmp_path):
     """A search and FedEx are rows and curves of a comparison, like methods, and have the same budget of exchanges."""
     folder, _ = compared
@@ -492,6 +498,7 @@ def test_what_installs_optuna_is_said(monkeypatch):
         build(specs["search-TPE"])
 
 
+@pytest.mark.slow
 def test_x_may_be_a_tree(trials):
     """A search may be over a tree of arrays, and returns a tree of the same shapes."""
 

@@ -39,6 +39,7 @@ def shown(table):
     return console.file.getvalue()
 
 
+@pytest.mark.slow
 def test_a_run_measures_each_client_on_its_own_images(place):
     """A run measures the accuracy of each of three clients on its own images.
 

@@ -46,6 +46,7 @@ def test_a_damaged_environment_is_refused(tmp_path) -> None:
             run_of(SPEC, tmp_path, never)
 
 
+@pytest.mark.slow
 def test_another_text_of_ones_own_task_is_another_run(tmp_path) -> None:
     """If the file of a user's task has changed since a run began, the run is neither read nor continued."""
     own, text = tmp_path / "own.py", "from fedbilevel.tasks import quadratic\ndef mine(): return quadratic(clients=3)\n"

@@ -63,6 +63,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_csv_has_a_line_for_each_run(folder) -> None:
     rows = lines(folder)
     points = [(x, cohort, seed) for x in ("0.05", "0.1") for cohort in "29" for seed in "01"]
@@ -188,6 +189,7 @@ def test_a_diverged_run_is_a_row_and_not_played_again(tmp_path, monkeypatch) -> 
     assert contents(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_where_every_run_diverges_nothing_is_chosen(tmp_path, run) -> None:
     code, printed, error = run("sweep", *SMALL, "--grid", "server_lr.y=1e190,1e200", "--out", tmp_path)
     assert (code, error.strip()) == (

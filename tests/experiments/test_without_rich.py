@@ -7,13 +7,18 @@ import sys
 
 import pytest
 
+from representatives import slow_but
+
 PROGRAM = "import sys; sys.modules['rich'] = None; from fedbilevel.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
 @pytest.mark.parametrize(
     "command",
-    [["run", "quadratic"], ["compare", "quadratic"], ["watch", "."], ["report", "."],
-     ["sweep", "quadratic", "--grid", "local_steps=1,2"]],
+    slow_but(
+        ["run", "quadratic"], ["watch", "."],
+        of=[["run", "quadratic"], ["compare", "quadratic"], ["watch", "."], ["report", "."],
+            ["sweep", "quadratic", "--grid", "local_steps=1,2"]],
+    ),
     ids=lambda words: words[0],
 )  # fmt: skip
 def test_a_command_says_what_to_install(command, tmp_path) -> None:

@@ -71,7 +71,6 @@ CASES = {
 QUICK = (
     "SimFBO, numbers of each client",
     "two phases, a loop, client state",
-    "SimFBO, steps that adapt, trimmed mean",
     "FedAvg, local epochs, ragged",
 )
 """These cases have every kind of exchange, of own numbers and of samples; the others are more methods and problems."""
@@ -117,6 +116,7 @@ def test_agrees_with_local(case, tmp_path):
     assert all(line["seconds"] >= 0 and line["asked"] == COHORT for line in lines)
 
 
+@pytest.mark.slow
 def test_two_calls_of_solve_agree():
     """A second run on the same clients, which keep their runtimes, does not use the states of the first run."""
     algorithm, task = TwoPhase(), federations.TASK

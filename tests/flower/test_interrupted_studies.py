@@ -19,6 +19,7 @@ from site_tables import fitted, study, tables
 pytestmark = pytest.mark.usefixtures("posed_once")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_a_model_is_saved_after_its_report(files, tmp_path, monkeypatch):
     """The model is saved after the report, so that a study whose report could not be saved can be submitted again.
@@ -130,6 +131,7 @@ def test_only_a_search_of_the_same_tables_is_said_to_continue(tmp_path):
     assert len(search.files()) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_with_many_features_the_last_model_goes_on_where_it_was(files, tmp_path, monkeypatch, capsys):
     """With many features, the training of the last model continues where it was interrupted.

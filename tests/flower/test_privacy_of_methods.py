@@ -122,7 +122,7 @@ SIMULATED = {
 
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
-@pytest.mark.parametrize("case", slow_but("ShroFBO, public counts", "SimFBO, the first two, top-k", of=SIMULATED))
+@pytest.mark.parametrize("case", slow_but("ShroFBO, public counts", of=SIMULATED))
 def test_a_simulation_under_privacy_is_a_federation_under_privacy(case, tmp_path, noise_of_the_run):
     """If both draw the same noise, a simulation and a federation have the same x, y, costs and ε of each row.
 

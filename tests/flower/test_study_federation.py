@@ -71,6 +71,7 @@ def leaves(content):
     return {(): content} if isinstance(content, int | float) else {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but("ridge", of=TARGETS))
 def test_a_site_that_is_held_out_takes_part_and_changes_no_number(kind, files, tmp_path):
     given, place = study(kind, holdout="south"), tmp_path / "run"
@@ -185,6 +186,7 @@ def test_another_table_is_noticed_where_a_site_asks_for_it(files, tmp_path):
     assert codes(error) == {2: Code.SETTINGS}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_another_study_of_the_same_table_is_not_another_table(files, tmp_path, caplog):
     """Another study of the same table is not taken for another table, although its prepared samples differ.
@@ -292,6 +294,7 @@ def test_a_table_may_come_from_a_function(monkeypatch, tmp_path):
     assert made.outer["digest"].shape == (40, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", slow_but({}, of=[{}, {"holdout": "south"}]))
 def test_sites_search_for_the_penalties_of_many_features(more, files, tmp_path, monkeypatch):
     """If there are many features, sites search for the penalties by SimFBO, and train the last model in a second run.
@@ -317,7 +320,7 @@ def test_sites_search_for_the_penalties_of_many_features(more, files, tmp_path, 
 
 
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
-@pytest.mark.parametrize("folder", [True, False])
+@pytest.mark.parametrize("folder", slow_but(False, of=[True, False]))
 def test_a_table_that_changes_within_a_study_is_refused(folder, files, tmp_path, monkeypatch):
     """A site whose table changes within a study is refused when it reads the table again for the last model.
 

@@ -63,7 +63,7 @@ def client(loss, size=SIZE):
 
 
 DRAWS = [(name, *drawn) for name in sorted(LOSSES) for drawn in ((SIZE, None), (LONGEST, None), (SIZE, 4))]
-QUICK = [draws for draws in DRAWS if draws[0] == "network" or draws[1:] == (SIZE, None)]
+QUICK = [draws for draws in DRAWS if draws[1:] == (SIZE, None)]
 
 
 @pytest.mark.parametrize(("name", "size", "batch_size"), slow_but(*QUICK, of=DRAWS))

@@ -19,6 +19,7 @@ from fedbilevel.errors import CheckpointError, ConfigurationError, InUse, Numeri
 from fedbilevel.sweeps import Sweep, made, measured_on_test, played, product
 from fedbilevel.tasks import quadratic
 from refusals import ANY, raises_with, refuses
+from representatives import slow_but
 
 TASK = quadratic(clients=2, dim_x=2, dim_y=2, samples=(2, 2))
 STEPS = {"server_lr.x": [0.05, 0.1]}
@@ -258,6 +259,7 @@ def test_a_failed_point_is_a_row_that_says_why_and_stands_last() -> None:
     assert "every point failed" in repr(found)
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_is_charged_once_in_a_first_and_in_a_second_call(tmp_path) -> None:
     """A run that diverges is charged for its rounds once, in a first call and in a second one.
 
@@ -273,8 +275,8 @@ def test_a_run_that_diverges_is_charged_once_in_a_first_and_in_a_second_call(tmp
     assert second.spent == first.spent
 
 
-@pytest.mark.parametrize("engine", [fb.Local(), fb.Reference()])
-@pytest.mark.parametrize("budget", [None, 100.0])
+@pytest.mark.parametrize("engine", slow_but(fb.Local(), of=[fb.Local(), fb.Reference()]))
+@pytest.mark.parametrize("budget", slow_but(None, of=[None, 100.0]))
 def test_a_run_that_diverges_says_what_it_has_cost(engine, budget) -> None:
     """The error of a run that diverges has the costs of the run.
 

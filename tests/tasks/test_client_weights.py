@@ -65,6 +65,7 @@ def test_the_chosen_clients_alone_have_wrong_labels():
         np.testing.assert_array_equal(task.clients.outer.row(i)["label"], clean.clients.outer.row(i)["label"])
 
 
+@pytest.mark.slow
 def test_the_clients_with_wrong_labels_lose_their_weight():
     """With steps that adapt, SimFBO lowers the weight of clients with wrong labels from a half to less than a fifth."""
     task = client_weights()

@@ -148,6 +148,7 @@ def test_the_losses_are_those_of_two_tasks_by_hand(objective, tasks, characters)
         assert abs(value - expected[name]) < 1e-12 * expected[name], name
 
 
+@pytest.mark.slow
 def test_the_mean_over_clients_moves_a_head_as_far_as_its_owner_alone_would(tasks) -> None:
     """In a round of FedAvg with one local step, a head moves by −lr times the gradient of its owner's loss.
 

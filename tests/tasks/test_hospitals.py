@@ -16,6 +16,7 @@ from fedbilevel.tasks.hospitals import hospitals
 from fedbilevel.tasks.linear import site_weights
 from implicit import implicit_gradient
 from refusals import refuses
+from representatives import slow_but
 
 NAMES = list(hospital_files.SIZES)
 FOLDS = 3
@@ -98,7 +99,7 @@ def test_the_hypergradient_is_the_slope_of_the_cross_validated_loss(task, x):
         assert abs(by_differences) > 1e-5
 
 
-@pytest.mark.parametrize("offsets", [True, False])
+@pytest.mark.parametrize("offsets", slow_but(True, of=[True, False]))
 def test_a_single_level_optimum_is_scikit_learns(offsets):
     task = hospitals(tuned=False, ridge=0.05, offsets=offsets)
     table = task.clients.outer.values
@@ -132,6 +133,7 @@ def test_penalties_stay_in_their_bounds(task):
     assert np.abs(x["weight"]).max() > 12
 
 
+@pytest.mark.slow
 def test_a_few_rounds_lower_the_cross_validated_loss(task):
     steps = {"client_lr": fb.XYV(x=1.0, y=0.3, v=0.3), "server_lr": fb.XYV(x=1.0, y=1.0, v=1.0)}
     algorithm = fb.SimFBO(local_steps=1, batch_size=None, **steps)

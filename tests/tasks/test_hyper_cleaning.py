@@ -144,6 +144,7 @@ def test_metrics_look_at_the_weights_of_both_kinds(task):
     assert list(hyper_cleaning(corruption=0.0, holdout=0.2).metrics) == ["validation_accuracy"]
 
 
+@pytest.mark.slow
 def test_weights_learn_which_labels_are_wrong():
     """SimFBO learns weights that tell wrong labels from right ones, and the model gains accuracy by them.
 

@@ -230,6 +230,7 @@ def test_metrics_of_the_tasks_read_the_right_network():
             assert float(metric(task.x0, task.y0)) == pytest.approx(expected[name], rel=1e-12), name
 
 
+@pytest.mark.slow
 def test_the_best_class_weights():
     """The best class weights of fair classification are y_c = E[1{class is c} CE]/ρ.
 
@@ -277,6 +278,7 @@ def test_loss_tuning_learns():
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(result.x)) > 0.01
 
 
+@pytest.mark.slow
 def test_fair_classification_learns():
     task = fair_classification(clients=4)
     steps = fb.XYV(x=0.1, y=1.0, v=0.1)

@@ -139,6 +139,7 @@ def test_a_holdout_takes_training_images_and_never_the_test_set():
     assert total(task) == 1442 - round(0.25 * 1442)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"hidden": (32, 16)}, pytest.param({"network": "cnn", "hidden": (4, 8, 16)}, marks=pytest.mark.slow)],

@@ -52,6 +52,7 @@ def test_a_missing_library_is_said_before_anything_runs(command, tmp_path, capsy
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_a_comparison_is_a_run_with_a_run_of_each_algorithm_and_seed(tmp_path, monkeypatch) -> None:
     """A comparison is recorded as a run with mean results, and within it a run for each algorithm and seed."""
     service = Service()

@@ -11,6 +11,7 @@ from recorders import METHOD, TASK, InMemory, Service, solved
 import fedbilevel as fb
 from fedbilevel import cli, experiments
 from fedbilevel.cli import shared
+from representatives import slow_but
 
 PRIVACY = fb.Privacy(clip=1.0, noise_multiplier=0.1, delta=1e-5)
 SEEDS = [918273, 564738]
@@ -94,7 +95,7 @@ def test_commands_for_several_seeds(service, tmp_path, monkeypatch, command) -> 
     assert not has_a_seed(service)
 
 
-@pytest.mark.parametrize("holder", ["", "simfbo."], ids=["all", "one"])
+@pytest.mark.parametrize("holder", slow_but("simfbo.", of=["", "simfbo."]), ids=["all", "one"])
 def test_a_comparison_also_of_methods_without_privacy(service, tmp_path, monkeypatch, holder) -> None:
     """Methods of a comparison have the same seeds, so that a public run would give away that of a private one."""
     monkeypatch.setattr(shared, "trackers", lambda options: [InMemory(service)])

@@ -368,6 +368,7 @@ def test_an_experiment_without_a_folder_is_recorded(service) -> None:
     assert only(service).steps == [0, 2, 4]
 
 
+@pytest.mark.slow
 def test_a_search_over_x_is_recorded(service, tmp_path) -> None:
     pytest.importorskip("optuna")
     settings = ["run.exchanges=60", "low=-1", "high=1", "trial_exchanges=20", *SMALL[:3]]
