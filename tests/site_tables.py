@@ -12,8 +12,11 @@ TARGETS = {"logistic": {"target": "ill"}, "ridge": {"target": "days"}, "cox": {"
 
 
 def table(number):
-    """Return the table of a site: `days` are fewer at a higher age, the `kind` z is rare, and site 0 has one `dose`."""
-    rng, rows = np.random.default_rng(number), 40 + 17 * number
+    """Return the table of a site: `days` are fewer at a higher age, the `kind` z is rare, and site 0 has one `dose`.
+
+    Sites 1 and 2 have equally many rows, so that phases are compiled for two kinds of sites.
+    """
+    rng, rows = np.random.default_rng(number), 40 + 34 * (number > 0)
     made = pd.DataFrame({"patient": np.arange(rows) // 2, "age": rng.normal(50 + 5 * number, 9, rows).round(1)})
     made["dose"] = rng.normal(size=rows)
     made["kind"] = rng.choice(["a", "b", "c"], rows)

@@ -308,6 +308,7 @@ def test_a_stiff_client_that_is_seldom_asked_ruins_nothing(method):
     assert np.max(np.abs(result.y)) < 5
 
 
+@pytest.mark.slow
 def test_the_round_that_meets_a_stiff_client_steps_by_its_curvature():
     """In the round in which a stiff client is first asked, y is the client's optimum, t + x. The cohort has one client,
     which makes one local step with c = 1: y ← y − (1/1000)·1000 (y − t − x)."""

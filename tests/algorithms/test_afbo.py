@@ -319,6 +319,7 @@ def test_who_never_arrives_is_named(alike):
         fb.Clock(arrivals=lambda exchange, client, key, k: True)
 
 
+@pytest.mark.slow
 def test_steps_by_round_and_inner_round_are_those_of_rounds_with_each(task):
     """Schedules of η_t, and of β_{t,k} for each k, are read in each round.
 

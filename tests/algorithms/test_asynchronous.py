@@ -29,8 +29,8 @@ WITH_FIELDS = {
     fb.RAFBO: Case(fixed(fb.RAFBO(batch_size=None, hypergradient=fb.parts.PrintedSlopes(perturbation=1.0)))),
 }
 """Methods that can be late only with other fields than the defaults, or that compile faster with other fields."""
-QUICK = (fb.FedAvg, fb.SimFBO)
-"""Methods of one level and of two. The phases of the others are similar, or other tests make them late."""
+QUICK = (fb.FedAvg,)
+"""A method whose program is small. The phases of the others are similar, or other tests make them late."""
 
 
 def outcome(algorithm, problem, rounds=4):
@@ -106,6 +106,7 @@ def test_late_replies_leave_fedlin_its_fixed_point():
     assert abs(float(result.x) - star) < 1e-9 < abs(fedavg - star)
 
 
+@pytest.mark.slow
 def test_the_penalty_divides_the_step_by_one_and_the_delay():
     """With a delay penalty, the second step is shorter by the factor 1/(1 + penalty · mean age).
 

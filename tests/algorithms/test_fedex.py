@@ -111,6 +111,7 @@ def test_equals_the_rounds_written_out(rule):
     assert np.abs(found[ROUNDS].theta - 1 / K).max() > 0.05
 
 
+@pytest.mark.slow
 def test_a_cohorts_weights_are_normalised():
     """A cohort's weights are normalised: with two of three clients, a round is Algorithm 2 over one of the pairs."""
     task = population()

@@ -192,7 +192,10 @@ def test_random_order():
 
 @pytest.mark.parametrize(
     ("algorithm", "population", "lengths"),
-    [(fb.FISM(local_steps=3, **FIELDS), None, [2, 3, 3]), (fb.FISM(**FIELDS), np.array([1, 3, 9]), [1, 3, 3])],
+    [
+        (fb.FISM(local_steps=3, **FIELDS), None, [2, 3, 3]),
+        pytest.param(fb.FISM(**FIELDS), np.array([1, 3, 9]), [1, 3, 3], marks=pytest.mark.slow),
+    ],
 )
 def test_drawn_samples(algorithm, population, lengths):
     """A walk takes as many different samples as asked for, or all samples if there are fewer.

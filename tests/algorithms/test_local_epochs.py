@@ -167,6 +167,7 @@ def test_every_sample_is_seen_once_in_an_epoch(engine):
             np.testing.assert_allclose(seen, 3 / BATCH, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_what_is_dropped_changes_from_epoch_to_epoch():
     once, often = (marks(epochs, True, fb.Local())[0] for epochs in (1, 12))
     for n, seen, more in zip(SIZES, once, often, strict=True):
@@ -176,6 +177,7 @@ def test_what_is_dropped_changes_from_epoch_to_epoch():
         assert np.all(more > 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but("FedAvg", of=METHODS))
 def test_engines_agree(name):
     """Engines agree on each method with local epochs, with two devices and chunks that divide neither.

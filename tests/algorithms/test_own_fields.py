@@ -56,7 +56,7 @@ def field(method, path):
 REPEATED = {"ADBO", "SDBO", "AFBO", "FedMBO", "FedBiO", "FedNestSGD", "IRIG", "RAFBO", "ShroFBO", "FedAvg"}
 """Methods that step by clients' own numbers in a class that another method also has."""
 
-LONG = {"FedBiOAcc", "AggITD", "LFedNest", "F2SA", "CorrectedFBO", "FedEx", "MEHA", "RABO"}
+LONG = {"FedBiOAcc", "FedNest", "AggITD", "LFedNest", "F2SA", "CorrectedFBO", "FedEx", "MEHA", "RABO"}
 """Methods whose rounds take long to compile, and whose phases other tests run with own numbers."""
 
 SECOND = {"FedBiOAcc", "CorrectedFBO"}

@@ -236,6 +236,7 @@ def test_inner_rounds_are_whole_numbers_and_a_schedule_is_part_of_a_run(task, tm
         run(lambda k: 2 + k, rounds=2, checkpoint=tmp_path / "c.npz", resume=True)
 
 
+@pytest.mark.slow
 def test_steps_by_round_are_those_of_runs_with_each(task):
     """Two rounds with α and β given by round equal two runs of one round, each with the values of its round."""
     start = task.problem, task.clients, task.x0, task.y0

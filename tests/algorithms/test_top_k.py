@@ -79,6 +79,7 @@ def test_cohorts_of_some_come_to_the_same_limit():
     np.testing.assert_allclose(result.x, best(), atol=1e-11)
 
 
+@pytest.mark.slow
 def test_all_entries_are_the_method_itself_and_engines_agree():
     whole = run(SHAPE, rounds=5).x
     np.testing.assert_allclose(run(layered(SHAPE, TopK(share=1.0)), rounds=5).x, whole, atol=1e-13)

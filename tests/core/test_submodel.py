@@ -152,6 +152,7 @@ def losses(network):
     return jax.value_and_grad(lambda pair: networks.cross_entropy(network.logits(*pair, images), labels))
 
 
+@pytest.mark.slow
 def test_a_cut_network_is_the_whole_one_with_its_other_units_at_zero():
     """A cut network equals the whole network with its other units at zero, also in its gradients.
 

@@ -155,6 +155,7 @@ def test_every_method_ends_at_the_sets_nearest_point(method, kind):
     np.testing.assert_allclose(result.x, nearest(BEST), atol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but("box", of=SETS))
 def test_the_projected_gradient_vanishes_at_the_sets_nearest_point_and_there_alone(kind):
     """At the set's nearest point the projected gradient x − P(x − ∇Φ) is 0, and ∇Φ is not; elsewhere neither is 0."""

@@ -153,6 +153,7 @@ def test_what_is_no_display_is_refused(task) -> None:
             solve(task, progress=given)
 
 
+@pytest.mark.slow
 def test_nothing_is_written_into_pipes_unless_asked_for(task, capsys) -> None:
     solve(task)
     assert capsys.readouterr() == ("", "")

@@ -69,6 +69,7 @@ def converged(samples, rounds):
         return task, fb.solve(method, task.problem, task.clients, task.x0, task.y0, rounds=rounds, progress=False)
 
 
+@pytest.mark.slow
 def test_a_converged_run_is_not_worse_than_its_start():
     """A converged run does not count as worse than its start, where y was not trained.
 
@@ -194,6 +195,7 @@ def rising(x, y, batch):
     return still**2 - 2 * still * (x - still) + jnp.mean(0 * y * batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("outer", "options"),
     [

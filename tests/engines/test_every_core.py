@@ -51,6 +51,7 @@ def told_by(lines, flags=""):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("calls", "flags", "found"),
     [

@@ -79,6 +79,7 @@ def test_the_last_row_and_the_ledger_are_of_the_rounds_that_were(local):
     assert ledger.bytes_up == 3 * rounds * (2 + 1 + 1) * 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [fb.Reference(), pytest.param(fb.Local(devices=2, chunk=1), marks=pytest.mark.slow)])
 def test_every_engine_ends_there(local, engine):
     other = run(engine, eval_every=10)

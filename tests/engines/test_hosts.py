@@ -184,6 +184,7 @@ def ends_of(*codes):
     return ends([subprocess.Popen([sys.executable, "-c", line], **PIPES) for line in lines])
 
 
+@pytest.mark.slow
 def test_an_error_that_nobody_catches_ends_both_with_what_it_says():
     said = ends_of("group.gather(0); {}['mine']", "group.gather(0); group.gather(0)")
     (code0, _, error0), (code1, _, error1) = said

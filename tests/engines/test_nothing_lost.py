@@ -125,6 +125,7 @@ def test_what_no_smaller_step_mends_is_said_without_steps(case):
     assert re.fullmatch(r"(the|a derivative of the) (inner|curvature).* \(round \d+.* not finite\)", str(error.value))
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_a_step_away_is_named():
     """A loss that is not finite after a step from the start is named.
 

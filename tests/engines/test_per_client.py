@@ -85,6 +85,7 @@ def test_there_is_a_row_for_the_start_and_the_rounds_do_not_notice(result):
     np.testing.assert_array_equal(solved(own=None).x, result.x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", slow_but("reference", of=["reference", "streamed", "mapped"]))
 def test_engines_and_places_of_samples_agree(how, result, tmp_path):
     engine = {"reference": fb.Reference(), "streamed": fb.Local(stream=True), "mapped": fb.Local()}[how]

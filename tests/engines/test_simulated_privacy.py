@@ -299,6 +299,7 @@ def test_with_cohorts_it_ends_where_a_client_is_drawn_once_too_often():
     assert result.stopped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eval_every", [1, 100])
 def test_a_budget_copies_no_tables_of_clients_states_on_disk(eval_every, monkeypatch):
     """A budget copies no tables of clients' states on disk.

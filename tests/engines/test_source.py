@@ -59,6 +59,7 @@ def window(data, rows, name, longest, at):
     return Samples(getattr(data, name), start, size, longest, False)
 
 
+@pytest.mark.slow
 def test_streamed_members_have_the_samples_of_resident_ones():
     clients = population()
     resident = Resident(clients, layout(clients), KEY, None, 1)

@@ -120,7 +120,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", slow_but("SimFBO, importance", of=CASES))
+@pytest.mark.parametrize("case", slow_but("FedAvg, rolling", of=CASES))
 def test_engines_agree(case):
     """Engines agree to 1e-12: sums of a few dozen terms of size about 1 in another order differ by about 1e-15."""
     algorithm, problem, fields, cohort = CASES[case]
@@ -293,6 +293,7 @@ def test_fiarse_is_its_algorithm_1():
     assert result.history.rows[-1]["uncovered_x"] == 0
 
 
+@pytest.mark.slow
 def test_weights_of_a_bilevel_problem_have_the_masked_gradients():
     """In a bilevel problem, weights move along the gradients of the masked losses; x and y have a threshold each.
 

@@ -108,6 +108,7 @@ def folds(model, rows):
     return np.concatenate([model._folds(site, rows[site == SITES], None) for site in np.unique(SITES)])
 
 
+@pytest.mark.slow
 def test_one_penalty_is_the_best_of_scikit_learns_cross_validation():
     """With the same folds, the loss of scikit-learn on unseen rows is least at the penalty that the search finds.
 

@@ -46,6 +46,7 @@ LIFELINES = {  # coefficients, and standard errors
 BY_PATIENT = [0.300474988564062, 0.01542260232121736, 0.7261630742046372, 0.29583844880030213]  # of cgd
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", slow_but(lung, of=LIFELINES))
 def test_a_model_of_real_centres_has_the_coefficients_of_lifelines(table):
     X, target, site, _ = table()

@@ -39,6 +39,7 @@ def ends(started):
     return [(process.returncode, *words) for process, words in zip(started, said, strict=True)]
 
 
+@pytest.mark.slow
 def test_resume_is_given_to_all_or_to_none(tmp_path):
     """If only one of the processes gets --resume, both end with an error that names the difference."""
     for code, _, error in ends(commands(tmp_path, "quadratic", "--out", "there", other=["--resume", "there"])):

@@ -33,6 +33,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_every_run_has_its_folder(compared) -> None:
     found = sorted(str(path.parent.relative_to(compared)) for path in compared.rglob("summary.json"))
     assert found == [f"{name}/seed-{seed}" for name in ("centralised", "shrofbo", "simfbo") for seed in (0, 1)]

@@ -16,6 +16,7 @@ from fedbilevel.experiments.runner import task_of
 from fedbilevel.experiments.series import play_all
 from fedbilevel.tasks import MEASURED_PER_CLIENT, TASKS
 from refusals import refuses
+from representatives import slow_but
 
 SETTINGS = ["task.clients=3", "task.hidden=[4]", "run.rounds=1", "run.eval_every=1", "run.cohort=none"]
 
@@ -120,7 +121,7 @@ def test_a_panel_of_clients_whom_no_run_will_measure_is_refused_before_anything_
     assert not (tmp_path / "c").exists()
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", slow_but(*(TASKS.keys() - {"few_shot"}), of=TASKS))
 def test_the_tasks_that_an_error_names_are_those_that_have_such_metrics(name, tmp_path, monkeypatch):
     hospital_files.write(tmp_path, monkeypatch)
     settings = [] if name in ("hospitals", "tables") else ["task.clients=6"]

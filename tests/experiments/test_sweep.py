@@ -267,6 +267,7 @@ def test_a_folder_is_named_by_the_values_and_no_two_alike() -> None:
     assert all(len(name) < 120 and os.sep not in name for name in names)
 
 
+@pytest.mark.slow
 def test_lists_and_tables_are_values(tmp_path) -> None:
     grid = ["--grid", "samples=[2, 2]", "--grid", 'server_optimizer={name = "adam", b1 = 0.5},sgd']
     assert swept("quadratic", "--set", "clients=3", "--rounds", "1", *grid, "--out", tmp_path) == 0

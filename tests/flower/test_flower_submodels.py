@@ -79,6 +79,7 @@ def over(response, log=None, **terms):
     return Flower(grid=InProcess(response, len(CAPACITY), delay=second), log=log, terms=Terms(**terms))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "cohort"),
     [(IMPORTANCE, None), *(pytest.param(method, 4, marks=pytest.mark.slow) for method in (RANDOM, WEIGHTS))],

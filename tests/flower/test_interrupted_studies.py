@@ -96,6 +96,7 @@ def test_a_study_whose_server_was_killed_goes_on_where_it_was(files, tmp_path, c
     assert not [*place.glob("search-*")]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_a_study_of_other_tables_begins_anew(files, tmp_path, capsys):
     given, place = study("ridge", rounds=10), tmp_path / "run"

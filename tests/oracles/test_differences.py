@@ -11,6 +11,7 @@ from jax.flatten_util import ravel_pytree
 
 from fedbilevel.oracles import products
 from fedbilevel.oracles.differences import Differences, coordinate_slopes
+from representatives import slow_but
 
 
 @partial(jax.jit, static_argnums=0)
@@ -61,7 +62,7 @@ def test_half_the_step_leaves_a_quarter_of_the_error(name, errors):
     assert abs(errors(5e-3)[name] / errors(2.5e-3)[name] - 4) < 0.01
 
 
-@pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32])
+@pytest.mark.parametrize("dtype", slow_but(jnp.float64, of=[jnp.float64, jnp.float32]))
 def test_the_step_balances_truncation_and_rounding(dtype, errors, instance):
     """The default step balances truncation and rounding: steps 30 times as long or as short are worse.
 

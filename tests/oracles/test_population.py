@@ -61,7 +61,8 @@ def loops(instance, clients):
             zero = jax.tree.map(jnp.zeros_like, x)
             return jax.jvp(jax.grad(f, (0, 1)), (x, y), (zero, v))[1]
 
-        return [(f(x, y), jax.grad(f, (0, 1))(x, y), second(f), second(f)[1]) for f in map(mean, NAMES)]
+        found = [(f, second(f)) for f in map(mean, NAMES)]
+        return [(f(x, y), jax.grad(f, (0, 1))(x, y), products, products[1]) for f, products in found]
 
     parts = [(range(4), WEIGHTS), ([2], [1.0]), ([0], [1.0])]
     everyone, *alone = jax.jit(lambda *point: [slow(*part, *point) for part in parts])(*instance.iterate)

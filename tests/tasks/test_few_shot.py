@@ -453,6 +453,7 @@ def test_accuracy_is_measured_on_prototypes_as_by_hand(tasks, characters) -> Non
     assert again.metrics["test_accuracy"](again.x0, None) == measured
 
 
+@pytest.mark.slow
 def test_an_adapted_accuracy_is_that_of_the_adapted_network(tasks, characters) -> None:
     task = tasks["maml"]
     x = (task.x0[0], head_of(4, 3))

@@ -167,6 +167,7 @@ def test_folds_are_dealt_within_classes():
     assert fold.tolist() != dealt(labels, 3, np.random.default_rng(1)).tolist()
 
 
+@pytest.mark.slow
 def test_metrics_are_those_of_each_hospitals_test_patients(task):
     w = np.linspace(1, -1, 18)
     y = jnp.asarray(np.column_stack([np.zeros((18, FOLDS)), w]))  # the last model is the one that is used

@@ -59,7 +59,7 @@ def test_short_passes_give_the_same_bits(monkeypatch):
     ("make", "shape", "hidden", "pixels"),
     [
         (networks.mlp, (8, 8), (16, 12), 64),
-        (networks.cnn, (9, 7), (2, 3, 5), None),
+        pytest.param(networks.cnn, (9, 7), (2, 3, 5), None, marks=pytest.mark.slow),
     ],
 )
 def test_shapes_and_accuracy(make, shape, hidden, pixels):

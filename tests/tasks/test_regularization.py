@@ -82,6 +82,7 @@ def test_the_hypergradient_is_the_slope_of_the_validation_loss(task):
     assert np.abs(by_differences).min() > 1e-6
 
 
+@pytest.mark.slow
 def test_noise_is_shrunk_most(task):
     """Every feature that predicts nothing ends with a larger coefficient than every feature that predicts."""
     steps = fb.XYV(x=2.0, y=0.5, v=0.5)

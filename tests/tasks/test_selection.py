@@ -96,6 +96,7 @@ def test_held_out_rows_are_training_rows_and_the_metrics_say_so():
     assert kept < whole
 
 
+@pytest.mark.slow
 @pytest.mark.checked
 def test_a_preference_that_rises_is_no_divergence(recwarn):
     """No warning says that the run diverges if the preference H rises while x begins to fit the data.
