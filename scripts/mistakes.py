@@ -21,6 +21,7 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
@@ -48,9 +49,15 @@ def copied(to: Path) -> Path:
     return to
 
 
+@cache
+def texts_in(src: Path) -> list[tuple[Path, str]]:
+    """Return (file, its text without a mistake) for each Python file."""
+    return [(path, path.read_text("utf-8")) for path in sorted(src.rglob("*.py"))]
+
+
 def place_of(right: str, src: Path) -> Path | str:
     """Return the file in which a text occurs exactly once, or a text that says why there is none."""
-    found = [path for path in sorted(src.rglob("*.py")) for _ in range(path.read_text("utf-8").count(right))]
+    found = [path for path, text in texts_in(src) for _ in range(text.count(right))]
     if len(found) == 1:
         return found[0]
     names = ", ".join(sorted({path.relative_to(src).as_posix() for path in found}))

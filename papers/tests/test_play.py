@@ -46,6 +46,7 @@ def outcome(place: Path) -> dict[str, Any]:
     return json.loads((place / "outcome.json").read_text())
 
 
+@pytest.mark.slow
 def test_an_outcome_says_what_was_chosen_and_found(place: Path) -> None:
     found = outcome(place)
     methods = found["panels"]["all"]

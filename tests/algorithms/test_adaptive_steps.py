@@ -358,6 +358,7 @@ def test_which_steps_are_given_is_a_program_of_its_own():
         assert all(np.max(np.abs(a - b)) > 1e-9 for i, a in enumerate(ends) for b in ends[:i])
 
 
+@pytest.mark.slow
 def test_an_inner_loss_without_curvature_is_said():
     problem = fb.Bilevel(lambda x, y, batch: jnp.sum(x**2), lambda x, y, batch: jnp.sum(x) * jnp.sum(y))
     with pytest.warns(UserWarning, match="no curvature in y"):

@@ -175,6 +175,7 @@ def test_equals_the_events_written_out(name, task):
         assert delays[-1, 1] - delays[-7, 1] == pytest.approx(6 * sum(task.clients.weights[i] for i in absent), abs=1.5)
 
 
+@pytest.mark.slow
 def test_local_steps_by_inner_round_are_counted_exactly(task):
     """The ledger counts the local steps of each inner round; no other cost depends on them."""
     steps, spent = [np.ones_like(BY_K), BY_K], []

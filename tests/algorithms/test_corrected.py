@@ -95,6 +95,7 @@ def test_equals_rounds_written_out(optimizer):
     np.testing.assert_allclose(np.concatenate(state.mean), mean, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_round_with_the_mean_direction_at_its_own_start_is_a_round_of_fedmsa():
     """If m is the mean direction at z, a round equals FedMSA's, by hand and by the program of benchmarks/peers.
 

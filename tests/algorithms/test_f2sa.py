@@ -114,6 +114,7 @@ def test_the_floor_of_float32(multiplier, low, high):
     assert low <= distance(result.x, solution(task.clients).x) < high
 
 
+@pytest.mark.slow
 def test_the_multiplier_of_the_precision_reaches_the_solution():
     """With the default multiplier, F2SA comes close to the solution in float64.
 

@@ -132,6 +132,7 @@ LIGHT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but("LFedNest", of=LIGHT))
 def test_local_hypergradients_end_where_their_mean_vanishes(name):
     """Methods with clients' own hypergradients end where the mean of these is 0, which is not x*.
@@ -353,6 +354,7 @@ def saddle_in_y():
     return problem, fb.Clients({"a": np.ones((4, 3))}), jnp.ones(2), jnp.zeros(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [fb.parts.Implicit, pytest.param(fb.parts.LocalImplicit, marks=pytest.mark.slow)])
 def test_conjugate_gradient_stops_the_run_at_negative_curvature(kind):
     """The error comes before x has moved, and says what to do."""

@@ -66,6 +66,7 @@ def test_what_cannot_be_told_is_refused():
         solved(fb.FISM(lr=3.0, regularization=1.0), 2)
 
 
+@pytest.mark.slow
 def test_a_subgradient_of_ones_own():
     """The user's subgradient of H is the one that a round follows.
 

@@ -154,6 +154,7 @@ def run_with_series(**fields):
     return run(fb.RABO(**ALONE | {"hypergradient": hypergradient}, inner=ROUNDS_ON_Y), ALL, rounds=400)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [0.1, 0.2])
 def test_a_series_of_default_length_ends_where_its_own_hypergradients_vanish(step):
     """With 20 terms, the default, x ends at `end_of_series`, which is 5e-3 (step 0.1) or 3e-4 (step 0.2) from x*."""

@@ -188,6 +188,7 @@ def written_out(task, coefficients, eta, gamma, radius, normalised, rounds=3):
     return z
 
 
+@pytest.mark.slow
 def test_local_loops_of_drawn_length():
     """If the number of local steps is drawn in each round, equation (8) equals (5) for one client.
 

@@ -120,6 +120,7 @@ def cleaning(samples, rounds, **more):
     return fb.solve(fb.SimFBO(local_steps=1), problem, clients, np.zeros(80), np.zeros(3), rounds=rounds)
 
 
+@pytest.mark.slow
 def test_entries_of_x_that_never_move_are_named():
     """If clients have only the samples 0 to 19, a remark names the weights 20 to 79, but not after few rounds."""
     everywhere = np.tile(np.arange(20), (4, 1))

@@ -134,6 +134,7 @@ def test_what_points_show_of_strong_convexity(case):
     assert strong_convexity(problem(outer), jnp.ones((5, 2))) == 0  # X is a point
 
 
+@pytest.mark.slow
 def test_an_intersection_as_x():
     """If X is an intersection, projected points come in almost equal pairs; they are no evidence against H."""
     project = fb.projections.intersection(fb.projections.box(-1, 1), fb.projections.half_space(1, 0.5))

@@ -192,7 +192,9 @@ FEW_TELL = {
 """Losses that are not means over samples, which only few samples, or few pairs of samples, show."""
 
 
-@pytest.mark.parametrize(("penalty", "large"), [(0.0, False), (1.0, False), (1.0, True)])
+@pytest.mark.parametrize(
+    ("penalty", "large"), slow_but((0.0, False), (1.0, True), of=[(0.0, False), (1.0, False), (1.0, True)])
+)
 @pytest.mark.parametrize("case", FEW_TELL)
 def test_no_mean_is_said_where_few_samples_differ(case, penalty, large, monkeypatch):
     """A loss that is not a mean over samples is found although only few samples differ.

@@ -26,7 +26,7 @@ def task_of(case, capacity=(1.0, 0.5, 0.5, 0.25)):
     return replace(task, clients=replace(clients, capacity=capacity) if case == "submodels" else clients)
 
 
-@pytest.mark.parametrize("case", slow_but("whole models, loops", of=METHODS))
+@pytest.mark.parametrize("case", slow_but("whole models, one exchange", of=METHODS))
 def test_a_round_costs_what_was_counted(case):
     """The predicted cost of a round equals the measured cost of a run.
 

@@ -320,7 +320,9 @@ READ = {
 }
 
 
-@pytest.mark.parametrize("case", READ)
+@pytest.mark.parametrize(
+    "case", slow_but("a number that a loss reads", "a loss", "what an optimizer's schedule reads", of=READ)
+)
 def test_what_a_module_holds_is_noticed_where_it_changes(case, monkeypatch):
     algorithm, name, value = READ[case]
     solved(algorithm)
@@ -347,6 +349,7 @@ def with_a_rule_inside_a_rule(factor):
     return fb.Bilevel(outer, lambda x, y, batch: outer(x, y, batch) + jnp.sum(square(y)))
 
 
+@pytest.mark.slow
 def test_a_rule_for_second_derivatives_that_changes_is_noticed():
     solved(problem=with_a_rule_inside_a_rule(2.0))
     assert is_fresh(problem=with_a_rule_inside_a_rule(9.0))

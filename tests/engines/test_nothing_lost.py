@@ -284,6 +284,7 @@ def counted(*lrs, engine=None, layer=None):
     return error.value.ledger.gradients
 
 
+@pytest.mark.slow
 def test_rounds_that_failed_are_charged():
     """Rounds that failed are in the ledger: the first round fails once with the given steps, and three times with
     halved ones.

@@ -13,7 +13,7 @@ from representatives import slow_but
 @pytest.mark.parametrize(
     ("population", "processes", "devices"), slow_but((7, 3, 2), of=[(8, 2, 1), (7, 3, 2), (5, 5, 1)])
 )
-@pytest.mark.parametrize("chunk", [1, 3])
+@pytest.mark.parametrize("chunk", slow_but(3, of=[1, 3]))
 def test_every_member_of_a_cohort_has_one_place_with_its_owner(population, processes, devices, chunk):
     shares = Shares(population, processes, 0, devices)
     owners = np.repeat(np.arange(processes), np.diff(shares.bounds))

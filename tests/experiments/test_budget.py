@@ -36,6 +36,7 @@ def test_it_ends_at_the_first_row_that_reaches_it(random_length) -> None:
     assert loaded.summary["stopped"] == f"{BUDGET} exchanges done"
 
 
+@pytest.mark.slow
 def test_rows_are_spread_over_it(tmp_path) -> None:
     """The 50 rows of a run are spread over its budget.
 

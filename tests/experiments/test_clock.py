@@ -106,6 +106,7 @@ def test_the_level_without_a_federation_has_no_stragglers() -> None:
     assert build(specs["centralised"]).algorithm.late.wait_for == 1
 
 
+@pytest.mark.slow
 def test_a_budget_of_time_ends_at_the_first_row_that_reaches_it(compared) -> None:
     """A run with a budget of virtual time ends at the first row that reaches it, and all rounds take equally long."""
     run = experiments.load_run(compared / "simfbo")

@@ -112,6 +112,7 @@ def test_a_demo_without_flower_writes_nothing(spec, tmp_path, monkeypatch):
     assert not (tmp_path / "demo").exists()
 
 
+@pytest.mark.slow
 def test_a_server_records_in_trackers_what_it_knows(spec, tmp_path, monkeypatch):
     """A tracker of the server gets its rows, parameters and files, but not the log of exchanges."""
     service = Service()
@@ -146,6 +147,7 @@ def test_an_unfinished_run_goes_on_under_its_name(spec, tmp_path):
     assert asked == []  # since the run is finished
 
 
+@pytest.mark.slow
 def test_a_run_that_too_few_clients_came_to_starts_again_in_its_folder(spec, tmp_path):
     """A run that too few clients joined leaves only its log, and `serve` starts it again in the same folder."""
     spec, out = spec.replace(run={"rounds": 1}), tmp_path / "a"

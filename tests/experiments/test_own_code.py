@@ -248,6 +248,7 @@ def method(here) -> Iterator[Path]:
 DAMPED = "sub/method.py:Damped"
 
 
+@pytest.mark.slow
 @pytest.mark.checked
 def test_an_algorithm_runs_with_its_own_presets(run, here, method) -> None:
     code, _, error = run("run", "quadratic", "--algorithm", DAMPED, "--rounds", 2, "--quiet", "--out", here / "one")

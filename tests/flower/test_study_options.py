@@ -21,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("posed_once")
 NEW = ["flower", "new", "app", "--estimator", "logistic", "--target", "ill", "--sites", ",".join(SITES)]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_the_command_writes_an_app_whose_parties_play_the_study(files, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -7,6 +7,7 @@ import pytest
 
 from fedbilevel.core.client import Samples
 from fedbilevel.machinery.threefry import computed_once, threefry, written_out
+from representatives import slow_but
 
 USES = {
     "bits": lambda key: jax.random.bits(key, (7, 3)),
@@ -23,7 +24,7 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("use", slow_but(*(USES.keys() - {"gamma"}), of=USES))
 def test_bits_are_those_of_jax(use):
     key = jax.random.key(2**31 + 1)
     quick = written_out(key)

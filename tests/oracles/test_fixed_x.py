@@ -148,6 +148,7 @@ def test_derivatives_go_through_complex_features():
     np.testing.assert_allclose(Differences().cross_v(problem, x, y, v, batch), exact, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_several_points_share_what_does_not_depend_on_y():
     """Several points share the features, and values and derivatives are those of the loss.
 

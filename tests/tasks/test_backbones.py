@@ -88,6 +88,7 @@ def test_pool_drops_an_odd_edge_and_keeps_a_single_one():
     assert pool(maps[:, :1, :1]).shape == (2, 1, 1, 1)
 
 
+@pytest.mark.slow
 def test_a_residual_block_adds_its_shortcut():
     """A residual block adds its shortcut before the last ReLU.
 

@@ -74,6 +74,7 @@ def test_clients_differ_enough_to_tell_methods_apart():
     assert float(task.metrics["relative_error"](task.x0, None)) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_the_portfolio_is_optimal():
     """The optimum of the portfolio task minimises −μᵀw + (λ/2) wᵀΣw, with the moments of all clients' pooled rows.
 

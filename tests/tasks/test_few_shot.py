@@ -351,6 +351,7 @@ def plain(x, characters, images):
     return of_pixels(x, pixels, np.repeat(np.arange(3), images.shape[1]))
 
 
+@pytest.mark.slow
 def test_first_order_maml_has_the_gradient_of_the_query_loss_where_the_steps_end(tasks, maml_point, characters) -> None:
     x, batch = maml_point
     there = x
@@ -439,6 +440,7 @@ def drawings(part) -> np.ndarray:
     return np.asarray(part.values["image"]).reshape(-1, 28, 28)
 
 
+@pytest.mark.slow
 def test_accuracy_is_measured_on_prototypes_as_by_hand(tasks, characters) -> None:
     task = tasks["protonet"]
     drawn = draw_episodes(characters.test.images, 12, 3, 2, 4, seed=0)
