@@ -175,7 +175,7 @@ def test_the_error_in_y_falls_by_the_rate_of_half_of_1_over_L(name, condition):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", slow_but(fb.ShroFBO, of=[fb.SimFBO, fb.ShroFBO, fb.FedBiO]))
+@pytest.mark.parametrize("method", [fb.SimFBO, fb.ShroFBO, fb.FedBiO])
 def test_local_steps_and_their_sums_bear_unequal_work(method):
     """Clients with 20, 1 and 5 local steps come to x = 3.
 
@@ -255,7 +255,7 @@ FEDNEST = fb.FedNest(inner=SVRG(rounds=2), batch_size=None, outer_lr=0.02)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "often"),
-    [(EXACT["SimFBO"], 1), pytest.param(FEDNEST, 2, marks=pytest.mark.slow)],
+    [(EXACT["SimFBO"], 1), (FEDNEST, 2)],
     ids=["SimFBO", "FedNest"],
 )
 def test_costs_are_the_methods_and_those_of_the_measures(method, often):
@@ -325,7 +325,7 @@ def test_the_round_that_meets_a_stiff_client_steps_by_its_curvature():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
-    [fb.SimFBO, *(pytest.param(one, marks=pytest.mark.slow) for one in (fb.AFBO, fb.FedNest, fb.RABO, fb.AggITD))],
+    [fb.SimFBO, fb.AFBO, fb.FedNest, fb.RABO, fb.AggITD],
 )
 def test_the_unit_of_the_outer_loss_is_no_matter(method):
     """x takes the same path if f is a million times as large, for example a sum in place of a mean, since v and h scale
@@ -498,7 +498,7 @@ def test_where_clients_would_keep_much_they_begin_anew(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", slow_but(fb.LFedNest, of=[fb.RABO, fb.LFedNest, fb.AFBO]))
+@pytest.mark.parametrize("method", [fb.RABO, fb.LFedNest, fb.AFBO])
 def test_batches_of_almost_no_curvature_do_not_make_a_client_step_far(method):
     """Batches with almost no curvature do not make a client's step so long that x leaves its solution, near 1. Most
     samples have a curvature of 2e-7, and the others of 2, so that 1/L_i may be 5e6 on a batch of one sample."""

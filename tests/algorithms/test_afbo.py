@@ -339,7 +339,7 @@ def test_steps_by_round_and_inner_round_are_those_of_rounds_with_each(task):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("client_lr", slow_but(None, of=[0.2, None]))
+@pytest.mark.parametrize("client_lr", [0.2, None])
 def test_a_rule_of_round_and_inner_round_gives_what_its_numbers_give(client_lr, task):
     """A function of t and k can give β_{t,k}, if the number of inner rounds K^t changes from round to round.
 

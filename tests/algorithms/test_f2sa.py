@@ -220,9 +220,10 @@ def added(kept, scale):
 counted.defvjp(lambda y, steps: (counted(y, steps), (y, steps)), added)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss",
-    [lambda y: once(y), pytest.param(lambda y: counted(y, jnp.argmax(y) + 2), marks=pytest.mark.slow)],
+    [lambda y: once(y), lambda y: counted(y, jnp.argmax(y) + 2)],
     ids=["outside", "loop"],
 )
 def test_methods_of_second_derivatives_say_what_they_cannot_differentiate(loss):

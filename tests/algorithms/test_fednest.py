@@ -133,7 +133,7 @@ LIGHT = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_but("LFedNest", of=LIGHT))
+@pytest.mark.parametrize("name", LIGHT)
 def test_local_hypergradients_end_where_their_mean_vanishes(name):
     """Methods with clients' own hypergradients end where the mean of these is 0, which is not x*.
 
@@ -355,7 +355,7 @@ def saddle_in_y():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [fb.parts.Implicit, pytest.param(fb.parts.LocalImplicit, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [fb.parts.Implicit, fb.parts.LocalImplicit])
 def test_conjugate_gradient_stops_the_run_at_negative_curvature(kind):
     """The error comes before x has moved, and says what to do."""
     algorithm = fixed(

@@ -267,7 +267,8 @@ def test_the_nearest_of_many_minimisers():
     assert result.history["average_error"][-1] < 0.05
 
 
-@pytest.mark.parametrize("first", [None, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [None, 2])
 def test_where_balls_overlap(first):
     """x ends near the point common to all balls that is nearest to the anchor, in the location task.
 

@@ -386,9 +386,7 @@ def test_layers_are_at_their_places_whatever_their_order():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layer", slow_but(parts.TopK(share=1.0), of=[parts.TopK(share=1.0), fb.Asynchronous(wait_for=4)])
-)
+@pytest.mark.parametrize("layer", [parts.TopK(share=1.0), fb.Asynchronous(wait_for=4)])
 def test_an_estimate_needs_replies_to_its_own_message(layer):
     task, local = quadratic(clients=4, samples=(5, 5)), parts.LocalImplicit(solver=parts.Neumann(step=0.1))
     method = layered(

@@ -83,7 +83,7 @@ def batches(key, size, epochs, drop_last):
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("epochs", slow_but(1, of=[1, 2]))
 def test_fedavg_in_plain_loops(epochs, drop_last):
     method = with_epochs(fb.FedAvg(lr=0.1), epochs, drop_last)
     x, p = np.ones(DIM), WEIGHTS / WEIGHTS.sum()
@@ -178,7 +178,7 @@ def test_what_is_dropped_changes_from_epoch_to_epoch():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_but("FedAvg", of=METHODS))
+@pytest.mark.parametrize("name", METHODS)
 def test_engines_agree(name):
     """Engines agree on each method with local epochs, with two devices and chunks that divide neither.
 
@@ -195,7 +195,7 @@ def test_engines_agree(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_but("FedNestSGD", of=["FedNestSGD", "FedNest", "AFBO"]))
+@pytest.mark.parametrize("name", ["FedNestSGD", "FedNest", "AFBO"])
 def test_inner_rounds_count_their_gradients(name):
     """In each inner round, local epochs cost one more gradient for each step beyond the first (FedNest two).
 

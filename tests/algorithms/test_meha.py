@@ -93,6 +93,7 @@ def test_a_step_written_out(independent):
     assert (result.ledger.gradients, result.ledger.hvps) == (2 * (9 if independent else 3), 0)
 
 
+@pytest.mark.slow
 def test_what_a_round_costs():
     """A message and a reply have x and two trees like y, in float64; each local step costs three gradients."""
     task = quadratic(clients=6)

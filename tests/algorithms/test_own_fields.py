@@ -57,7 +57,7 @@ REPEATED = {"ADBO", "SDBO", "AFBO", "FedMBO", "FedBiO", "FedNestSGD", "IRIG", "R
 """Methods that step by clients' own numbers in a class that another method also has."""
 
 LONG = {"FedBiOAcc", "FedNest", "AggITD", "LFedNest", "F2SA", "CorrectedFBO", "FedEx", "MEHA", "RABO"}
-"""Methods whose rounds take long to compile, and whose phases other tests run with own numbers."""
+"""Methods whose rounds take long to compile. Engines hand a client's own numbers to all methods by the same code."""
 
 SECOND = {"FedBiOAcc", "CorrectedFBO"}
 """Methods with a number that is first used in the second round."""

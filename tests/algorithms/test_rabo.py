@@ -20,7 +20,6 @@ from fedbilevel.tasks.compositional import compositional
 from fedbilevel.tasks.quadratic import quadratic, solution
 from fixed_steps import fixed
 from refusals import ANY, refuses
-from representatives import slow_but
 
 AGREEMENT = {
     "RABO": Case(
@@ -259,7 +258,8 @@ def test_equals_the_equations_written_out(task):
     np.testing.assert_allclose(result.y, y, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", slow_but("RABO, cg", of=["RABO, cg", "RABO, global", "adjoint, global"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["RABO, cg", "RABO, global", "adjoint, global"])
 def test_ends_where_its_hypergradients_vanish(name, task):
     """Methods with a global hypergradient end at x*; the others end where the mean of clients' own hypergradients is 0.
 

@@ -69,9 +69,7 @@ def mean_over_holders(parts, shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "tolerance"), [("RABO", 1e-9), pytest.param("coordinate", 1e-6, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("name", "tolerance"), [("RABO", 1e-9), ("coordinate", 1e-6)])
 def test_a_round_is_that_of_the_sliced_problems(name, tolerance, rounds):
     """A round equals that of the sliced problems, with matrices in NumPy.
 

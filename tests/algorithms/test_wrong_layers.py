@@ -17,6 +17,7 @@ from fedbilevel.core.config import static
 from fedbilevel.core.tree import XYV
 from fedbilevel.errors import ConfigurationError, NumericalWarning
 from fedbilevel.tasks.quadratic import quadratic
+from representatives import slow_but
 
 METHOD = fb.SimFBO(local_steps=1, batch_size=None, server_lr=XYV(0.2, 0.1, 0.1), client_lr=0.1)
 TASK = quadratic(clients=4, dim_x=6, dim_y=3, samples=(2, 2))
@@ -345,7 +346,7 @@ def test_a_field_that_is_used_as_a_size_is_named_with_the_function_of_the_layer(
     refused(lambda: run(Share()), r"Share\.coded is traced .*static\(")
 
 
-@pytest.mark.parametrize("resume", [True, "force"])
+@pytest.mark.parametrize("resume", slow_but("force", of=[True, "force"]))
 def test_a_checkpoint_with_the_state_of_another_layer_is_refused_by_the_name_of_the_layer(resume, tmp_path):
     file = tmp_path / "run.npz"
     run(fb.parts.TopK(), checkpoint=file)

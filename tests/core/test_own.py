@@ -207,6 +207,7 @@ def test_a_run_is_no_longer_than_its_table():
         fb.solve(fb.SimFBO(), problem, clients, np.ones(2), np.ones(2), rounds=3)
 
 
+@pytest.mark.slow
 def test_a_longer_table_is_no_other_run(tmp_path):
     """A resumed run may have more rows in a table, but no other numbers in rows of rounds that are done."""
     task, table = quadratic(clients=CLIENTS, samples=(5, 5)), np.ones((4, CLIENTS), int)

@@ -156,7 +156,7 @@ def test_every_method_ends_at_the_sets_nearest_point(method, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", slow_but("box", of=SETS))
+@pytest.mark.parametrize("kind", SETS)
 def test_the_projected_gradient_vanishes_at_the_sets_nearest_point_and_there_alone(kind):
     """At the set's nearest point the projected gradient x − P(x − ∇Φ) is 0, and ∇Φ is not; elsewhere neither is 0."""
     project, nearest = SETS[kind]
@@ -186,7 +186,9 @@ def test_a_projection_that_acts_on_each_entry_is_found(project):
     assert acts_on_entries(project, np.zeros(4))
 
 
-@pytest.mark.parametrize(("optimizer", "kind"), [(optax.sgd(0.3), "ball"), (optax.adam(0.01), "box")])
+@pytest.mark.parametrize(
+    ("optimizer", "kind"), [(optax.sgd(0.3), "ball"), pytest.param(optax.adam(0.01), "box", marks=pytest.mark.slow)]
+)
 def test_an_optimizer_of_x_ends_at_the_sets_nearest_point(optimizer, kind):
     method = fb.OuterOptimizer(fixed(fb.SimFBO(batch_size=None)), optimizer=optimizer)
     result = fb.solve(method, problem(SETS[kind][0]), population(), jnp.zeros(3), jnp.zeros(3), rounds=2000)
@@ -231,7 +233,11 @@ def curved(project):
     return problem, fb.Clients(one, one), jnp.zeros(3), jnp.zeros(3)
 
 
-@pytest.mark.parametrize("optimizer", [optax.sgd(1.0), optax.sgd(1.0, momentum=0.5)], ids=["sgd", "momentum"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [optax.sgd(1.0), pytest.param(optax.sgd(1.0, momentum=0.5), marks=pytest.mark.slow)],
+    ids=["sgd", "momentum"],
+)
 def test_a_server_optimizer_along_the_gradient_ends_at_the_minimum_in_a_ball(optimizer):
     # with one local step there is no drift
     given = {"batch_size": None, "local_steps": 1, "client_lr": 1.0, "server_lr": 0.3}

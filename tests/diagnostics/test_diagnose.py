@@ -71,6 +71,7 @@ def test_the_equilibrium_is_that_of_the_closed_form(drawn):
     np.testing.assert_allclose(found.measurements.response.y, y, rtol=0, atol=1e-12 * np.linalg.norm(y))
 
 
+@pytest.mark.slow
 def test_clients_differ_by_what_a_loop_says(drawn):
     task, found, _ = drawn
     own = [jax.grad(task.problem.inner, 1)(task.x0, task.y0, task.clients.inner.row(i)) for i in range(4)]

@@ -96,6 +96,7 @@ def test_a_run_that_fails_closes_its_display(task) -> None:
     assert told.events == [("stage", "tracing"), ("close",)]
 
 
+@pytest.mark.slow
 def test_a_display_that_fails_costs_nothing_but_itself(task) -> None:
     class Broken(Told):
         def advance(self, round: int, rounds: int) -> None:

@@ -200,9 +200,7 @@ def rising(x, y, batch):
     ("outer", "options"),
     [
         (wrong, {"cohort": 2}),
-        pytest.param(
-            *(rising, {"eval_every": 2, "metrics": {"height": lambda x, y: jnp.exp(x**2)}}), marks=pytest.mark.slow
-        ),
+        (rising, {"eval_every": 2, "metrics": {"height": lambda x, y: jnp.exp(x**2)}}),
     ],
     ids=["", "after halvings"],
 )

@@ -56,20 +56,10 @@ def told_by(lines, flags=""):
     ("calls", "flags", "found"),
     [
         (f"said(np.ones, {LARGE}), said(np.ones, 2)", "", [[3, 2, []], [3, 1, []]]),  # four clients: two on each device
-        pytest.param(
-            f"said(np.ones, {LARGE}, clients=1), said(np.ones, {LARGE}, clients=1)",
-            "",
-            [[1, 1, []]] * 2,
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            f"said(np.ones, {LARGE})",
-            "--xla_force_host_platform_device_count=2",
-            [2, 2, []],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(f"fb.tune_cpu(1), said(np.ones, {LARGE})", "", [None, [1, 1, []]], marks=pytest.mark.slow),
-        pytest.param(f"fb.tune_cpu(), said(jnp.ones, {LARGE})", "", [None, [3, 2, []]], marks=pytest.mark.slow),
+        (f"said(np.ones, {LARGE}, clients=1), said(np.ones, {LARGE}, clients=1)", "", [[1, 1, []]] * 2),
+        (f"said(np.ones, {LARGE})", "--xla_force_host_platform_device_count=2", [2, 2, []]),
+        (f"fb.tune_cpu(1), said(np.ones, {LARGE})", "", [None, [1, 1, []]]),
+        (f"fb.tune_cpu(), said(jnp.ones, {LARGE})", "", [None, [3, 2, []]]),
     ],
 )
 def test_a_first_computation_has_every_core(calls, flags, found):

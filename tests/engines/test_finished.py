@@ -80,7 +80,7 @@ def test_the_last_row_and_the_ledger_are_of_the_rounds_that_were(local):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", [fb.Reference(), pytest.param(fb.Local(devices=2, chunk=1), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", [fb.Reference(), fb.Local(devices=2, chunk=1)])
 def test_every_engine_ends_there(local, engine):
     other = run(engine, eval_every=10)
     assert (other.round, other.stopped) == (local.round, local.stopped)

@@ -101,9 +101,7 @@ def test_samples_go_with_the_run_before_the_garbage_collector_comes(options, mon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "algorithm", [fb.FedNest(), pytest.param(fb.RABO(), marks=pytest.mark.slow)], ids=lambda one: type(one).__name__
-)
+@pytest.mark.parametrize("algorithm", [fb.FedNest(), fb.RABO()], ids=lambda one: type(one).__name__)
 def test_checks_of_steps_keep_no_losses(algorithm):
     """The checks of steps, which compute eigenvalues of inner Hessians before the first round, keep no losses."""
     kept = solved(fb.Local(), algorithm)

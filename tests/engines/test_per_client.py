@@ -9,7 +9,6 @@ from fedbilevel.engines import evaluation
 from fedbilevel.engines.evaluation import DECILES, PerClient, PerClientEvaluation, as_per_client, spread
 from fedbilevel.engines.process_group import ProcessGroup
 from refusals import ANY, raises_with, refuses
-from representatives import slow_but
 
 BLOCK = 8
 SIZES = (1, 7, 11, 8)  # within a block, over its edge, exactly one block
@@ -86,7 +85,7 @@ def test_there_is_a_row_for_the_start_and_the_rounds_do_not_notice(result):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", slow_but("reference", of=["reference", "streamed", "mapped"]))
+@pytest.mark.parametrize("how", ["reference", "streamed", "mapped"])
 def test_engines_and_places_of_samples_agree(how, result, tmp_path):
     engine = {"reference": fb.Reference(), "streamed": fb.Local(stream=True), "mapped": fb.Local()}[how]
     other = solved(engine, population(map_in=tmp_path) if how == "mapped" else None)

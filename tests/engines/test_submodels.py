@@ -194,7 +194,7 @@ def test_where_all_hold_the_same_units_it_is_the_method_on_these(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_but("FedAvgS", of=ON_A_SLICE))
+@pytest.mark.parametrize("name", ON_A_SLICE)
 def test_where_all_hold_the_same_weights_it_is_the_method_on_the_masked_problem(name):
     """If all clients hold the same weights, a round equals a round on whole arrays whose losses are masked.
 

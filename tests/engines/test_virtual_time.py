@@ -122,12 +122,7 @@ def test_arrivals_that_read_something_changed_are_noticed():
     ("arrivals", "other", "name"),
     [
         ([[True, False, True], [False, True, False]], [[True, True, True]], "clock's arrivals"),
-        pytest.param(
-            lambda e, i, key: jax.random.bernoulli(key),
-            lambda e, i, key: e % 3 == i,
-            "Clock.arrivals",
-            marks=pytest.mark.slow,
-        ),
+        (lambda e, i, key: jax.random.bernoulli(key), lambda e, i, key: e % 3 == i, "Clock.arrivals"),
     ],
 )
 def test_a_run_by_a_schedule_goes_on_by_it_and_by_no_other(arrivals, other, name, tmp_path):

@@ -49,7 +49,7 @@ def said(method, problem, y0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SimFBO", pytest.param("AggITD", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["SimFBO", "AggITD"])
 def test_a_concave_inner_loss_is_warned_of_once(name):
     """A concave inner loss is warned of once, with a ridge of half its curvature.
 

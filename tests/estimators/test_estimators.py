@@ -23,7 +23,6 @@ from fedbilevel.oracles.exact import solve_inner
 from fedbilevel.oracles.population import Population
 from implicit import implicit_gradient
 from refusals import refuses
-from representatives import slow_but
 
 SITES = np.repeat(["a", "b", "c"], [40, 70, 90])
 
@@ -214,7 +213,7 @@ def hypergradient(problem, clients, x, y):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("groups", slow_but("feature", of=["one", "feature"]))
+@pytest.mark.parametrize("groups", ["one", "feature"])
 def test_nothing_is_left_of_the_hypergradient(groups, classes, monkeypatch):
     """Where the search ends, the hypergradient in log x is 0, except where it points out of the bounds of x.
 

@@ -95,7 +95,7 @@ def test_the_offset_of_a_site_that_was_not_in_the_study_is_the_mean_of_the_offse
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", slow_but("ridge", of=TARGETS))
+@pytest.mark.parametrize("kind", TARGETS)
 def test_reference_has_the_numbers_of_local(kind):
     frames = tables()
     given = study(kind, holdout="south", penalty="one")

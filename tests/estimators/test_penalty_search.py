@@ -76,7 +76,7 @@ def test_the_hypergradient_is_that_of_finite_differences(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", slow_but("cox", of=KINDS))
+@pytest.mark.parametrize("kind", KINDS)
 def test_engines_agree(kind):
     """Reference, Local and Flower in one process give the same penalties and coefficients, up to rounding.
 

@@ -13,7 +13,6 @@ import pandas as pd
 import pytest
 
 from fedbilevel.estimators import CoxRegression
-from representatives import slow_but
 
 TABLES = Path(__file__).parent / "tables"
 
@@ -47,7 +46,7 @@ BY_PATIENT = [0.300474988564062, 0.01542260232121736, 0.7261630742046372, 0.2958
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("table", slow_but(lung, of=LIFELINES))
+@pytest.mark.parametrize("table", LIFELINES)
 def test_a_model_of_real_centres_has_the_coefficients_of_lifelines(table):
     X, target, site, _ = table()
     made = CoxRegression(penalties=0.0).fit(X, target, groups=site)

@@ -31,7 +31,8 @@ def sandwich(information, penalty):
     return np.sqrt(np.diag(inverse @ information @ inverse))[:3]
 
 
-@pytest.mark.parametrize("penalised", slow_but(True, of=[False, True]))
+@pytest.mark.slow
+@pytest.mark.parametrize("penalised", [False, True])
 def test_of_logistic_regression(penalised):
     """Standard errors of logistic regression are those of the sandwich formula with the information Σ p(1 − p) a aᵀ."""
     made = LogisticRegression(penalties=PENALTIES if penalised else 0.0).fit(X, LABEL, groups=SITE)
@@ -54,6 +55,7 @@ def test_of_linear_regression(penalised):
     np.testing.assert_allclose(made.standard_errors_, np.sqrt(variance) * sandwich(products, penalty), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_of_cox_regression():
     """Standard errors of Cox regression are those of the information of the stratified partial likelihood.
 

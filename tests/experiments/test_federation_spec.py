@@ -370,7 +370,7 @@ PRIVATE = {"clip": 1.0, "noise-multiplier": 0.1, "delta": 1e-5}
     ([0, 1], [], [], "fit.mean"),
     pytest.param([1], [0], [], "fit.mean", marks=pytest.mark.slow),
     pytest.param([], [], [], "outer_loss", marks=pytest.mark.slow),
-    pytest.param([], [0, 1], [], "exchanges", marks=pytest.mark.slow),
+    ([], [0, 1], [], "exchanges"),
     pytest.param([0, 1], [], ["asynchronous.wait_for=1"], "outer_loss", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_server_without_a_test_set_shows_the_mean_of_what_clients_tell(tell, private, settings, metric, tmp_path):

@@ -305,6 +305,7 @@ def test_metrics_are_of_the_best_point_and_choose_nothing():
     assert distances[-1] == -float(jnp.vdot(two.x, two.x))
 
 
+@pytest.mark.slow
 def test_halving_ends_trials_after_a_ninth_and_a_third():
     """Trials of 9 exchanges end after 1, 3 or 9 exchanges, which means after 1, 2 or 6 more than at the rung before."""
     result = searched(Halving(**BOUNDS, trial_exchanges=9, batch_size=None), 60)

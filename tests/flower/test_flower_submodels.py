@@ -82,7 +82,7 @@ def over(response, log=None, **terms):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "cohort"),
-    [(IMPORTANCE, None), *(pytest.param(method, 4, marks=pytest.mark.slow) for method in (RANDOM, WEIGHTS))],
+    [(IMPORTANCE, None), (RANDOM, 4), (WEIGHTS, 4)],
     ids=["importance", "random units", "weights"],
 )
 def test_agrees_with_local(algorithm, cohort, tmp_path):

@@ -72,7 +72,7 @@ def leaves(content):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", slow_but("ridge", of=TARGETS))
+@pytest.mark.parametrize("kind", TARGETS)
 def test_a_site_that_is_held_out_takes_part_and_changes_no_number(kind, files, tmp_path):
     given, place = study(kind, holdout="south"), tmp_path / "run"
     nodes = Nodes(client_app(given), files, {"min-local-samples": 40, "state-folder": str(tmp_path / "state")})
@@ -295,7 +295,7 @@ def test_a_table_may_come_from_a_function(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", slow_but({}, of=[{}, {"holdout": "south"}]))
+@pytest.mark.parametrize("more", [{}, {"holdout": "south"}])
 def test_sites_search_for_the_penalties_of_many_features(more, files, tmp_path, monkeypatch):
     """If there are many features, sites search for the penalties by SimFBO, and train the last model in a second run.
 

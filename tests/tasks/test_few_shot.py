@@ -364,6 +364,7 @@ def test_first_order_maml_has_the_gradient_of_the_query_loss_where_the_steps_end
     assert optax.tree.norm(optax.tree.sub(found, expected)) < 1e-12 * optax.tree.norm(expected)
 
 
+@pytest.mark.slow
 def test_second_order_maml_has_the_gradient_of_its_objective(tasks, maml_point) -> None:
     """Second-order MAML has the gradient of its objective, by central differences along a direction.
 

@@ -164,6 +164,7 @@ def test_the_printed_loss_of_both_levels():
         loss_tuning(outer="balance")
 
 
+@pytest.mark.slow
 def test_training_accuracy_is_measured_on_drawn_training_images():
     """`train_accuracy` is measured on training images that are drawn once, and are not held out.
 

@@ -142,7 +142,7 @@ def test_a_holdout_takes_training_images_and_never_the_test_set():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{"hidden": (32, 16)}, pytest.param({"network": "cnn", "hidden": (4, 8, 16)}, marks=pytest.mark.slow)],
+    [{"hidden": (32, 16)}, {"network": "cnn", "hidden": (4, 8, 16)}],
 )
 def test_a_few_rounds_learn(options):
     """Thirty rounds raise the accuracy on the digits from 10 %, which is chance, to more than 50 %."""

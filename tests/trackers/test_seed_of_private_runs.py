@@ -64,7 +64,7 @@ def test_runs_of_a_sweep_and_its_group(service) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("private", [True, False])
+@pytest.mark.parametrize("private", slow_but(True, of=[True, False]))
 def test_a_run_in_a_folder_and_its_files(service, tmp_path, private) -> None:
     """A tracker gets the spec and the summary, which have the seed, only of a run without privacy."""
     names = ["task.clients=3", "task.samples=[2, 2]", "task.dim_y=2", "run.rounds=4", "run.eval_every=2"]

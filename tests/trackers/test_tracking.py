@@ -199,6 +199,7 @@ def test_a_damaged_file_of_identifiers_is_named_before_the_run_goes_on(service, 
     assert [kept.steps for kept in service.runs.values()] == [[0, 2, 4], [0, 2, 4, 6, 8]]
 
 
+@pytest.mark.slow
 def test_a_damaged_file_of_identifiers_in_a_folder_is_named(service, tmp_path) -> None:
     spec = experiments.configure(task="quadratic", settings=SMALL)
     tracker = InMemory(service)
