@@ -57,6 +57,7 @@ def test_x_at_rest_stays():
     assert at_rest.remarks == ()
 
 
+@pytest.mark.slow
 def test_entries_without_a_minimum_are_named():
     """Remarks on Φ = e^-x_0 + (x_1 − 2)² name x_0, whose optimum is ∞, and x_2, which is in no loss, but not x_1."""
     problem = fb.Bilevel(

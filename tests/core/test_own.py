@@ -226,6 +226,7 @@ def test_a_longer_table_is_no_other_run(tmp_path):
         run(4, table[0], resume=True)
 
 
+@pytest.mark.slow
 def test_a_rule_that_reads_something_changed_is_noticed():
     """A rule that reads a value that has changed gets another program.
 

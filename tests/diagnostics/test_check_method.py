@@ -26,6 +26,7 @@ from fedbilevel.diagnostics.method import (
 from fedbilevel.diagnostics.report import outcome
 from fedbilevel.engines.local.engine import Local
 from fedbilevel.tasks.quadratic import quadratic
+from representatives import slow_but
 
 TASK = quadratic(clients=4, samples=(3, 5), seed=6)  # clients of two kinds, each of which is compiled by itself
 MINE = TASK.problem, TASK.clients, TASK.x0, TASK.y0
@@ -351,7 +352,9 @@ def test_another_seed_is_not_judged_where_each_client_has_one_sample():
         assert "one sample" in another_seed(keyless, keyless.run(Local()))
 
 
-@pytest.mark.parametrize("layer", [None, fb.parts.TopK(share=0.5), fb.Asynchronous(wait_for=2)], ids=str)
+@pytest.mark.parametrize(
+    "layer", slow_but(None, of=[None, fb.parts.TopK(share=0.5), fb.Asynchronous(wait_for=2)]), ids=str
+)
 def test_own_leaves_of_a_single_client_are_compared_only_without_such_layers(layer):
     """A single client with its own leaves of y ends where it ends with a shared y, unless a layer makes a difference.
 

@@ -227,6 +227,7 @@ def test_the_mean_of_the_same_is_sound(case):
     )
 
 
+@pytest.mark.slow
 def test_a_leaf_of_x_that_no_loss_reads_is_named():
     problem = fb.Bilevel(fit, lambda x, y, batch: ridge(x["p"], y, batch) + x["r"][0] ** 2)
     (text,) = said(problem, x={"p": X, "q": np.ones(2), "r": (np.ones(()),)})

@@ -183,6 +183,7 @@ def test_a_bound_on_staleness_waits_for_the_old_ones():
         assert (age, int(plan.ticks)) == (bound, 100 - bound)
 
 
+@pytest.mark.slow
 def test_a_bound_on_staleness_waits_for_those_who_were_busy_with_another_request():
     """A bound on staleness also waits for clients that were busy with another request.
 

@@ -165,7 +165,7 @@ def test_gradients_of_one_function_pass(case, kind):
     look(*SYMMETRIC[case], kind)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", slow_but(0, of=[0, 1]))
 @pytest.mark.parametrize("largest", [64, 255])
 @pytest.mark.parametrize("case", UNSCALED)
 def test_gradients_of_one_function_pass_in_float32_on_features_that_are_not_scaled(case, largest, seed):

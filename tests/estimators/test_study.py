@@ -118,7 +118,7 @@ def test_sums_do_not_depend_on_the_order_of_sites():
     assert Agreement.read(given, one.text) == one
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but("logistic", "ridge", of=KINDS))
 def test_a_saved_model_predicts_one_patient(kind, tmp_path):
     """A saved model predicts a patient from the columns of a site, which have words and gaps.
 

@@ -334,6 +334,7 @@ def test_looking_at_code_of_ones_own_says_whose_before_it_runs(
     assert (here / "sub" / trace).exists()
 
 
+@pytest.mark.slow
 def test_an_app_has_a_copy_of_ones_own_algorithm(here, method) -> None:
     from fedbilevel.experiments.federation import write_app
 
