@@ -109,7 +109,7 @@ def two_rounds(case: str, engine: Any) -> tuple[Any, Any]:
     carry = first_carry(algorithm, problem, clients, task.x0, y0)
     cohort = COHORT if algorithm.asks.cohorts else len(clients)
     engine = replace(engine, clock=clock)
-    # the case TWO_PHASES leaves each operation to Reference
+    # in the case TWO_PHASES, Reference traces the losses anew in each phase
     if isinstance(engine, fb.Reference) and case != TWO_PHASES:
         problem = with_compiled_losses(problem)
     run = engine.start(algorithm, problem, clients, cohort, jax.random.key(1), carry)
