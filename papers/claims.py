@@ -18,6 +18,7 @@ from papers.numbers import POINTS, UNITS, value_in
 
 CONFIDENCE = 0.95
 SOME_RUNS = "Some runs of "
+FAILED = " failed with "
 FAILED_COUNTS = "; a failed run counts with the worst value of the runs of both methods"
 UNREACHED = " do not reach the value of the claim; they count with the cost at which they ended"
 State = Literal["holds", "contradicted", "level", "open"]
@@ -181,7 +182,7 @@ def comparison(figure: Figure, claim: Claim, panel: str, than: str, runs: Runs) 
     if panel not in runs:
         return replace(said, note=f"{panel} is not run at this scale")
     if missing := [name for name in (claim.better, than) if name not in runs[panel]]:
-        return replace(said, note=f"{' and '.join(missing)} is not run in {panel} at this scale")
+        return replace(said, note=f"no run of {' or '.join(missing)} in {panel} at this scale")
     ended = [one for name in (claim.better, than) for one in runs[panel][name] if one is not None]
     sides = [
         [None if one is None else reading(figure, claim, one) for one in runs[panel][name]]
@@ -189,7 +190,7 @@ def comparison(figure: Figure, claim: Claim, panel: str, than: str, runs: Runs) 
     ]
     count, lost = len(sides[1]), [side.count(None) for side in sides]
     names = zip((claim.better, than), lost, strict=True)
-    failed = "; ".join(f"{name} failed with {one} of {count} seeds" for name, one in names if one)
+    failed = "; ".join(f"{name}{FAILED}{one} of {count} seeds" for name, one in names if one)
     if count in lost:
         there = all(one[1] for one in sides[0] if one)
         return replace(said, state=of_failed(claim, lost, count, there), note=failed)

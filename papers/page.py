@@ -11,7 +11,7 @@ from typing import Any
 
 from fedbilevel.experiments import COSTS
 from papers.arms import besides
-from papers.claims import FAILED_COUNTS, SOME_RUNS, UNREACHED, Finding, Statement, column_of, statements
+from papers.claims import FAILED, FAILED_COUNTS, SOME_RUNS, UNREACHED, Finding, Statement, column_of, statements
 from papers.effort import seeds_in, what_decides
 from papers.figure import PAPERS, Claim, Figure, files, load
 from papers.numbers import POINTS, UNITS, axis, text
@@ -241,9 +241,9 @@ def notes_of(found: Outcome) -> list[str]:
     """
     noted = [one for one in found["findings"] if one["note"] and played(found, one)]
     notes = dict.fromkeys(one["note"] for one in noted)
-    others = [note for note in notes if not note.endswith((UNREACHED, FAILED_COUNTS))]
+    others = [note for note in notes if not note.endswith(UNREACHED) and FAILED not in note]
     for panel in dict.fromkeys(one["panel"] for one in noted):
-        of = [one["note"] for one in noted if one["panel"] == panel and one["note"].endswith(FAILED_COUNTS)]
+        of = [one["note"] for one in noted if one["panel"] == panel and FAILED in one["note"]]
         lost = dict.fromkeys(part for note in of for part in note.removesuffix(FAILED_COUNTS).split("; "))
         others += [f"In “{panel}”: {'; '.join(lost)}"] * bool(lost)
     others += [WORST] * any(note.endswith(FAILED_COUNTS) for note in notes)

@@ -13,7 +13,6 @@ also counts as failed.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
@@ -265,7 +264,8 @@ def chosen_before(
 ) -> tuple[dict[tuple[str, str], Tried], dict[tuple[str, str], Choice]]:
     """Return the values that were tried and chosen in an earlier outcome of the same figure, without running trials.
 
-    The earlier outcome may have fewer panels. The values of the other panels are not in the result.
+    The earlier outcome may have fewer panels, if the scale left some out at that time (`only`). The values of these
+    panels are not in the result.
 
     Args:
         found: the outcome; empty if none is stored.
@@ -313,8 +313,6 @@ def play(
     check(figure, scale, out, seeds_of)
     tried, chosen = ({}, {}) if before is None else chosen_before(figure, scale, before)
     kept = set() if before is None or figure.series else unchanged(before, seeds_of)
-    if before is not None and kept == set(seeds_of):
-        return dict(before)
     pairs = [pair for pair in figure.pairs(scale) if pair[0] not in kept]
     tuned, played = choose(figure, scale, out, say, [pair for pair in pairs if pair not in chosen])
     select = figure.tuning.select if figure.tuning else ""
@@ -338,6 +336,11 @@ def unchanged(before: Mapping[str, Any], seeds: Seeds) -> set[str]:
     return {panel for panel in before["panels"] if panel in seeds and seeds_in(before, panel) == list(seeds[panel])}
 
 
+def made_before(before: Mapping[str, Any], panel: str) -> list[dict[str, Any]]:
+    """Return the environments of a panel in an earlier outcome, which may have one for all panels."""
+    return list(before.get("environments", {}).get(panel) or [before["environment"]])
+
+
 def joined(
     found: Mapping[str, Any], before: Mapping[str, Any], kept: Container[str], order: Iterable[str]
 ) -> dict[str, Any]:
@@ -358,6 +361,8 @@ def joined(
         "verdict": verdict([one["state"] for one in cells]),
         "panels": panels,
         "errors": {**errors, **found["errors"]},
+        "environments": {panel: found["environments"].get(panel) or made_before(before, panel) for panel in order},
+        "date": before["date"] if all(panel in kept for panel in order) else found["date"],
         "minutes": round(found["minutes"] + before["minutes"], 2),
         "trials": max(found["trials"], before.get("trials", 0)),  # outcomes of earlier formats lack the tried values
     }
@@ -442,7 +447,6 @@ def outcome(
     found = findings(figure, histories)
     folders = [folder for folder, came in played.items() if isinstance(came, History)]
     ended = [] if figure.counted else [experiments.load_run(folder) for folder in folders]
-    made = ended[0].folder.environment.read_text("utf-8") if ended else "{}"
     return {
         "id": figure.id,
         "scale": scale,
@@ -452,15 +456,27 @@ def outcome(
         "date": time.strftime("%Y-%m-%d"),
         "seeds": list(usual),
         "seeds_of": {panel: list(of) for panel, of in seeds.items() if list(of) != list(usual)},
-        "trials": max(map(len, every.values())),
+        "trials": max(map(len, every.values()), default=0),
         "selected_on": figure.tuning.select if figure.tuning else "",
         "minutes": round(sum(run.summary["seconds_this_time"] for run in ended) / 60, 2),
-        "environment": json.loads(made),
+        "environments": {} if figure.counted else environments(runs, played),
         "metric": figure.metric,
         "against": figure.against,
         "errors": errors,
         "panels": panels,
     }
+
+
+def environments(runs: Mapping[tuple[str, str], Sequence[Run]], played: Played) -> dict[str, list[dict[str, Any]]]:
+    """Return, by panel, the versions and machines with which its runs were made, each once."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for (panel, _), of in runs.items():
+        known = found.setdefault(panel, [])
+        for run in of:
+            ended = isinstance(played[run.folder], History)
+            made = experiments.load_run(run.folder).folder.environments() if ended else []
+            known += [one for one in made if one not in known]
+    return found
 
 
 def numbers_of(figure: Figure, histories: Sequence[History]) -> dict[str, Any]:

@@ -123,7 +123,8 @@ def test_a_panel_may_have_more_seeds_than_the_others(place: Path, tmp_path: Path
 def test_only_a_panel_that_is_new_is_tuned_and_run(place: Path, tmp_path: Path) -> None:
     """A panel that the stored outcome has with the same seeds keeps its numbers, and only the other one is run.
 
-    Both panels have the same spec, so that they must come out alike.
+    The stored outcome is of the same figure, when its scale left out the other panel. Both panels have the same spec,
+    so that they must come out alike. If no panel is left to run, only the words of claims are new.
     """
     two = {"all": {}, "more": {}}
     before = {**outcome(place), "played_for": made_up(panels=two).fingerprint("quick", ["all"]), "minutes": 1.0}
@@ -139,8 +140,11 @@ def test_only_a_panel_that_is_new_is_tuned_and_run(place: Path, tmp_path: Path) 
     assert first == before["findings"][0]
     assert second == {**first, "panel": "more"}
     assert found["minutes"] > 1
-    assert run(made_up(panels=two, seeds=2), "quick", tmp_path / "again", before=found) == found
+    claims = [{**CONTENT["claims"][0], "says": "in other words"}]
+    again = run(made_up(panels=two, seeds=2, claims=claims), "quick", tmp_path / "again", before=found)
     assert not (tmp_path / "again").exists()
+    assert {one["says"] for one in again["findings"]} == {"in other words"}
+    assert {**again, "findings": 0} == {**found, "findings": 0}
 
 
 @pytest.mark.parametrize("kept", [{}, {"scale": "full"}, {"played_for": "another setting"}])

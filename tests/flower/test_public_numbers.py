@@ -31,7 +31,7 @@ from fedbilevel.flower.refusal import Code, Refusal
 from fedbilevel.flower.server.terms import Terms, check_public
 from fedbilevel.flower.wire import RequestMessage, decode, draw_up
 from fixed_steps import fixed
-from refusals import raises_with
+from refusals import raises_with, refuses
 from representatives import slow_but
 
 TASK = federations.TASK
@@ -212,6 +212,23 @@ def test_false_delays_do_not_lengthen_steps():
     assert [float(memory._slower(LastReplies(None, one, age * one, 9))) for age in (-3, 0, 2)] == [1, 1, 5]
 
 
+class Mean:
+    """Stand for the engine in a server's step: all clients have replied."""
+
+    sampled = False
+
+
+@pytest.mark.parametrize(("work", "moves"), [(5.0, True), (-5.0, False)])
+def test_false_work_does_not_turn_steps_around(work, moves):
+    """ρ is a mean of numbers ‖a_i‖₁ above 0. If false differences make it negative, the server makes no step."""
+    state = SHRO.robust_start(TASK.x0, TASK.y0)
+    h = jax.tree.map(jnp.ones_like, tuple(state.iterate))
+    after = SHRO.robust_step(Mean(), state, (type(state.iterate)(*h), Public(jnp.array(work)), Public(jnp.ones(()))))
+    moved = jax.tree.map(lambda new, old: np.asarray(new - old), tuple(after.iterate), tuple(state.iterate))
+    for change in jax.tree.leaves(moved):
+        assert np.all(change < 0) if moves else not change.any()
+
+
 # What is declared
 
 
@@ -227,6 +244,12 @@ def test_the_ends_of_ranges_follow_from_the_request():
     assert ends(exchanges, message=Numbered((TASK.y0, np.int32(7)))) == (1, 8)
     assert ends(exchanges, message=[{"inside": Numbered((TASK.y0, np.int32(7)))}, np.int32(3)]) == (1, 8)
     assert ends(exchanges, message=(TASK.y0, np.int32(7))) == (1, np.inf)
+
+
+@pytest.mark.parametrize(("name", "ends"), [("lowest", (5, 1)), ("lowest", (None,)), ("highest", (0, np.nan))])
+def test_a_range_without_numbers_in_it_is_refused(name, ends):
+    with refuses(name):
+        PublicRange(*ends)
 
 
 def test_a_difference_is_that_of_two_numbers_in_the_range_or_of_one_number_and_zero():

@@ -318,12 +318,17 @@ class Normalised(Projected, LocalDirections):
         return reply._replace(update=(h, Public(work, WORK), Public(jnp.ones_like(work), SHARE)))
 
     def robust_step(self, fed: Fed, state: RobustState, replies: tuple[XYV, Public, Public]) -> RobustState:
-        """Take the server's step along ρh, given the unbiased means of the parts of the replies."""
+        """Take the server's step along ρh, given the unbiased means of the parts of the replies.
+
+        ρ is a mean of the ‖a_i‖₁, and so it is above 0. If clients send differences (TopK, late replies), false
+        differences could make the sum negative. Then ρ is 0, so that the step never changes its sign.
+        """
         h, work, share = replies
         now = work.public / share.public
         rho = now
         if fed.sampled:  # estimate Σ_j p_j‖a_j‖₁ over all clients by the mean over the cohorts of earlier rounds
             rho = jnp.where(state.rounds > 0, state.work / jnp.maximum(state.rounds, 1), now)
+        rho = jnp.maximum(rho, 0)
         moved, optimizer = self.server_update(state.iterate, state.optimizer, optax.tree.scale(rho, h))
         return RobustState(moved, optimizer, state.work + now, state.rounds + 1)
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from fedbilevel.core.errors import require
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 
@@ -202,7 +203,7 @@ class Request(NamedTuple):
     """Hold what a server has sent to a client, from which the ends of a `PublicRange` are computed.
 
     Args:
-        method: the method, without its layers.
+        method: the method, without its layers. A field that is a schedule is the function.
         message: the message, as layers have changed it.
         own: the client's own numbers in this round, by the path of the method's field. A site of a federation may have
             numbers of its own instead, which the server does not know.
@@ -241,6 +242,13 @@ class PublicRange:
     highest: End = math.inf
     whole: bool = False
     difference: bool = False
+
+    def __post_init__(self) -> None:
+        for name, end in (("lowest", self.lowest), ("highest", self.highest)):
+            number = isinstance(end, int | float) and not math.isnan(end)
+            require(number or callable(end), name, end, "a number, or a function of a Request")
+        if not (callable(self.lowest) or callable(self.highest)):
+            require(self.lowest <= self.highest, "lowest", self.lowest, f"at most highest, which is {self.highest:g}")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PublicRange)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from fedbilevel.algorithms.parts.layers import layers_at
-from fedbilevel.algorithms.parts.wrappers import Wrapper
+from fedbilevel.algorithms.parts.wrappers import without_wrappers
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients
 from fedbilevel.core.hyperparameters import at, given_steps, open_steps
@@ -107,13 +107,6 @@ def what_to_lower(algorithm: Algorithm, halvings: int, moved: Movement) -> str:
         f"fb.AdaptiveSteps(y_lr=0.1))), since the norm of y has changed from {moved.y[0]:.3g} to {moved.y[1]:.3g}, "
         f"and no entry of x has moved by more than {moved.x:.3g}{more}"
     )
-
-
-def without_wrappers(algorithm: Algorithm) -> Algorithm:
-    """Return the method inside all wrappers."""
-    while isinstance(algorithm, Wrapper):
-        algorithm = algorithm.algorithm
-    return algorithm
 
 
 def curvature_needed(algorithm: Algorithm) -> float:

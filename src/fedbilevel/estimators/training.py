@@ -23,9 +23,8 @@ class TrainedModels(NamedTuple):
 
     x: Numbers  # x of each feature
     y: Any  # the models; the last of them is trained on all rows
-    last: (
-        tuple[Numbers, Numbers] | None
-    )  # gradient and Hessian of the last model's training loss; None for many features
+    # gradient and Hessian of the last model's training loss; None for many features
+    last: tuple[Numbers, Numbers] | None
 
 
 @dataclass

@@ -77,9 +77,9 @@ class Wrapper(Algorithm):
         return self.algorithm.remarks(state)
 
 
-def unwrapped(algorithm: Algorithm) -> Algorithm:
+def without_wrappers(algorithm: Algorithm) -> Algorithm:
     """Return the method inside all wrappers, such as `Submodels` and layers."""
-    return unwrapped(algorithm.algorithm) if isinstance(algorithm, Wrapper) else algorithm
+    return without_wrappers(algorithm.algorithm) if isinstance(algorithm, Wrapper) else algorithm
 
 
 class Submodels(UnitPolicy, Wrapper):

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from fedbilevel.algorithms.parts.wrappers import unwrapped
+from fedbilevel.algorithms.parts.wrappers import without_wrappers
 from fedbilevel.core.errors import ExchangeError
 from fedbilevel.core.fed import Request
 from fedbilevel.core.own import OwnNumbers
@@ -215,10 +215,10 @@ class Exchange:
                 contract, request = session.roster.contract_of(reply.client), reply.request
                 call = contract.calls[request.call]
                 checked = check_response(reply.response(), call, session.terms, len(session.clients))
-                message = partial(wire.from_bytes, request.payload, call.message)
-                method, own = unwrapped(contract.algorithm), json.loads(request.own)
-                check_public(checked.update, lambda: Request(method, message(), own))
-                return checked
+            message = partial(wire.from_bytes, request.payload, call.message)
+            method, own = without_wrappers(contract.algorithm), json.loads(request.own)
+            check_public(checked.update, lambda: Request(method, message(), own))
+            return checked
         except Refusal as refusal:
             return refusal
 
