@@ -37,6 +37,7 @@ LONGER = {
     "fednest-2c",
     "fednest-3",
     "rabo-3",
+    "rabo-5",
     "rabo-table-2",
     "rabo-table-3",
     "simfbo-4",
