@@ -182,7 +182,8 @@ def comparison(figure: Figure, claim: Claim, panel: str, than: str, runs: Runs) 
     if panel not in runs:
         return replace(said, note=f"{panel} is not run at this scale")
     if missing := [name for name in (claim.better, than) if name not in runs[panel]]:
-        return replace(said, note=f"no run of {' or '.join(missing)} in {panel} at this scale")
+        verb = "is" if len(missing) == 1 else "are"
+        return replace(said, note=f"{' and '.join(missing)} {verb} not run in {panel} at this scale")
     ended = [one for name in (claim.better, than) for one in runs[panel][name] if one is not None]
     sides = [
         [None if one is None else reading(figure, claim, one) for one in runs[panel][name]]

@@ -38,11 +38,11 @@ def what_decides(figure: Figure, found: Mapping[str, Any], statement: Statement)
     """
     claim = next(one for one in figure.claims if one.says == statement.says)
     left = [one for one in statement.findings if one.state == "open"]
-    unplayed = list(dict.fromkeys(one.panel for one in left if one.panel and not is_played(found, one)))
+    unplayed = list(dict.fromkeys(one.panel for one in left if one.panel and not has_runs(found, one)))
     needed = [
         (one, seeds_that_decide(figure, claim, one, len(seeds_in(found, one.panel))))
         for one in left
-        if is_played(found, one)
+        if has_runs(found, one)
     ]
     words = []
     if known := [count for _, count in needed if count is not None]:
@@ -63,7 +63,7 @@ def what_decides(figure: Figure, found: Mapping[str, Any], statement: Statement)
     return "; ".join(words)
 
 
-def is_played(found: Mapping[str, Any], one: Finding) -> bool:
+def has_runs(found: Mapping[str, Any], one: Finding) -> bool:
     """Return whether an outcome has runs of both methods of a comparison; for a slope, True."""
     return not one.panel or {one.better, one.than} <= found["panels"].get(one.panel, {}).keys()
 

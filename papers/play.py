@@ -337,8 +337,8 @@ def unchanged(before: Mapping[str, Any], seeds: Seeds) -> set[str]:
 
 
 def made_before(before: Mapping[str, Any], panel: str) -> list[dict[str, Any]]:
-    """Return the environments of a panel in an earlier outcome, which may have one for all panels."""
-    return list(before.get("environments", {}).get(panel) or [before["environment"]])
+    """Return the environments of a panel in an earlier outcome; outcomes of earlier formats have one for all panels."""
+    return list(before["environments"].get(panel, []) if "environments" in before else [before["environment"]])
 
 
 def joined(
@@ -361,7 +361,10 @@ def joined(
         "verdict": verdict([one["state"] for one in cells]),
         "panels": panels,
         "errors": {**errors, **found["errors"]},
-        "environments": {panel: found["environments"].get(panel) or made_before(before, panel) for panel in order},
+        "environments": {
+            panel: made_before(before, panel) if panel in kept else found["environments"].get(panel, [])
+            for panel in order
+        },
         "date": before["date"] if all(panel in kept for panel in order) else found["date"],
         "minutes": round(found["minutes"] + before["minutes"], 2),
         "trials": max(found["trials"], before.get("trials", 0)),  # outcomes of earlier formats lack the tried values
@@ -445,8 +448,8 @@ def outcome(
         numbers |= {"failed_trials": choice.failed, "failed_runs": len(read) - len(whole)}
         panels.setdefault(panel, {})[method] = numbers | numbers_of(figure, whole)
     found = findings(figure, histories)
-    folders = [folder for folder, came in played.items() if isinstance(came, History)]
-    ended = [] if figure.counted else [experiments.load_run(folder) for folder in folders]
+    folders = [] if figure.counted else [folder for folder, came in played.items() if isinstance(came, History)]
+    ended = {folder: experiments.load_run(folder) for folder in folders}
     return {
         "id": figure.id,
         "scale": scale,
@@ -458,8 +461,8 @@ def outcome(
         "seeds_of": {panel: list(of) for panel, of in seeds.items() if list(of) != list(usual)},
         "trials": max(map(len, every.values()), default=0),
         "selected_on": figure.tuning.select if figure.tuning else "",
-        "minutes": round(sum(run.summary["seconds_this_time"] for run in ended) / 60, 2),
-        "environments": {} if figure.counted else environments(runs, played),
+        "minutes": round(sum(run.summary["seconds_this_time"] for run in ended.values()) / 60, 2),
+        "environments": environments(runs, ended),
         "metric": figure.metric,
         "against": figure.against,
         "errors": errors,
@@ -467,14 +470,15 @@ def outcome(
     }
 
 
-def environments(runs: Mapping[tuple[str, str], Sequence[Run]], played: Played) -> dict[str, list[dict[str, Any]]]:
+def environments(
+    runs: Mapping[tuple[str, str], Sequence[Run]], ended: Mapping[Path, experiments.LoadedRun]
+) -> dict[str, list[dict[str, Any]]]:
     """Return, by panel, the versions and machines with which its runs were made, each once."""
     found: dict[str, list[dict[str, Any]]] = {}
     for (panel, _), of in runs.items():
         known = found.setdefault(panel, [])
         for run in of:
-            ended = isinstance(played[run.folder], History)
-            made = experiments.load_run(run.folder).folder.environments() if ended else []
+            made = ended[run.folder].folder.environments() if run.folder in ended else []
             known += [one for one in made if one not in known]
     return found
 

@@ -95,7 +95,7 @@ def test_runs_that_two_cells_need_are_counted_once() -> None:
     )
     (unplayed,) = statements([cell(panel="shards")])
     assert what_decides(figure(), found, unplayed) == "runs in the setting “shards”, whose time is not counted here"
-    (left_out,) = statements([cell("D", note="no run of D in iid at this scale")])
+    (left_out,) = statements([cell("D", note="D is not run in iid at this scale")])
     assert what_decides(figure(), found, left_out) == "runs in the setting “iid”, whose time is not counted here"
 
 

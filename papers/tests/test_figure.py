@@ -134,7 +134,7 @@ def test_a_scale_may_leave_a_method_out_of_a_panel() -> None:
     assert figure.pairs("quick") == [("all", "SimFBO")]
     assert figure.pairs("full") == [("all", "FedBiO"), ("all", "SimFBO")]
     (found,) = findings(figure, {"all": {"SimFBO": []}})
-    assert (found.state, found.note) == ("open", "no run of FedBiO in all at this scale")
+    assert (found.state, found.note) == ("open", "FedBiO is not run in all at this scale")
     with refuses("method in left_out, all", "FedBio", where="made-up.toml", near="FedBiO"):
         made_up(quick={"left_out": {"all": ["FedBio"]}})
 

@@ -147,6 +147,14 @@ def test_only_a_panel_that_is_new_is_tuned_and_run(place: Path, tmp_path: Path) 
     assert {**again, "findings": 0} == {**found, "findings": 0}
 
 
+def test_the_machine_of_a_panel_is_known_from_outcomes_of_both_formats() -> None:
+    """Outcomes of earlier formats have one environment for all panels. Nothing is known if no run has ended."""
+    old, new = {"environment": {"cpus": 2}}, {"environments": {"all": [{"cpus": 16}]}}
+    assert playing.made_before(old, "all") == [{"cpus": 2}]
+    assert playing.made_before(new, "all") == [{"cpus": 16}]
+    assert playing.made_before(new, "more") == []
+
+
 @pytest.mark.parametrize("kept", [{}, {"scale": "full"}, {"played_for": "another setting"}])
 def test_values_that_were_chosen_for_something_else_are_not_taken(
     kept: dict[str, Any], figure: Figure, place: Path, tmp_path: Path

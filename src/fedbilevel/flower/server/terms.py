@@ -160,9 +160,12 @@ def check_public(update: PyTree, request: Callable[[], Request]) -> None:
     Raises:
         Refusal: a number is outside of its range.
     """
-    parts = jax.tree_util.tree_leaves_with_path(update, is_leaf=lambda part: isinstance(part, Public))
-    for path, part in [(path, part) for path, part in parts if isinstance(part, Public)]:
-        sent = request()
+    leaves = jax.tree_util.tree_leaves_with_path(update, is_leaf=lambda part: isinstance(part, Public))
+    parts = [(path, part) for path, part in leaves if isinstance(part, Public)]
+    if not parts:
+        return
+    sent = request()
+    for path, part in parts:
         for number in (float(number) for leaf in jax.tree.leaves(part) for number in leaf.flat):
             if not part.within.contains(number, sent):
                 name, allowed = f"update{jax.tree_util.keystr(path)}", part.within.in_words(sent)
