@@ -237,7 +237,7 @@ def section(figure: Figure, found: Outcome | None) -> Iterator[str]:
 def notes_of(found: Outcome) -> list[str]:
     """Return the notes of the findings, each once.
 
-    Methods that did not reach the value of a claim share a note, and so do methods of which runs failed in a panel.
+    One note names all methods that did not reach the value of a claim. Failed runs have a note for each panel.
     """
     noted = [one for one in found["findings"] if one["note"] and played(found, one)]
     notes = dict.fromkeys(one["note"] for one in noted)

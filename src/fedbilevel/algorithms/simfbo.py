@@ -283,7 +283,8 @@ MOST_WORK = 1e4
 """The largest ‖a_i‖₁ that a server of a federation accepts for each local step that it asked for.
 
 Usually the server knows ‖a_i‖₁. But a site may set its own number of local steps, or its own momentum, by which
-‖a_i‖₁ becomes larger than τ_i. The factor is that of `norm_factor` for norms: only false numbers are above it.
+‖a_i‖₁ becomes larger than τ_i. The factor equals the default of `norm_factor`, the bound on norms, and an honest site
+stays far below it.
 """
 
 

@@ -199,7 +199,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
             on_searched: a function that is called between the two runs that many features need.
         """
         scale, width = self.curvature * spread**2, len(spread)
-        self.history_, self.ledgers_ = None, []  # those of an earlier fit
+        self.history_, self.ledgers_ = None, []  # forget those of an earlier fit
         given = None if self.penalties is None else self._given(width)
         models, name = self._models(width), type(self).__name__
         training = Training(models, name, clients, engine, self.rounds, checkpoint, on_searched)

@@ -128,7 +128,7 @@ class Around(Part):
         return f"cannot have {self.label}"
 
     def what_to_lower(self) -> str:
-        """Return advice for a run that diverges, on what to lower because of this object; "" if there is none."""
+        """Return advice for a run that diverges: which number of this object to lower. "" means that there is none."""
         return ""
 
     @abstractmethod

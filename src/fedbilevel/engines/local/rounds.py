@@ -161,7 +161,7 @@ class Rounds:
     def one_round(self, carry: Carry, inputs: ProgramInputs) -> tuple[Carry, RoundCosts, Array]:
         """Run a round; return (carry, costs, whether each floating leaf of the state and each metric is finite).
 
-        If something is not finite, the carry is that of before the round, except for methods with late replies.
+        If something is not finite, the given carry is returned, except for methods with late replies.
         """
         keys = round_keys(inputs.key, carry.round)
         where, members = self.members(self.cohorts(keys, inputs), inputs)
