@@ -38,6 +38,17 @@ def test_it_is_started_continued_and_read(tmp_path) -> None:
     assert rows(run_of(SPEC, tmp_path / "part", never)) == whole
 
 
+def test_files_with_which_no_run_can_go_on_are_no_failed_run(tmp_path) -> None:
+    """Papers' figures count a ConfigurationError as a failed run of the method, so this must be another error."""
+    run_of(SPEC, tmp_path / "run", task_of)
+    place = Folder(tmp_path / "run")
+    place.summary.unlink()
+    for file in place.path.glob("checkpoint*.npz"):
+        file.unlink()
+    with raises_with(CheckpointError, path=place.path):
+        run_of(SPEC, place.path, never)
+
+
 def test_a_damaged_environment_is_refused(tmp_path) -> None:
     run_of(SPEC, tmp_path, task_of)
     for damage in ("{", "[]", '{"code": 3}'):

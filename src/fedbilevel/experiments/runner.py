@@ -322,8 +322,8 @@ def run_of(
         NumericalError: the run failed, now or at an earlier call.
         ConfigurationError, DataError: the spec is rejected; nothing was written.
         InUse: another process is running it.
-        CheckpointError: the folder contains a run of another spec (the message names the difference), or it cannot be
-            written.
+        CheckpointError: the folder contains a run of another spec (the message names the difference), or files with
+            which no run can begin or continue, or it cannot be written.
     """
     place = Folder(Path(folder))
     if changed := place.difference(spec):
@@ -331,6 +331,9 @@ def run_of(
         raise CheckpointError(text, path=place.path, differences=place.differences(spec))
     if place.failed.is_file():
         raise failure_in(place)
+    if not place.finished and not place.begun and place.remains() is None:
+        text = f"no run can begin in {place.path}, which has files, but neither a checkpoint nor a summary"
+        raise CheckpointError(text, path=place.path, remedy="remove the folder, or choose another one")
     if not place.finished:
         lock.require_unheld(place.lock, place.path)  # checked before samples are loaded
         try:
