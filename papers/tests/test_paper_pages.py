@@ -106,14 +106,14 @@ def test_methods_that_did_not_reach_a_value_share_one_note() -> None:
 
 
 def test_a_page_says_what_is_stale_or_was_not_played() -> None:
-    figure = load(PAPERS / "rabo" / "rabo-table-3.toml")
+    figure = load(PAPERS / "simfbo" / "simfbo-5.toml")
     found = page.kept(figure)
     assert found is not None
     lines = list(page.section(figure, {**found, "played_for": "another"}))
     assert lines[2:] == [f"Here: ! **stale: run it again**. {figure.found}\n"]  # no table of claims follows
     lines = list(page.section(figure, {**found, "played_for": figure.fingerprint("quick")}))
-    assert "Not run at this scale, and therefore open: RABO, 5-way 5-shot; RAFBO, 5-way 5-shot.\n" in lines
-    assert "`python -m papers rabo-table-3` runs it" in list(page.section(figure, None))[2]
+    assert "Not run at this scale, and therefore open: CIFAR-10, iid; CIFAR-10, two shards.\n" in lines
+    assert "`python -m papers simfbo-5` runs it" in list(page.section(figure, None))[2]
 
 
 @pytest.mark.parametrize(
