@@ -56,11 +56,30 @@ def test_a_layer_asks_once_runs_once_and_keeps_what_it_began_with(kind):
     If a layer called twice, the exchange would be paid for twice. If it never called, the reply would not be that of
     the method inside. The test computes nothing, since calls and structures do not depend on numbers.
     """
-    assert jax.eval_shape(partial(calls_of, kind)) == ()
+    assert jax.eval_shape(partial(calls_of, kind, [])) == ()
 
 
-def calls_of(kind):
-    """Make an exchange and a reply of the layer, and check its calls and structures."""
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_layer_says_what_leaves_a_client_because_of_it(kind):
+    """A layer has a sentence `tells` if and only if replies have new parts or metrics, or the server needs each reply.
+
+    `Memory` stands for `Asynchronous` and for compressors, which have sentences of their own.
+    """
+    jax.eval_shape(partial(calls_of, kind, more := []))
+    assert bool(LAYERS[kind].tells) == bool(more)
+    if kind == "memory":
+        assert "" != parts.TopK.tells != fb.Asynchronous.tells == Memory.tells
+
+
+def paths(tree):
+    return {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def calls_of(kind, more):
+    """Make an exchange and a reply of the layer, and check its calls and structures.
+
+    Add to the list `more` what a client sends more than without the layer, and "each" if the server needs each reply.
+    """
     task, calls = quadratic(clients=6, dim_x=6, dim_y=3, samples=(2, 2)), []
     own = {"own_block": {"local": "x"}, "own_leaves": {"own": lambda path: True}}.get(kind, {"project_x": jnp.abs})
     problem = fb.Bilevel(task.problem.outer, task.problem.inner, **own)
@@ -75,6 +94,7 @@ def calls_of(kind):
 
     def ask(again):
         calls.append("ask")
+        more.extend(["each"] * again.each)
         update = part
         if kind == "memory":
             update = ReplyDelta((part, jax.tree.map(lambda _: None, part)), *[Public(jnp.ones(()))] * 2)
@@ -99,6 +119,7 @@ def calls_of(kind):
     assert jax.tree.structure(after) == jax.tree.structure(kept)
     assert isinstance(reply, Reply)
     assert calls == ["ask", "run"]
+    more.extend(sorted(paths(reply.update) - paths(part)) + sorted(reply.metrics or {}))
     return ()
 
 

@@ -191,6 +191,10 @@ def test_public_names_of_a_layer_are_its_functions_and_fields(name):
     refused(lambda: type("Misspelt", (Layer,), made), rf"Misspelt\.{name} .*underscore")
 
 
+def test_what_leaves_a_client_is_said_in_a_text():
+    refused(lambda: type("Silent", (Own,), {"tells": None}), r"Silent\.tells = None ")
+
+
 def test_fields_helpers_and_functions_that_a_class_declares_abstract_are_names_of_ones_own():
     class Scaled(Own):
         factor: float = 2.0

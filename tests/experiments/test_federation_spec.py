@@ -215,6 +215,8 @@ def test_clients_read_their_own_folders_and_the_server_none(hospitals, tmp_path,
         ({**NODE, "clip": 1.0, "noise-multiplier": 1.0, "delta": 1e-5}, ("Site.folder", None, "privacy")),
         ({**NODE, "max-local-steps": 0}, ("Limits.max_local_steps", 0)),
         ({**NODE, "samples": "many"}, ("task.samples", "many")),
+        ({**NODE, "layers": "Median, TopKK"}, ("layer of Limits.layers", "TopKK", "", "TopK")),
+        ({**NODE, "layers": 3}, ("layers", 3)),
     ],
 )
 def test_node_configuration_says_what_a_site_allows_or_is_told_what_is_wrong(spec, node, refusal, tmp_path):
@@ -226,6 +228,8 @@ def test_node_configuration_says_what_a_site_allows_or_is_told_what_is_wrong(spe
     site = federation.site(spec, {}, {**NODE, **limits, **privacy})
     assert (site.limits.max_local_steps, site.limits.max_batch_size) == (7, 9)
     assert (site.limits.max_seconds, site.limits.max_bytes) == (5.0, 100)
+    assert site.limits.layers is None
+    assert federation.site(spec, {}, {**NODE, "layers": "TopK, Median"}).limits.layers == ("TopK", "Median")
     assert (site.privacy.clip, site.privacy.noise_multiplier, site.privacy.budget) == (2.0, 3.0, 4.0)
 
 
@@ -446,6 +450,21 @@ def test_a_site_is_looked_at_before_it_starts(hospitals, tmp_path, monkeypatch, 
     assert said["settable"] == "algorithm.* run.*"
     assert said["samples"].startswith("63 outer, 125 inner, of ['features'] float32[1, 10]")
     assert said["privacy"] == "clip 1, noise 30; ε = 0.242 for a reply, 0 so far, at δ = 1e-05, no budget"
+
+
+def test_a_site_is_told_what_leaves_it_because_of_layers(tmp_path, monkeypatch, capsys):
+    """`flower check` says what each layer of the run sends, and refuses a run with a layer that is not in `layers`."""
+    monkeypatch.chdir(tmp_path)
+    spec = configure(task="quadratic", algorithm="simfbo", settings=["task.clients=3", "asynchronous.wait_for=2"])
+    (tmp_path / "spec.toml").write_text(spec.to_toml())
+    check = ["flower", "check", "spec.toml", "--node-config"]
+    node, tells = "partition-id=0 min-batch-size=1 min-local-samples=1", fb.Asynchronous.tells
+    assert main([*check, f"{node} layers='Median,Asynchronous'"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("layers")]
+    assert line.split(maxsplit=1)[1] == f"Asynchronous: {tells}"
+    assert main([*check, f"{node} layers='Median'"]) == 2
+    error = capsys.readouterr().err
+    assert f"the layer Asynchronous (layers = 'Median'): {tells} (add the layer to layers " in error
 
 
 def test_the_four_hospitals_have_names_without_only():

@@ -65,7 +65,7 @@ The entries besides `settings`, `out`, `client-keys` and `log` are fields of `fl
 means that there is no bound.
 """
 
-LIMITS = {field.name.replace("_", "-"): type(field.default) for field in fields(Limits)}
+LIMITS = {field.name.replace("_", "-"): type(field.default) for field in fields(Limits)} | {"layers": str}
 PRIVACY = {"clip": float, "noise-multiplier": float, "delta": float, "budget": float}
 NODE = {
     "partition-id": int,

@@ -30,6 +30,11 @@ class Code(Enum):
     )
     LIMIT = "limit", EITHER, "raise the limit in the node configuration, or request less work"
     SETTABLE = "settable", EITHER, "add the field to settable in the node configuration, or leave it out of settings"
+    LAYER = (
+        "layer",
+        EITHER,
+        "add the layer to layers in the node configuration, if the site's rules allow it, or run without this layer",
+    )
     BUDGET = (
         "budget",
         SITE,

@@ -6,7 +6,7 @@ Errors name the layer and the function.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,8 @@ import numpy as np
 
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.authored import check_arguments, check_numbers, described, difference, explained, not_an_array
-from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.errors import ConfigurationError, nearest, require
+from fedbilevel.core.facts import Allows
 from fedbilevel.core.fed import Coded, Reply, Total, decoded
 from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import PyTree, is_none
@@ -40,6 +41,33 @@ def check_functions(cls: type) -> None:
             check_arguments(
                 function, f"this function of a {known.__qualname__.split('.')[0]}", inspect.signature(known).parameters
             )
+
+
+def check_names_and_attributes(cls: Any, layers: type, places: Sequence[str]) -> None:
+    """Check the public names of a class of layers, and its attributes `kind`, `place` and `needs`.
+
+    Args:
+        cls: the class.
+        layers: the base class of layers, whose names the error may suggest.
+        places: the names of all places.
+
+    Raises:
+        ConfigurationError: a public name is not a field, and no base class or abstract function declares it, so that it
+            may be a misspelt function; or an attribute is missing or wrong.
+    """
+    known = {name for base in cls.__mro__[1:] for name in dir(base)}
+    known |= {name for base in cls.__mro__ for name in inspect.get_annotations(base)}
+    for name, value in vars(cls).items():
+        if name[0] != "_" and name not in known and not getattr(value, "__isabstractmethod__", False):
+            near = nearest(name, [name for name in dir(layers) if name[0] != "_"])
+            meant = f": did you mean {near!r}?" if near else ""
+            own = "names of your own begin with an underscore, unless they are fields"
+            raise ConfigurationError(f"{cls.__name__}.{name} is not a function or attribute of layers{meant}; {own}")
+    if not inspect.isabstract(cls):
+        kind, place = getattr(cls, "kind", None), getattr(cls, "place", None)
+        require(place is not None, f"{cls.__name__}.place", place, ", ".join(places))
+        require(isinstance(kind, str), f"{cls.__name__}.kind", kind, "a name")
+        require(cls.needs in ("", *Allows._fields), f"{cls.__name__}.needs", cls.needs, ", ".join(Allows._fields))
 
 
 def first_slot(layer: Any, make: str, given: tuple[Any, ...]) -> PyTree:

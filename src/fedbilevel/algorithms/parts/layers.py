@@ -19,7 +19,6 @@ round.
 from __future__ import annotations
 
 import copy
-import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -29,7 +28,14 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 from jax import Array
 
-from fedbilevel.algorithms.parts.layer_checks import Noted, check_declared, check_functions, checked, first_slot
+from fedbilevel.algorithms.parts.layer_checks import (
+    Noted,
+    check_declared,
+    check_functions,
+    check_names_and_attributes,
+    checked,
+    first_slot,
+)
 from fedbilevel.algorithms.parts.slots import (
     At,
     LayeredClient,
@@ -43,7 +49,7 @@ from fedbilevel.algorithms.parts.wrappers import Wrapper
 from fedbilevel.core.algorithm import Algorithm, Part, check_algorithm, refuse_unless_allowed
 from fedbilevel.core.authored import described
 from fedbilevel.core.client import Client, Clients, RemoteClients
-from fedbilevel.core.errors import ConfigurationError, nearest, require
+from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.facts import Allows, Asks, Findings, No
 from fedbilevel.core.fed import Fed, LoopBody, Phase, Reply, Total
 from fedbilevel.core.hyperparameters import field_values
@@ -104,6 +110,9 @@ class Around(Part):
     hides_losses: ClassVar[bool] = False
     """Whether the clients' losses at the end of a run must not be compared with others, as they are to stay private."""
 
+    tells: ClassVar[str] = ""
+    """One sentence on what leaves a client because of the layer, in the form "the client sends …"; "": nothing more."""
+
     def __new__(cls, algorithm: Any = None, *more: Any, **fields: Any) -> Any:
         if algorithm is None and not more:
             return super().__new__(cls)
@@ -115,6 +124,7 @@ class Around(Part):
         super().__init_subclass__(**options)
         place = vars(cls).get("place", PLACES[0])
         require(place in PLACES, f"{cls.__name__}.place", place, ", ".join(PLACES))
+        require(isinstance(cls.tells, str), f"{cls.__name__}.tells", cls.tells, "a sentence")
         check_functions(cls)
 
     @property
@@ -163,21 +173,7 @@ class Layer(Around):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        known = {name for base in cls.__mro__[1:] for name in dir(base)}
-        known |= {name for base in cls.__mro__ for name in inspect.get_annotations(base)}
-        for name, value in vars(cls).items():
-            if name[0] != "_" and name not in known and not getattr(value, "__isabstractmethod__", False):
-                near = nearest(name, [name for name in dir(Layer) if name[0] != "_"])
-                meant = f": did you mean {near!r}?" if near else ""
-                own = "names of your own begin with an underscore, unless they are fields"
-                raise ConfigurationError(
-                    f"{cls.__name__}.{name} is not a function or attribute of layers{meant}; {own}"
-                )
-        if not inspect.isabstract(cls):
-            kind, place = getattr(cls, "kind", None), getattr(cls, "place", None)
-            require(place is not None, f"{cls.__name__}.place", place, ", ".join(PLACES))
-            require(isinstance(kind, str), f"{cls.__name__}.kind", kind, "a name")
-            require(cls.needs in ("", *Allows._fields), f"{cls.__name__}.needs", cls.needs, ", ".join(Allows._fields))
+        check_names_and_attributes(cls, Layer, PLACES)
 
     def layer(self, among: Mapping[str, Around]) -> Layer:
         return self

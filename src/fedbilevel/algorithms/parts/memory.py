@@ -84,6 +84,8 @@ SHORTENED = 10  # a remark follows if step sizes were divided by at least this n
 DELAY_PENALTY = 2.0  # the default of `Asynchronous.delay_penalty`, which is derived above
 SAME = 1e-10  # two codes v, w of one tree t are the same if ‖v − w‖² ≤ SAME ‖t‖²: a GPU may add in another order
 ROUNDING = 1e-5  # the largest rounding error of a sum of all weights in float32
+COUNTS = "whether this is its first reply, and how many exchanges after its last reply it was asked for"
+DIFFERENCES = f"the client sends the difference between its new and its last reply; with it the client says {COUNTS}"
 
 
 class Compressor(Around):
@@ -124,7 +126,7 @@ class Asynchronous(Around):
             run with a smaller c can be faster, but can also diverge. If clients keep x, c must be 0.
     """
 
-    place = "late"
+    place, tells = "late", DIFFERENCES
 
     wait_for: int = positive_integer()
     max_staleness: int | None = positive_integer(default=None, optional=True)
@@ -277,7 +279,7 @@ class Memory(Layer):
         late: the rule by which an exchange ends after the first replies; None: an exchange waits for all clients.
     """
 
-    kind, place, needs = "memory", "coded", "late"
+    kind, place, needs, tells = "memory", "coded", "late", DIFFERENCES
 
     compressor: Compressor | None = None
     late: Asynchronous | None = None

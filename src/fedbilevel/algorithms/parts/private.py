@@ -50,6 +50,10 @@ class Private(Privacy, Layer):
 
     kind, place, needs, cannot = "private", "privacy", "noise", "cannot have noise"
     hides_losses = True
+    tells = (
+        "the client clips its reply and adds noise, and also sends the exact norm of the reply before clipping; this "
+        "layer is for simulations"
+    )
 
     counts: bool = static(default=True)
     _vectors = True

@@ -29,6 +29,8 @@ from fedbilevel.core.errors import require
 from fedbilevel.core.fed import Total
 from fedbilevel.core.field_types import Number
 
+SINGLE = "the client sends what it would also send without this layer, and the server "
+
 
 class RobustRule(Layer):
     """Base class of robust rules, which replace the mean of replies."""
@@ -80,6 +82,7 @@ class TrimmedMean(RobustRule):
     """
 
     kind = "trimmed_mean"
+    tells = f"{SINGLE}compares the single replies, instead of using only their weighted sum"
     trim: int = positive_integer(default=1)
 
     def of(self, rows: Array, weights: Array) -> Array:
@@ -96,6 +99,7 @@ class Median(RobustRule):
     """Take the weighted median of each entry: the least value such that half of all weight is at or below it."""
 
     kind = "median"
+    tells = f"{SINGLE}takes each entry from the reply of one client, which the next message can show to other clients"
 
     def of(self, rows: Array, weights: Array) -> Array:
         order = jnp.argsort(rows, axis=0)
@@ -114,6 +118,7 @@ class Krum(RobustRule):
     """
 
     kind = "krum"
+    tells = f"{SINGLE}uses the whole reply of one client, which the next message can show to other clients"
     bad: int = positive_integer(default=1)
 
     def of(self, rows: Array, weights: Array) -> Array:
@@ -138,6 +143,7 @@ class CentredClipping(RobustRule):
     """
 
     kind = "centred_clipping"
+    tells = f"{SINGLE}compares the single replies, instead of using only their weighted sum"
     radius: Number = positive(default=1.0)
     steps: int = positive_integer(default=3)
 

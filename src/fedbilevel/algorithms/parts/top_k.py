@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
-from fedbilevel.algorithms.parts.memory import Compressor
+from fedbilevel.algorithms.parts.memory import COUNTS, Compressor
 from fedbilevel.core.config import static
 from fedbilevel.core.errors import require
 from fedbilevel.core.fed import Coded
@@ -37,6 +37,11 @@ class TopK(Compressor):
     Args:
         share: the share of a reply's entries that are sent, above 0 and at most 1.
     """
+
+    tells = (
+        "the client sends the largest entries of the difference between its new and its last reply, and says which "
+        f"entries these are, {COUNTS}"
+    )
 
     share: float = static(default=0.1)
 

@@ -4,19 +4,39 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from fedbilevel.algorithms.parts.layers import Around, layers_at
 from fedbilevel.core.algorithm import Algorithm
-from fedbilevel.core.errors import is_number, require, require_count
+from fedbilevel.core.errors import is_number, require, require_count, unknown
 from fedbilevel.core.hyperparameters import hyperparameters, local_epochs
 from fedbilevel.flower.refusal import Code, Refusal
+
+LAYERS = (
+    "AdaptiveSteps",
+    "Asynchronous",
+    "CentredClipping",
+    "InSet",
+    "Krum",
+    "Median",
+    "Memory",
+    "OuterOptimizer",
+    "OwnBlock",
+    "OwnLeaves",
+    "Private",
+    "TopK",
+    "TrimmedMean",
+)
+"""The names of the library's layers."""
+OWN = re.compile(r"[^\s:,]+:[^\s:,]+")  # the form of the name of a user's own layer
 
 
 @dataclass(frozen=True)
@@ -81,6 +101,16 @@ class Limits:
         max_requests: the largest number of requests in all runs together. After them the client refuses all requests.
             The count is stored in `Site.folder`. Without a folder it is in Flower's memory of a run, and each run is
             counted separately.
+        layers: the names of the layers that the client accepts around a method, such as ["TopK"]; None: all layers. In
+            the node configuration the names are a text with commas. The name of a layer of your own is
+            "package.module:Class". It is not compared with any list of names, so the first refusal shows if it is
+            misspelt. Some layers are accepted even if they are not named, since nothing more leaves the client because
+            of them: those that a problem requires (for own leaves of y, for own blocks of x, and for an x in a set) and
+            `OuterOptimizer`. The privacy of the site itself (`Site.privacy`) is no layer, and is never refused. All
+            other layers must be named. `AdaptiveSteps` is among them; a method has this layer if step sizes are None.
+            So is every layer of your own, since the library does not check what such a layer sends. A robust rule, such
+            as `Median`, acts only on the server. The client refuses a method that contains the rule, but it cannot
+            notice a server that uses single replies without saying so.
     """
 
     max_local_steps: int = 10_000
@@ -92,23 +122,36 @@ class Limits:
     min_local_samples: int = 8
     max_requests_per_round: int = 1_000
     max_requests: int = 1_000_000
+    layers: Collection[str] | None = None
 
     def __post_init__(self) -> None:
-        for name in (field.name for field in fields(self) if field.name != "max_seconds"):
+        for name in (field.name for field in fields(self) if field.name not in ("max_seconds", "layers")):
             require_count(f"Limits.{name}", getattr(self, name), largest=2**63 - 1)
         positive = is_number(self.max_seconds) and self.max_seconds > 0
         require(positive, "Limits.max_seconds", self.max_seconds, "a positive number")
         lower = self.min_batch_size <= self.max_batch_size
         require(lower, "Limits.min_batch_size", self.min_batch_size, f"at most max_batch_size = {self.max_batch_size}")
+        if self.layers is not None:
+            names = isinstance(self.layers, Collection) and not isinstance(self.layers, str | Mapping)
+            names = names and all(isinstance(name, str) for name in self.layers)
+            require(names, "Limits.layers", self.layers, "None, or a list of names of layers, such as ['TopK']")
+            object.__setattr__(self, "layers", tuple(self.layers))
+            for name in self.layers:
+                if name not in LAYERS and not OWN.fullmatch(name):
+                    raise unknown("layer of Limits.layers", name, LAYERS, "a layer of your own is package.module:Class")
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Limits:
         """Return the limits that a node configuration sets; all others have their default values."""
         names = {field.name.replace("_", "-"): field.name for field in fields(cls)}
-        return cls(**{names[name]: value for name, value in config.items() if name in names})
+        given = {names[name]: value for name, value in config.items() if name in names}
+        if isinstance(layers := given.get("layers"), str):
+            given["layers"] = [name.strip() for name in layers.split(",") if name.strip()]
+        return cls(**given)
 
     def check_algorithm(self, algorithm: Algorithm) -> None:
-        """Refuse an algorithm whose hyperparameters exceed a limit or fall below a floor."""
+        """Refuse an algorithm with a layer that is not accepted, or with hyperparameters beyond a limit or a floor."""
+        self.check_layers(algorithm)
         for name, value in hyperparameters(algorithm).items():
             samples = name.rpartition(".")[2] == "batch_size"
             if samples and value is not None and value > self.max_batch_size:
@@ -119,6 +162,18 @@ class Limits:
             if type(largest) is int and not samples and largest > self.max_local_steps:
                 why = f"{name} = {value} is above this client's limit of {self.max_local_steps} steps"
                 raise Refusal(Code.LIMIT, why)
+
+    def check_layers(self, algorithm: Algorithm) -> None:
+        """Refuse an algorithm with a layer that this client does not accept (`layers`)."""
+        if self.layers is None:
+            return
+        for layer in layers_at(algorithm):
+            name, disclosed = layer_name(layer), disclosed_by(layer)
+            if disclosed and name not in self.layers:
+                listed = ", ".join(self.layers)
+                raise Refusal(
+                    Code.LAYER, f"this client does not accept the layer {name} (layers = {listed!r}): {disclosed}"
+                )
 
     def check_epochs(self, algorithm: Algorithm, samples: int) -> None:
         """Refuse local epochs that have more steps than the limit allows.
@@ -154,6 +209,29 @@ class Limits:
             if isinstance(number, int) and number > self.max_local_steps:
                 why = f"{name} = {number} is above this client's limit of {self.max_local_steps} steps"
                 raise Refusal(Code.LIMIT, why)
+
+
+def layer_name(layer: Around) -> str:
+    """Return the name of a layer in `Limits.layers`: that of its class, for a user's own class with its module."""
+    cls = type(layer)
+    return cls.__qualname__ if is_of_library(cls) else f"{cls.__module__}:{cls.__qualname__}"
+
+
+def disclosed_by(layer: Around) -> str:
+    """Return in words what leaves a client because of a layer; "" if it is a layer of the library that adds nothing."""
+    undeclared = "" if is_of_library(type(layer)) else "its class does not declare what leaves the client (`tells`)"
+    return layer.tells or undeclared
+
+
+def is_of_library(cls: type) -> bool:
+    """Return whether this library defines the class."""
+    return cls.__module__.partition(".")[0] == "fedbilevel"
+
+
+def described_layers(algorithm: Algorithm) -> dict[str, str]:
+    """Describe what leaves a client because of the layers of an algorithm, as an entry "layers"; {} if nothing does."""
+    told = [f"{layer_name(layer)}: {said}" for layer in layers_at(algorithm) if (said := disclosed_by(layer))]
+    return {"layers": "; ".join(told)} if told else {}
 
 
 T = TypeVar("T")

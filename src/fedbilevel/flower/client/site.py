@@ -40,7 +40,7 @@ from fedbilevel.engines.submodels import SubmodelPlan
 from fedbilevel.flower import wire
 from fedbilevel.flower.client.approval import ALL, check_approve
 from fedbilevel.flower.client.approval_rule import Proposal, check_own_numbers
-from fedbilevel.flower.client.limits import Limits, TimeLimit
+from fedbilevel.flower.client.limits import Limits, TimeLimit, described_layers
 from fedbilevel.flower.client.phases import SitePhases, in_precision_of_here
 from fedbilevel.flower.client.refusals import RefusalLog
 from fedbilevel.flower.client.store import REFUSED, Agreed, ContextStore, FolderStore, Store, Versions
@@ -246,7 +246,7 @@ class ClientRuntime:
             raise
 
     def check_limits(self) -> None:
-        """Refuse to take part if the method or the number of samples is outside of the site's limits and floors."""
+        """Refuse to take part if the method, a layer or the number of samples is not within limits and floors."""
         limits, sizes = self.site.limits, (self.outer.longest, self.inner.longest)
         limits.check_algorithm(self.site.algorithm)
         limits.check_epochs(self.site.algorithm, max(sizes))
@@ -255,7 +255,7 @@ class ClientRuntime:
             raise Refusal(Code.SETTINGS, "this client's samples have changed")
 
     def described(self) -> dict[str, str]:
-        """Describe samples, folder, privacy and floors of this client for the site's owner, as name -> text.
+        """Describe samples, folder, privacy, floors and layers for the site's owner, as name -> text.
 
         This description is never sent.
         """
@@ -273,6 +273,7 @@ class ClientRuntime:
             "folder": str(self.store.folder) if self.store else "none: a restart of the SuperNode loses its state",
             "privacy": hidden,
             "floors": f"{limits.min_local_samples} samples, batches of {limits.min_batch_size}",
+            **described_layers(self.site.algorithm),
             "approval": self.approval(),
         }
 
