@@ -69,7 +69,7 @@ class Site:
         capacity: the share of the model's units that the client can hold, as on the server (`RemoteClients.capacity`).
             The client then accepts only messages of this size. None: the whole model.
         limits: the limits on a server's requests.
-        privacy: the terms by which replies are clipped and get noise; None: replies are sent unchanged.
+        privacy: the terms by which replies are clipped and get noise; None: they are not clipped, and get none.
         metrics_per_client: the metrics that may be measured on the client's samples, as for `solve` on the server.
         tells_metrics: whether the server gets the values of these metrics if it asks. The values are exact, and the
             server chooses x and y. Not allowed with `privacy`, which does not protect these values.
@@ -260,7 +260,7 @@ class ClientRuntime:
         This description is never sent.
         """
         limits, terms = self.site.limits, self.site.privacy
-        hidden = "off: replies are sent unchanged"
+        hidden = "off: replies are not clipped, and get no noise"
         if terms is not None and self.guard is not None:
             account = self.guard.read()
             budget = "no budget" if terms.budget is None else f"budget ε = {terms.budget:g}"
