@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness import head, interval, row
+from benchmarks.harness import estimate, head, interval, row
 from fedbilevel.cli import main as fedbilevel
 from fedbilevel.data import load_heart
 from fedbilevel.data.loaders import FLAMBY, HOSPITALS, TRAINING, stratified
@@ -40,8 +40,6 @@ METHODS: dict[str, list[str]] = {
     ],
 }
 KEPT = Path(__file__).with_suffix(".json")
-Accuracies = dict[str, np.ndarray]
-"""By method: (splits, hospitals), the test accuracies."""
 
 
 def command(*arguments: str) -> None:
@@ -62,11 +60,12 @@ def run_of(name: str, split: int, folder: Path) -> dict[str, float]:
     return json.loads((run / "history.jsonl").read_text().splitlines()[-1])
 
 
-def accuracies(folder: Path, splits: Sequence[int]) -> Accuracies:
-    """Return the test accuracies.
+def accuracies(folder: Path, splits: Sequence[int]) -> dict[str, list[list[float]]]:
+    """Return the test accuracies of each method: a row for each split, in the order of the hospitals.
 
     The four methods that each train in a single hospital become one method, "alone". Its accuracy in a hospital is that
-    of the model that was trained there.
+    of the model that was trained there. "majority" is a constant prediction: the label that most training patients of
+    the hospital have.
     """
     found: dict[str, list[list[float]]] = {}
     for split in splits:
@@ -74,38 +73,29 @@ def accuracies(folder: Path, splits: Sequence[int]) -> Accuracies:
         for name in [name for name in METHODS if not name.startswith("alone-")]:
             found.setdefault(name, []).append([last[name][f"test_accuracy.{one}"] for one in HOSPITALS])
         found.setdefault("alone", []).append([last[f"alone-{one}"][f"test_accuracy.{one}"] for one in HOSPITALS])
-        found.setdefault("majority", []).append([majority(one, split) for one in HOSPITALS])
-    return {name: np.array(rows) for name, rows in found.items()}
-
-
-def majority(hospital: str, split: int) -> float:
-    """Return the test accuracy of a constant prediction: the label that most training patients of the hospital have."""
-    labels = load_heart(hospital).labels
-    training, test = stratified(labels, TRAINING, FLAMBY + split)
-    return float(np.mean(labels[test] == (np.mean(labels[training]) > 0.5)))
-
-
-def write(file: Path, splits: Sequence[int], found: Accuracies) -> None:
-    """Write the accuracies: for each method a row for each split, in the order of the hospitals."""
-    rows = {name: [[round(value, 6) for value in row] for row in of.tolist()] for name, of in found.items()}
-    lines = ",\n".join(f'    "{name}": {json.dumps(row)}' for name, row in rows.items())
-    start = f'{{\n  "hospitals": {json.dumps(list(HOSPITALS))},\n  "splits": {list(splits)},\n'
-    file.write_text(f'{start}  "test_accuracy": {{\n{lines}\n  }}\n}}\n', encoding="utf-8")
+        constant = []
+        for hospital in HOSPITALS:
+            labels = load_heart(hospital).labels
+            training, test = stratified(labels, TRAINING, FLAMBY + split)
+            constant.append(float(np.mean(labels[test] == (np.mean(labels[training]) > 0.5))))
+        found.setdefault("majority", []).append(constant)
+    return found
 
 
 def main(folder: str = "", splits: tuple[int, ...] = (0, 1, 2, 3, 4)) -> None:
     file = Path(folder, KEPT.name) if folder else KEPT
     if folder:
-        write(file, splits, accuracies(Path(folder), splits))
+        made = {"splits": splits, "hospitals": HOSPITALS, "test_accuracy": accuracies(Path(folder), splits)}
+        file.write_text(json.dumps(made, indent=1), encoding="utf-8")
     kept = json.loads(file.read_text(encoding="utf-8"))
     splits, found = kept["splits"], {name: np.array(rows) for name, rows in kept["test_accuracy"].items()}
     print(f"splits {', '.join(map(str, splits))}")
     head("test accuracy", *HOSPITALS)
     for name, rows in found.items():
-        row(name, *(f"{a:.3f} ± {half:.3f}" for a, half in zip(rows.mean(0), interval(rows), strict=True)))
+        row(name, *(estimate(values, form=".3f") for values in rows.T))
     shared = np.array(TESTED) / np.array(TRAINED)
     head("paired difference to FedAvg", *HOSPITALS)
     for name, rows in found.items():
         change = rows - found["FedAvg"]
-        cells = zip(change.mean(0), interval(change), interval(change, shared), strict=True)
-        row(name, *(f"{mean:+.3f} ± {a:.3f} ({b:.3f})" for mean, a, b in cells))
+        wider = interval(change, shared)
+        row(name, *(f"{estimate(of, form='+.3f')} ({b:.3f})" for of, b in zip(change.T, wider, strict=True)))
