@@ -9,11 +9,17 @@ first    processor seconds of the first call: tracing, compilation and the round
 second   processor seconds of a second call, with other step sizes and another seed
 round    milliseconds of a round once everything is compiled, by the clock
 memory   peak of the process in MB, everything that it imports included; on a GPU, of the device
+
+With --kernels, XLA writes every program that it compiles for the first call to files, and the table has the number of
+kernels, the functions that XLA compiles to machine code, of the largest program, which contains the rounds.
 """
 
+import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from statistics import median
 from time import process_time
 from types import SimpleNamespace
@@ -192,6 +198,22 @@ def measure(name: str, who: str, cores: bool) -> dict[str, float]:
     return {**out, "memory": peak_mb()}
 
 
+def first_call(name: str, who: str) -> None:
+    """Call one contender, in this process."""
+    s = ROWS[name]
+    CONTENDERS[who](s, problem_of(s, np.float32))(1.0, 0, s.rounds)
+
+
+def kernels_of(name: str, who: str) -> int:
+    """Return the number of kernels of one contender."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder} --xla_dump_hlo_as_text"
+        in_process(first_call, name, who, environment={"XLA_FLAGS": flags})
+        programs = Path(folder).glob("*after_optimizations.txt")
+        module = max(programs, key=lambda path: path.stat().st_size).name.split(".")[0]
+        return len(list(Path(folder).glob(f"{module}.*.ir-with-opt.ll")))
+
+
 def small(name: str) -> Setting:
     """Return the setting of a row with full batches, all clients, and sizes with which rounds take seconds."""
     s = ROWS[name]
@@ -224,7 +246,13 @@ def difference(a: Any, b: Any) -> float:
 FORMS = {"first": ".2f", "second": ".3f", "round": ".3f", "memory": ".0f"}
 
 
-def main(rows: tuple[str, ...] = tuple(ROWS), passes: int = 3, cores: bool = False) -> None:
+def main(rows: tuple[str, ...] = tuple(ROWS), passes: int = 3, cores: bool = False, kernels: bool = False) -> None:
+    if kernels:
+        head("row", "library", "by hand", "ratio")
+        for name in rows:
+            ours, theirs = (kernels_of(name, who) for who in CONTENDERS)
+            row(name, ours, theirs, f"{ours / theirs:.2f}")
+        return
     head("row", "first, s", "second, s", "round, ms", "memory, MB")
     for name in rows:
         contenders = {who: partial(in_process, measure, name, who, cores) for who in CONTENDERS}

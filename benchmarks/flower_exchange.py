@@ -1,25 +1,20 @@
 """The cost of an exchange, compared with a bare Flower message of the same number of bytes.
 
-Both go to all clients and back, in turn, in the same way: within one process, in Flower's simulation (Ray), or over a
-SuperLink and SuperNodes with TLS and keys. The phase returns its message, so that only the exchange is timed. The first
-exchange and the first message, with imports and compilation, are left out.
+Both go to all clients and back, in turn, in the same way: within one process, or over a SuperLink and SuperNodes with
+TLS and keys. The phase returns its message, so that only the exchange is timed. The first exchange and the first
+message, with imports and compilation, are left out.
 """
 
 import json
-import os
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from statistics import median
 
 from benchmarks.harness import head, row
 from benchmarks.machine import load
-from fedbilevel.flower.launch import children
-from fedbilevel.flower.launch.processes import Console, Federation, flower_command, free_ports
-from fedbilevel.flower.launch.supernode import environment
+from fedbilevel.flower.launch.processes import Federation
 
 QUICK = {"engines": ["in-process"], "clients": [2], "repetitions": 2}
 PROJECT = """
@@ -135,28 +130,6 @@ def in_process(app: Path, config: dict[str, int], place: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def simulated(app: Path, config: dict[str, int], place: Path) -> list[str]:
-    """Run server and clients in Flower's simulation. Return the lines that the server prints."""
-    (port,) = free_ports(1)
-    place.mkdir(parents=True)
-    (place / "config.toml").write_text(f'[superlink.simulation]\naddress = "127.0.0.1:{port}"\ninsecure = true\n')
-    ray = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-    ray["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    env = environment({**os.environ, **ray, "FLWR_HOME": str(place)})
-    command = [*flower_command("flower-superlink"), "--insecure", "--simulation", "--host", "127.0.0.1"]
-    command += ["--port", str(port), "--disable-runtime-dependency-installation"]
-    link, console = children.spawn(command, place / "superlink.log", env), Console(env, place)
-    try:
-        while socket.socket().connect_ex(("127.0.0.1", port)):
-            time.sleep(0.2)
-        options = ["--federation-config", f"num-supernodes={config['clients']} client-resources-num-cpus=1"]
-        options += ["--run-config", as_text(config), "--stream"]
-        return list(console.lines("run", str(app), "simulation", *options, timeout=600))
-    finally:
-        console.close()
-        children.stop([link])
-
-
 def deployed(app: Path, config: dict[str, int], place: Path) -> list[str]:
     """Run a federation of processes. Return the lines that the server prints."""
     with Federation(place, config["clients"], deadline=240) as federation:
@@ -167,7 +140,7 @@ def as_text(config: dict[str, int]) -> str:
     return " ".join(f"{name}={value}" for name, value in config.items())
 
 
-ENGINES = {"in-process": in_process, "simulation": simulated, "deployment": deployed}
+ENGINES = {"in-process": in_process, "deployment": deployed}
 
 
 def measure(app: Path, engine: str, config: dict[str, int], place: Path) -> dict[str, list[float]]:

@@ -10,28 +10,30 @@ import random
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from benchmarks.harness import seconds
 
-RUN = ["run", "--rounds", "2000", "--eval-every", "100", "--set", "run.checkpoint_every=7", "--quiet"]
+SETTINGS = ["--rounds", "2000", "--eval-every", "100", "--set", "run.checkpoint_every=7"]
 QUICK = {"times": 1}
 
 
-def start(arguments: list[str]) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-m", "fedbilevel.cli", *arguments], stdout=subprocess.DEVNULL)
+def continued(folder: Path, limit: float | None = None) -> str:
+    """Start a run, or resume it if it has a checkpoint, and kill it after `limit` seconds. Return how it ended."""
+    new = not (folder / "checkpoint.npz").exists()
+    arguments = [*SETTINGS, "--out", str(folder)] if new else ["--resume", str(folder)]
+    command = [sys.executable, "-m", "fedbilevel.cli", "run", *arguments, "--quiet"]
+    try:
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=limit)
+    except subprocess.TimeoutExpired:  # the process was killed by SIGKILL
+        return "killed"
+    return "at its end"
 
 
-def finish(arguments: list[str]) -> None:
-    """Run a command to its end."""
-    if code := start(arguments).wait():
-        raise SystemExit(f"{' '.join(arguments)} ended with {code}")
-
-
-def outcome(folder: Path) -> tuple[dict[str, bytes], list[dict]]:
+def outcome(folder: Path) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
     """Return the arrays of the result as bytes, and the history without columns of time."""
     with np.load(folder / "result.npz") as stored:
         arrays = {name: stored[name].tobytes() for name in stored.files if not name.startswith("__")}
@@ -39,38 +41,22 @@ def outcome(folder: Path) -> tuple[dict[str, bytes], list[dict]]:
     return arrays, [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
 
 
-def trial(folder: Path, whole_time: float, chance: random.Random) -> tuple[list[str], Path]:
-    """Kill a run once or twice, and finish it. Return its states when it was killed, and its folder."""
-    moments = []
-    resume = ["run", "--resume", str(folder), "--quiet"]
-    for attempt in range(1 + chance.randint(0, 1)):
-        fresh = not (folder / "checkpoint.npz").exists()
-        if fresh and attempt:
-            break
-        process = start([*RUN, "--out", str(folder)] if fresh else resume)
-        time.sleep(chance.uniform(0.2, 1.0) * whole_time)
-        moments.append("at its end" if process.poll() is not None else "killed")
-        process.kill()
-        process.wait()
-    if (folder / "checkpoint.npz").exists():
-        finish(resume)
-        return moments, folder
-    again = folder.with_name(f"{folder.name}-again")
-    finish([*RUN, "--out", str(again)])
-    return [*moments, "before its first checkpoint, started again"], again
-
-
 def main(times: int = 10) -> None:
-    chance = random.Random(0)
+    chance, same = random.Random(0), 0
     with tempfile.TemporaryDirectory() as temporary:
         base = Path(temporary)
-        finish([*RUN, "--out", str(base / "warm")])
-        whole_time = seconds(lambda: finish([*RUN, "--out", str(base / "whole")]))
-        expected = outcome(base / "whole")
-        same = 0
+        continued(base / "warm")
+        whole_time = seconds(lambda: continued(base / "whole"))
         for i in range(times):
-            moments, folder = trial(base / f"trial-{i}", whole_time, chance)
-            equal = outcome(folder) == expected
+            folder, moments = base / f"trial-{i}", []
+            for _ in range(1 + chance.randint(0, 1)):
+                moments.append(continued(folder, chance.uniform(0.2, 1.0) * whole_time))
+                if not (folder / "checkpoint.npz").exists():
+                    folder = base / f"trial-{i}-again"
+                    moments.append("before its first checkpoint, started again")
+                    break
+            continued(folder)
+            equal = outcome(folder) == outcome(base / "whole")
             same += equal
             print(f"trial {i}: {', '.join(moments)}; bit-identical: {equal}", flush=True)
     print(f"{same} of {times} bit-identical to the undisturbed run ({whole_time:.1f} s)")

