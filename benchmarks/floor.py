@@ -10,11 +10,22 @@ second   processor seconds of a second call, with other step sizes and another s
 round    milliseconds of a round once everything is compiled, by the clock
 memory   peak of the process in MB, everything that it imports included; on a GPU, of the device
 
+With --torch, the rows simfbo-mnist, fednest-mnist and lfednest-mnist are compared with serial PyTorch loops
+(torch_loops.py), and with the machine's rate of matrix products. FedNest and LFedNest have the setting of FedNest's
+published scripts. Every contender, and NumPy's matrix product, is a process of its own, measured in turn. First, the
+library and PyTorch must end at the same numbers on a small problem, in float64 and with all samples. PyTorch is
+installed in `.venv-peers/torch` the first time. The counted work of SimFBO is the matrix products that every
+formulation needs: forward and backward through the first layer for each of the two losses, 4 · 2·64·784·200 FLOP, and
+the same products with the head, 4 · 2·64·200·10 FLOP. The counted work of the others is the least possible number of
+products with the first layer: forward once for each training sample of the cohort and once for each validation batch,
+and backward for the two batches of the hypergradient, with 2·784·200 FLOP per sample.
+
 With --kernels, XLA writes every program that it compiles for the first call to files, and the table has the number of
 kernels, the functions that XLA compiles to machine code, of the largest program, which contains the rounds.
 """
 
 import os
+import subprocess
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,8 +41,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import fedbilevel as fb
+from benchmarks.contest import python_with
 from benchmarks.harness import head, in_process, medians, round_ms, row, seconds, turns
-from benchmarks.machine import peak_mb
+from benchmarks.machine import gemm_rate, peak_mb
 from benchmarks.peers import afbo, fednest, fism, lfednest, problems, rabo, simfbo
 
 QUICK = {"rows": ["simfbo-quadratic-6"], "passes": 1}
@@ -243,19 +255,108 @@ def difference(a: Any, b: Any) -> float:
     return max(float(jnp.max(jnp.abs(u - v)) / jnp.maximum(jnp.max(jnp.abs(v)), 1)) for u, v in pairs)
 
 
+ENGINES = {"XLA's defaults": (1, False), "tune_cpu(1)": (1, True), "tune_cpu(2)": (2, True)}  # name: (devices, tuned)
+THREADS = {"simfbo-mnist": ("",), "fednest-mnist": ("1", "2"), "lfednest-mnist": ("1", "2")}
+"""PyTorch's numbers of threads, by row; "" is its own choice."""
+APART = 1e-10  # the largest allowed difference after the rounds of the check; they move entries by 1e-3 or more
+TORCH_ROUNDS = 20  # the number of timed rounds
+
+
+def write(s: Setting, dtype: str, file: str) -> None:
+    """Write a problem in the form that torch_loops.py reads."""
+    p = problem_of(s, np.dtype(dtype))
+    data = {f"{name}_{key}s": a for name in ("inner", "outer") for key, a in p.data[name].items()}
+    start = {"x_w": p.x[0]["weight"], "x_b": p.x[0]["bias"], "y_w": p.y["weight"], "y_b": p.y["bias"]}
+    numbers = {"local_steps": s.local_steps, "terms": s.terms, "batch_size": s.batch or 0}
+    np.savez(file, **data, **start, **numbers, steps=s.steps, ridge=problems.RIDGE, cohort=s.cohort or len(p.weights))
+
+
+def in_torch(s: Setting, problem: str, rounds: int, threads: str) -> dict[str, Any]:
+    """Run PyTorch. Return its numbers at the end, and the milliseconds per round."""
+    result = str(Path(problem).with_name("result.npz"))
+    command = [python_with("torch"), str(Path(__file__).with_name("torch_loops.py")), s.kind, problem, result]
+    subprocess.run([*command, str(rounds), *filter(None, [threads])], check=True)
+    return dict(np.load(result))
+
+
+def in_engine(name: str, engine: str, timed: int) -> float:
+    """Measure the library in this process, in milliseconds per round."""
+    s, (devices, tuned) = ROWS[name], ENGINES[engine]
+    if tuned:
+        fb.tune_cpu(devices)
+    play = of_library(s, problem_of(s, np.float32))
+    return round_ms(
+        play(1.0, 0, 3 * timed, engine=fb.Local(devices=devices), eval_every=timed).history["seconds"], timed
+    )
+
+
+def write_small(name: str, problem: str) -> dict[str, Any]:
+    """Write a small problem. Return the numbers at which the library ends."""
+    s = small(name)
+    write(s, "float64", problem)
+    end = of_library(s, problem_of(s, np.float64))(1.0, 0, CHECKED)
+    return {"x_w": end.x[0]["weight"].tolist(), "y_w": end.y["weight"].tolist()}
+
+
+def flop(s: Setting, p: Any) -> float:
+    """Return the counted floating-point operations of a round: see the docstring of the module."""
+    samples, pixels = p.data["inner"]["image"].shape[1:]
+    hidden, classes = p.y["weight"].shape
+    if s.kind == "simfbo":
+        return s.cohort * s.local_steps * 4 * 2 * s.batch * hidden * (pixels + classes)
+    return s.cohort * (samples + s.batch * (4 if s.kind == "fednest" else 3)) * 2 * pixels * hidden
+
+
+def beside_torch(name: str, passes: int, folder: Path) -> None:
+    """Compare the numbers of the library and of PyTorch, measure all contenders, and print the table."""
+    s, first, problem = ROWS[name], str(folder / "small.npz"), str(folder / "problem.npz")
+    ours = in_process(write_small, name, first, environment={"JAX_ENABLE_X64": "1"})
+    theirs = in_torch(s, first, CHECKED, "1")
+    apart = max(float(np.max(np.abs(theirs[part] - end))) for part, end in ours.items())
+    assert apart < APART, f"PyTorch does not compute what the library does: {apart}"
+
+    write(s, "float32", problem)
+    contenders: dict[str, Any] = {"NumPy": gemm_rate}
+    contenders |= {engine: partial(in_process, in_engine, name, engine, TORCH_ROUNDS) for engine in ENGINES}
+    for threads in THREADS[name]:
+        run = partial(in_torch, s, problem, TORCH_ROUNDS, threads)
+        contenders[f"PyTorch, threads={threads or 'its own choice'}"] = lambda run=run: float(run()["ms"])
+    measured = turns(contenders, passes)
+    rates = measured.pop("NumPy")
+    print(f"\n{name}: NumPy float32 1024³ {', '.join(f'{rate:.0f}' for rate in rates)} GFLOP/s")
+    print(f"PyTorch and the library end at the same numbers, up to {apart:.0e}")
+    torch = min((ms for who, ms in measured.items() if who.startswith("PyTorch")), key=min)
+    head("contender", "ms a round: least", "median", "GFLOP/s", "of NumPy's best", "× PyTorch: least", "median")
+    work = flop(s, problem_of(s, np.float32))
+    for who, ms in measured.items():
+        rate = work / min(ms) / 1e6
+        cells = f"{min(ms):.1f}", f"{median(ms):.1f}", f"{rate:.0f}", f"{rate / max(rates):.2f}"
+        row(who, *cells, f"{min(torch) / min(ms):.2f}", f"{median(torch) / median(ms):.2f}")
+
+
 FORMS = {"first": ".2f", "second": ".3f", "round": ".3f", "memory": ".0f"}
 
 
-def main(rows: tuple[str, ...] = tuple(ROWS), passes: int = 3, cores: bool = False, kernels: bool = False) -> None:
+def main(
+    rows: tuple[str, ...] = tuple(ROWS),
+    passes: int = 3,
+    cores: bool = False,
+    kernels: bool = False,
+    torch: bool = False,
+) -> None:
     if kernels:
         head("row", "library", "by hand", "ratio")
-        for name in rows:
+    elif not torch:
+        head("row", "first, s", "second, s", "round, ms", "memory, MB")
+    for name in rows:
+        if kernels:
             ours, theirs = (kernels_of(name, who) for who in CONTENDERS)
             row(name, ours, theirs, f"{ours / theirs:.2f}")
-        return
-    head("row", "first, s", "second, s", "round, ms", "memory, MB")
-    for name in rows:
-        contenders = {who: partial(in_process, measure, name, who, cores) for who in CONTENDERS}
-        ours, theirs = map(medians, turns(contenders, passes).values())
-        pairs = [(form, ours[key], theirs[key]) for key, form in FORMS.items()]
-        row(name, *(f"{a:{form}}, {b:{form}}, **{a / b:.2f}**" for form, a, b in pairs))
+        elif torch and name in THREADS:
+            with tempfile.TemporaryDirectory() as folder:
+                beside_torch(name, passes, Path(folder))
+        elif not torch:
+            contenders = {who: partial(in_process, measure, name, who, cores) for who in CONTENDERS}
+            ours, theirs = map(medians, turns(contenders, passes).values())
+            pairs = [(form, ours[key], theirs[key]) for key, form in FORMS.items()]
+            row(name, *(f"{a:{form}}, {b:{form}}, **{a / b:.2f}**" for form, a, b in pairs))

@@ -1,6 +1,6 @@
 """SimFBO, FedNest and LFedNest as loops over clients in PyTorch, as they are written without this library.
 
-The program needs only torch and numpy, so that `speed` can run it by another interpreter:
+The program needs only torch and numpy, so that `floor` can run it by another interpreter:
 
     python torch_loops.py METHOD problem.npz result.npz ROUNDS [THREADS]
 

@@ -1,29 +1,33 @@
-"""Kill a process of a federation with -9 at random moments, under load: it is restarted, and the run continues.
+"""Kill processes with -9 at random moments: the run continues, and ends with the same numbers as without the kills.
 
-Four clients form a federation on this machine, with TLS and keys, while another process keeps all cores busy. Each run
-has six kills, and its result must equal that of the undisturbed run. The quorum is all clients, so that a killed client
-is asked again. If the server is killed, the run is submitted again with the same folder. If the SuperLink is killed, it
-is restarted with its database, and the run is submitted to it again. Flower regards this as another run and forgets the
-state of the clients, so each client has a folder for its state. SuperNodes and workers are restarted by their
-supervisor.
-
-The table has for each run the killed processes, with the numbers of the exchanges that had begun, and the largest
-difference of x and y from the undisturbed run, at the end of the run.
+run         Each trial starts `fedbilevel run` on scikit-learn's digits, kills the process after a random share of the
+            time of the undisturbed run, and resumes the run. With probability one half, it is killed once more and
+            resumed. Then it runs to the end, and is compared with the undisturbed run bit by bit.
+federation  Four clients form a federation on this machine, with TLS and keys, while another process keeps all cores
+            busy. Each run has six kills, and its result must equal that of the undisturbed run. The quorum is all
+            clients, so that a killed client is asked again. If the server is killed, the run is submitted again with
+            the same folder. If the SuperLink is killed, it is restarted with its database, and the run is submitted to
+            it again. Flower regards this as another run and forgets the state of the clients, so each client has a
+            folder for its state. SuperNodes and workers are restarted by their supervisor.
+            The table has for each run the killed processes, with the numbers of the exchanges that had begun, and the
+            largest difference of x and y from the undisturbed run, at the end of the run.
 """
 
+import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.harness import ROOT, head, row
+from benchmarks.harness import ROOT, head, row, seconds
 from benchmarks.machine import load
 
 os.environ |= {"JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cpu"}
@@ -33,7 +37,8 @@ from federation_app import CLIENTS, EXCHANGES, LONGEST, SAME, Hang, Trial, comma
 
 from fedbilevel.flower.launch import children  # noqa: E402
 
-QUICK = {"times": 2}
+QUICK = {"trials": 1, "kills": 2}
+SETTINGS = ["--rounds", "2000", "--eval-every", "100", "--set", "run.checkpoint_every=7"]
 BUSY = "import os\nfor _ in range(os.cpu_count() - 1):\n    if os.fork() == 0:\n        break\nwhile True:\n    pass"
 ROUNDS = 12
 EACH = 6  # the number of kills in one run
@@ -46,6 +51,48 @@ COMMANDS = {
     "worker": "fedbilevel.flower.launch.private",
 }
 KINDS = tuple(COMMANDS)
+
+
+def continued(folder: Path, limit: float | None = None) -> str:
+    """Start a run, or resume it if it has a checkpoint, and kill it after `limit` seconds. Return how it ended."""
+    new = not (folder / "checkpoint.npz").exists()
+    arguments = [*SETTINGS, "--out", str(folder)] if new else ["--resume", str(folder)]
+    command = [sys.executable, "-m", "fedbilevel.cli", "run", *arguments, "--quiet"]
+    try:
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=limit)
+    except subprocess.TimeoutExpired:  # the process was killed by SIGKILL
+        return "killed"
+    return "at its end"
+
+
+def outcome(folder: Path) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
+    """Return the arrays of the result as bytes, and the history without columns of time."""
+    with np.load(folder / "result.npz") as stored:
+        arrays = {name: stored[name].tobytes() for name in stored.files if not name.startswith("__")}
+    rows = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    return arrays, [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+
+
+def killed_runs(times: int) -> None:
+    """Print for each trial when the run was killed, and whether the results have the same bits."""
+    chance, same = random.Random(0), 0
+    with tempfile.TemporaryDirectory() as temporary:
+        base = Path(temporary)
+        continued(base / "warm")
+        whole_time = seconds(lambda: continued(base / "whole"))
+        for i in range(times):
+            folder, moments = base / f"trial-{i}", []
+            for _ in range(1 + chance.randint(0, 1)):
+                moments.append(continued(folder, chance.uniform(0.2, 1.0) * whole_time))
+                if not (folder / "checkpoint.npz").exists():
+                    folder = base / f"trial-{i}-again"
+                    moments.append("before its first checkpoint, started again")
+                    break
+            continued(folder)
+            equal = outcome(folder) == outcome(base / "whole")
+            same += equal
+            print(f"trial {i}: {', '.join(moments)}; bit-identical: {equal}", flush=True)
+    print(f"{same} of {times} bit-identical to the undisturbed run ({whole_time:.1f} s)")
 
 
 class Moment(NamedTuple):
@@ -133,7 +180,8 @@ def await_end(trial, command, seconds=120):
         time.sleep(0.1)
 
 
-def main(times: int = 30, seed: int = 0) -> None:
+def killed_federations(times: int, seed: int) -> None:
+    """Print the differences of all runs with kills."""
     good = 0
     with tempfile.TemporaryDirectory() as folder, Trial(Path(folder), None, forgetful=None) as trial:
         busy = children.spawn([sys.executable, "-c", BUSY])
@@ -154,3 +202,10 @@ def main(times: int = 30, seed: int = 0) -> None:
         finally:
             children.stop([busy], grace=0)
     print(f"{good} of {times} kills changed nothing; processes left: {trial.left() or 'none'}")
+
+
+def main(parts: tuple[str, ...] = ("run", "federation"), trials: int = 10, kills: int = 30, seed: int = 0) -> None:
+    if "run" in parts:
+        killed_runs(trials)
+    if "federation" in parts:
+        killed_federations(kills, seed)
