@@ -35,9 +35,7 @@ def test_sites_that_keep_their_tables_have_the_numbers_of_one_machine(kind, file
     serve(given, Nodes(client_app(given), files), {"out": str(place), "poll": 0.1})
     model, here = StudyModel.load(place / "model.json"), fitted(kind)
     for name in ("coef_", "penalties_", "standard_errors_"):
-        np.testing.assert_allclose(
-            getattr(model.estimator, name), getattr(here.estimator, name), rtol=1e-10, atol=1e-10
-        )
+        np.testing.assert_allclose(getattr(model.estimator, name), getattr(here.estimator, name), rtol=1e-9, atol=1e-10)
     assert model.intercept_error == (None if kind == "cox" else pytest.approx(here.intercept_error, rel=1e-10))
     rows = tables()["south"].drop(columns=list(TARGETS[kind].values()))
     np.testing.assert_allclose(
