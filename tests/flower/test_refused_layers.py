@@ -11,6 +11,7 @@ from federations import TASK, memory
 import fedbilevel as fb
 from fedbilevel import authoring, parts
 from fedbilevel.algorithms.parts.layers import Around
+from fedbilevel.algorithms.parts.memory import Memory
 from fedbilevel.core.errors import ExchangeError
 from fedbilevel.flower.client.limits import LAYERS, Limits, layer_name
 from fedbilevel.flower.client.site import ClientRuntime
@@ -67,6 +68,17 @@ def test_a_run_with_a_layer_that_no_site_accepts_ends_and_runs_if_they_accept_it
     federations.moved(accepted)
 
 
+class Halved(parts.TopK):
+    """A user's own class of a layer of the library, whose sentence says nothing of this class."""
+
+
+class Hidden(authoring.Layer):
+    """A user's own layer that gives the name of a module of the library as its own."""
+
+    kind, place = "hidden", "kept"
+    __module__ = "fedbilevel.algorithms.parts.top_k"
+
+
 OWN_OF_HERE = f"{__name__}:"
 REFUSED = {
     "TopK": (SHORT, "TopK"),
@@ -92,6 +104,7 @@ def test_a_layer_is_refused_unless_it_is_named(case):
 
 def test_one_of_two_layers_is_not_enough():
     both = fb.layered(SHORT, fb.Asynchronous(wait_for=2))
+    assert "the layers TopK, Asynchronous " in greeted(both, naming()).refused
     assert "the layer Asynchronous " in greeted(both, naming("TopK")).refused
     assert "the layer TopK " in greeted(both, naming("Asynchronous")).refused
     assert greeted(both, naming("Asynchronous", "TopK")).refused == ""
@@ -104,6 +117,19 @@ ALWAYS = {
     "x in a set": (METHOD, {"project_x": lambda x: jnp.clip(x, -1, 1)}),
     "an optimizer of x": (fb.OuterOptimizer(METHOD, optimizer=optax.sgd(1.0)), {}),
 }
+
+
+def test_a_layer_that_claims_to_be_of_the_library_is_refused():
+    assert greeted(fb.layered(METHOD, Hidden()), naming(*LAYERS)).code == Code.LAYER.word
+
+
+def test_a_layer_in_a_field_of_another_layer_counts():
+    nested = fb.layered(METHOD, Memory(compressor=Halved(share=0.5)))
+    refused = greeted(nested, naming("Memory"))
+    assert f"the layer {OWN_OF_HERE}Halved (layers = 'Memory'): " in refused.refused
+    assert "does not declare" in refused.refused
+    assert parts.TopK.tells not in refused.refused
+    assert greeted(nested, naming("Memory", f"{OWN_OF_HERE}Halved")).refused == ""
 
 
 @pytest.mark.parametrize("case", ALWAYS)
@@ -130,6 +156,8 @@ def test_names_of_layers_are_checked():
         Limits(layers=["Median", "TopKK"])
     with refuses("layer of Limits.layers", "Undeclared"):
         Limits(layers=["Undeclared"])
+    with refuses("layer of Limits.layers", "fedbilevel.parts:TopK"):
+        Limits(layers=["fedbilevel.parts:TopK"])
     for wrong in ("TopK", 3, [parts.TopK()], {"TopK": 1}):
         with refuses("Limits.layers", wrong):
             Limits(layers=wrong)

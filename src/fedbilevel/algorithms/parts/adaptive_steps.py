@@ -134,9 +134,10 @@ class AdaptiveSteps(Layer):
 
     kind, place, learns = "adaptive_steps", "steps", True
     tells = (
-        "if steps on y or v adapt, the client also sends numbers that depend on its samples: the largest curvature of "
-        "its inner loss in y, the smallest value of this curvature so far, the number of directions that its reply "
-        "adds up, and the squared norm of its reply for y"
+        "if steps on y or v adapt, the client also sends numbers that depend on its samples: the largest curvature in "
+        "y of the loss along which it steps (the inner loss; with MEHA, the inner loss and a share of the outer loss), "
+        "the smallest value of this curvature so far, the number of directions that its reply adds up, and the squared "
+        "norm of its reply for y"
     )
 
     y_lr: Number = positive(default=1.0)

@@ -124,7 +124,8 @@ class Around(Part):
         super().__init_subclass__(**options)
         place = vars(cls).get("place", PLACES[0])
         require(place in PLACES, f"{cls.__name__}.place", place, ", ".join(PLACES))
-        require(isinstance(cls.tells, str), f"{cls.__name__}.tells", cls.tells, "a sentence")
+        fits = isinstance(cls.tells, str) and cls.tells.isprintable() and (not cls.tells or bool(cls.tells.strip()))
+        require(fits, f"{cls.__name__}.tells", cls.tells, "a sentence in one line, or an empty text")
         check_functions(cls)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import sys
 import threading
 import time
 import weakref
@@ -137,8 +138,9 @@ class Limits:
             require(names, "Limits.layers", self.layers, "None, or a list of names of layers, such as ['TopK']")
             object.__setattr__(self, "layers", tuple(self.layers))
             for name in self.layers:
-                if name not in LAYERS and not OWN.fullmatch(name):
-                    raise unknown("layer of Limits.layers", name, LAYERS, "a layer of your own is package.module:Class")
+                if name not in LAYERS and (name.startswith("fedbilevel.") or not OWN.fullmatch(name)):
+                    hint = "layers of the library are named without a module, a layer of your own package.module:Class"
+                    raise unknown("layer of Limits.layers", name, LAYERS, hint)
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Limits:
@@ -167,13 +169,12 @@ class Limits:
         """Refuse an algorithm with a layer that this client does not accept (`layers`)."""
         if self.layers is None:
             return
-        for layer in layers_at(algorithm):
-            name, disclosed = layer_name(layer), disclosed_by(layer)
-            if disclosed and name not in self.layers:
-                listed = ", ".join(self.layers)
-                raise Refusal(
-                    Code.LAYER, f"this client does not accept the layer {name} (layers = {listed!r}): {disclosed}"
-                )
+        refused = {name: told for name, told in disclosed_by_layers(algorithm).items() if name not in self.layers}
+        if refused:
+            kinds, listed = "layer" if len(refused) == 1 else "layers", ", ".join(self.layers)
+            why = "; ".join(f"{name}: {told}" for name, told in refused.items())
+            text = f"this client does not accept the {kinds} {', '.join(refused)} (layers = {listed!r}): {why}"
+            raise Refusal(Code.LAYER, text)
 
     def check_epochs(self, algorithm: Algorithm, samples: int) -> None:
         """Refuse local epochs that have more steps than the limit allows.
@@ -217,20 +218,34 @@ def layer_name(layer: Around) -> str:
     return cls.__qualname__ if is_of_library(cls) else f"{cls.__module__}:{cls.__qualname__}"
 
 
-def disclosed_by(layer: Around) -> str:
-    """Return in words what leaves a client because of a layer; "" if it is a layer of the library that adds nothing."""
-    undeclared = "" if is_of_library(type(layer)) else "its class does not declare what leaves the client (`tells`)"
-    return layer.tells or undeclared
+def disclosed_by_layers(algorithm: Algorithm) -> dict[str, str]:
+    """Return in words what leaves a client because of each layer of an algorithm, by the names of the layers.
+
+    Layers of the library because of which nothing more leaves the client are left out. A layer in a field of another
+    layer counts, too.
+    """
+    found: dict[str, str] = {}
+    for layer in layers_at(algorithm):
+        inside = [part for field in fields(layer) if isinstance(part := getattr(layer, field.name), Around)]
+        found |= {layer_name(one): told for one in (layer, *inside) if (told := _disclosed_by(one))}
+    return found
+
+
+def _disclosed_by(layer: Around) -> str:
+    if is_of_library(type(layer)):
+        return layer.tells
+    return vars(type(layer)).get("tells") or "its class does not declare what leaves the client (`tells`)"
 
 
 def is_of_library(cls: type) -> bool:
     """Return whether this library defines the class."""
-    return cls.__module__.partition(".")[0] == "fedbilevel"
+    of_library = cls.__module__.partition(".")[0] == "fedbilevel"
+    return of_library and getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls
 
 
 def described_layers(algorithm: Algorithm) -> dict[str, str]:
     """Describe what leaves a client because of the layers of an algorithm, as an entry "layers"; {} if nothing does."""
-    told = [f"{layer_name(layer)}: {said}" for layer in layers_at(algorithm) if (said := disclosed_by(layer))]
+    told = [f"{name}: {said}" for name, said in disclosed_by_layers(algorithm).items()]
     return {"layers": "; ".join(told)} if told else {}
 
 
