@@ -62,7 +62,12 @@ class Run:
         return experiments.seeded(experiments.resolve(self.tables), self.seed)
 
     def play(self, tasks: experiments.TaskCache) -> History | str:
-        """Return the history, from the folder or by running it; or the reason why the run failed."""
+        """Return the history, from the folder or by running it; or the reason why the run failed.
+
+        Raises:
+            ConfigurationError, CheckpointError: the folder has a file that is damaged or does not belong to this run.
+            InUse: another process is running it.
+        """
         try:
             if self.counted:
                 ledger = experiments.build(self.spec, tasks(self.spec)).cost_of_round()
@@ -70,6 +75,8 @@ class Run:
             history = experiments.run_of(self.spec, self.folder, tasks, callbacks=[self.spent] if self.budgets else [])
             return dead(history, self.spec.task.fields.get("way")) or history
         except (ConfigurationError, NumericalError) as error:  # e.g., a step is too large for this seed's samples
+            if isinstance(error, ConfigurationError) and str(error).startswith(str(self.folder)):
+                raise  # a file of the folder is damaged, which says nothing about the method
             return str(error)
 
     def spent(self, result: fb.Result, row: Mapping[str, float] | None) -> str | None:

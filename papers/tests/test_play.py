@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,19 @@ def test_what_was_played_is_not_played_again(figure: Figure, place: Path, monkey
     again = run(figure, "quick", place, seeds=(0, 1))
     assert {file: file.stat().st_mtime_ns for file in place.rglob("summary.json")} == before
     assert again["panels"] == outcome(place)["panels"]
+
+
+@pytest.mark.parametrize("name", ["spec.toml", "environment.json", "history.jsonl", "summary.json"])
+def test_a_damaged_file_is_no_failed_run(figure: Figure, place: Path, tmp_path: Path, name: str) -> None:
+    """A failed run counts with the worst value of all runs, so a damaged file of a run must end the command."""
+    values = outcome(place)["panels"]["all"]["SimFBO"]["chosen"]
+    (there,) = playing.runs_of(figure, ("all", "SimFBO"), "quick", place, values, [0])
+    (copy,) = playing.runs_of(figure, ("all", "SimFBO"), "quick", tmp_path, values, [0])
+    shutil.copytree(there.folder, copy.folder)
+    assert isinstance(copy.play(experiments.TaskCache()), History)
+    (copy.folder / name).write_text("{")
+    with pytest.raises((ConfigurationError, CheckpointError)):
+        copy.play(experiments.TaskCache())
 
 
 def test_runs_of_another_setting_are_not_taken_for_the_figures(place: Path) -> None:

@@ -331,11 +331,11 @@ def run_of(
         raise CheckpointError(text, path=place.path, differences=place.differences(spec))
     if place.failed.is_file():
         raise failure_in(place)
-    if not place.finished and not place.begun and place.remains() is None:
-        text = f"no run can begin in {place.path}, which has files, but neither a checkpoint nor a summary"
-        raise CheckpointError(text, path=place.path, remedy="remove the folder, or choose another one")
     if not place.finished:
         lock.require_unheld(place.lock, place.path)  # checked before samples are loaded
+        if place.remains() is None and not place.begun and not place.finished:
+            text = f"no run can begin in {place.path}, which has files, but neither a checkpoint nor a summary"
+            raise CheckpointError(text, path=place.path, remedy="remove the folder, or choose another one")
         try:
             given: dict[str, Any] = {"callbacks": callbacks, "progress": progress, "plot": False}
             complete(spec, place.path, experiment=build(spec, task(spec)), **given)
