@@ -55,6 +55,8 @@ def whole(figure: Figure, panel: str, method: str, scale: Scale) -> dict[str, An
     """Return all fields of an arm, by their paths."""
     own = {"clients.capacity": 1.0} | dict(flat(experiments.resolve(figure.tables(panel, method, scale)).tables()))
     own |= {path: "by rule" for path, value in own.items() if path.startswith("engine.") and value is None}
+    if (epochs := own.get("algorithm.inner.local_epochs")) is not None:  # it takes precedence over local_steps
+        own["algorithm.inner.local_steps"] = f"of {epochs} epochs"
     if own["asynchronous.wait_for"] is None:  # no other field of this section has an effect
         own = {path: value for path, value in own.items() if not path.startswith("asynchronous.")}
     return {path: in_turn(value) if path.startswith("clients.") else value for path, value in own.items()}
