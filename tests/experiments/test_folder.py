@@ -21,12 +21,13 @@ SPEC = experiments.configure(task="quadratic", settings=["rounds=3"])
 
 @pytest.fixture
 def dead(tmp_path) -> Folder:
-    """Return the folder of a run that was killed while it compiled and while it wrote a file."""
+    """Return the folder of a run that was killed before its first checkpoint, while it wrote a file."""
     place = Folder(tmp_path / "dead")
     runner.Scribe(SPEC, place).open()
     for name in (".lock", ".checkpoint.npz.lock", ".checkpoint.npz.123.tmp"):
         (place.path / name).write_text("process 123 on ghost, since then\n")
     place.exchanges.touch()
+    place.ledger.write_text("{}")  # the costs of a run that fails are written before the reason
     return place
 
 
@@ -42,7 +43,7 @@ def test_a_run_starts_where_another_died(dead, run) -> None:
     code, _, error = run(*QUADRATIC, "--rounds", 3, "--out", dead.path)
     assert code == 0
     cleared = "cleared the files of a run that ended before its first checkpoint"
-    files = "environment.json, exchanges.jsonl, spec.toml"
+    files = "environment.json, exchanges.jsonl, ledger.json, spec.toml"
     assert without_remarks(error) == f"fedbilevel: warning: {dead.path}: {cleared} ({files})\n"
     assert [path.name for path in dead.path.iterdir() if path.name.startswith(".")] == []
     assert outcome(dead.path)[1][-1]["round"] == 3
@@ -92,7 +93,7 @@ def test_an_empty_folder_is_taken_without_a_word_and_so_is_the_spec_that_is_aske
     place.claim(SPEC)
     assert not recwarn.list
     dead.environment.unlink()  # as if the run had been killed between writing the spec and the environment
-    with warns_with(CheckpointWarning, "exchanges.jsonl, spec.toml", path=dead.path):
+    with warns_with(CheckpointWarning, "exchanges.jsonl, ledger.json, spec.toml", path=dead.path):
         dead.claim(SPEC)
 
 

@@ -178,7 +178,8 @@ class Folder:
     def remains(self) -> list[Path] | None:
         """Return the files of a run that ended before its first checkpoint; None if the folder has any other file."""
         found = list(self.path.iterdir()) if self.path.is_dir() else []
-        ours = {self.spec, self.environment, self.trackers, self.lock, self.path / f".{self.checkpoint.name}.lock"}
+        ours = {self.spec, self.environment, self.ledger, self.trackers, self.lock}
+        ours |= {self.path / f".{self.checkpoint.name}.lock"}
         for file in found:
             without = file == self.exchanges and self._without_exchanges()
             if file not in ours and not without and not file.match(".*.tmp") and not file.match(EVENTS):
