@@ -171,8 +171,9 @@ class Limits:
             return
         refused = {name: told for name, told in disclosed_by_layers(algorithm).items() if name not in self.layers}
         if refused:
-            kinds, listed = "layer" if len(refused) == 1 else "layers", ", ".join(self.layers)
-            why = "; ".join(f"{name}: {told}" for name, told in refused.items())
+            several, listed = len(refused) > 1, ", ".join(self.layers)
+            kinds = "layers" if several else "layer"
+            why = "; ".join(f"{name}: {told}" if several else told for name, told in refused.items())
             text = f"this client does not accept the {kinds} {', '.join(refused)} (layers = {listed!r}): {why}"
             raise Refusal(Code.LAYER, text)
 
