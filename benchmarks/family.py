@@ -3,7 +3,7 @@
 **The family.** A member is drawn by the seeds (family, group, number). GROUPS has the properties that members of a
 group have in common. In ridge, logistic and Cox regression ("mix") and in softmax regression, x contains the exponents
 of penalties b^x_j y_j², one for each feature. In "raw", x contains the penalties themselves, which become negative if a
-step is too long. In "clean", σ(x_i) are the weights of samples, a third of which have the wrong label. In
+step is too long. In "clean", a third of the samples have the wrong label, and sample i has the weight σ(x_i). In
 "representation", x is a linear map.
 
 For each member these are drawn: the base b, from e, 10 and 100; x0 in [-5, 2], one value for all entries or a value for

@@ -8,7 +8,7 @@ cohorts      the same, a cohort of 10 drawn in each round
 unknowns     10² to 10⁷ in each of x and y, 4 clients with one sample for each loss, 5 local steps
 local-steps  1 to 100 of 100 clients, 100 unknowns, 4 samples
 
-The other axes have a thousand clients to a million, of which 100 reply in each round:
+On the other axes there are a thousand to a million clients, and 100 of them reply in each round:
 
 shared        clients share all of y: a network with a hidden layer of 128, five local steps, 10 training and 10
               validation samples of each client, which are memory-mapped (2.7 GB in a temporary folder). Aims: a time of
@@ -22,9 +22,9 @@ replies       softmax regression, five local steps: a "synchronous" round has a 
 
 Every size is measured in a process of its own, and the sizes of an axis are measured in turn, `passes` times. The table
 has medians: the processor seconds of the first call, with one round, the milliseconds of a later round by the clock,
-and the peak memory: of the process with its imports and with pages of files, or on a GPU of the device. The ratio is of
-the least time of a round to that of the smallest size. A slope is fitted to the three largest sizes, both axes
-logarithmic. A size that fails, or takes over three minutes in one of the first four axes, ends its axis.
+and the peak memory: of the process with its imports and with pages of files, or on a GPU of the device. The ratio is
+the least time of a round, divided by that of the smallest size. A slope is fitted to the three largest sizes, with both
+axes logarithmic. A size that fails, or takes over three minutes in one of the first four axes, ends its axis.
 """
 
 import subprocess

@@ -5,8 +5,8 @@
 accuracy  Test accuracy after ten rounds (docs/explanation/privacy.md). The clip is below the norms of replies or, in
           rows "long", above their median. Steps are inversely proportional to the clip. Runs differ only in their
           noise; ± is twice the standard error. The metric is the first metric of each task.
-search    The problem and the methods are those of docs/how-to/bilevel-or-search.md: clients have 5 training and 5
-          validation samples of Covertype each, with ten features, and come from 8 sources. x gives each source a
+search    The problem and the methods are those of docs/how-to/bilevel-or-search.md. Each client has 5 training and 5
+          validation samples of Covertype, with ten features, and belongs to one of 8 sources. x gives each source a
           weight: g_i = w(x) CE + 0.001 ‖y‖² with w = 8 softmax(x); f is the CE of validation samples, which are right.
           Every method has 40 exchanges, so all methods have the same noise for an ε. A search with k trials makes k
           runs of FedAvg with 40/k rounds each, from y = 0. The first trial has equal weights ("equal weights" is this

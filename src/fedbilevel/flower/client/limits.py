@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from fedbilevel.algorithms.parts.layers import Around, layers_at
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.errors import is_number, require, require_count, unknown
-from fedbilevel.core.hyperparameters import hyperparameters, local_epochs
+from fedbilevel.core.hyperparameters import field_values, hyperparameters, local_epochs
 from fedbilevel.flower.refusal import Code, Refusal
 
 LAYERS = (
@@ -227,7 +227,7 @@ def disclosed_by_layers(algorithm: Algorithm) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for layer in layers_at(algorithm):
-        inside = [part for field in fields(layer) if isinstance(part := getattr(layer, field.name), Around)]
+        inside = [part for part in field_values(layer).values() if isinstance(part, Around)]
         found |= {layer_name(one): told for one in (layer, *inside) if (told := _disclosed_by(one))}
     return found
 
