@@ -12,10 +12,8 @@ import ast
 import inspect
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
-from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +23,7 @@ from fedbilevel.core import field_types
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "docs" / "website")]  # needed if a test runs this file
-from definitions import Definition, definition  # noqa: E402
+from definitions import Definition, definition, tree_of  # noqa: E402
 from names import entries  # noqa: E402
 from names import entry_of as entry_in_code  # noqa: E402
 
@@ -473,10 +471,12 @@ def arguments(value: Any, bound: bool = False) -> str:
     return re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Z]\w+|ndarray)", "", text)
 
 
-@cache
 def source_of(value: Any) -> ast.stmt:
-    """Return the statement that defines a class or function."""
-    return ast.parse(textwrap.dedent(inspect.getsource(value))).body[0]
+    """Return the statement that defines a class or function of the library."""
+    node: Any = tree_of(value.__module__)
+    for name in value.__qualname__.split("."):  # the last definition of a name is the one after those with @overload
+        node = [one for one in node.body if isinstance(one, ast.ClassDef | ast.FunctionDef) and one.name == name][-1]
+    return node
 
 
 def types_of(value: Any) -> dict[str, "Written"]:
