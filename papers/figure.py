@@ -33,10 +33,11 @@ MOST_ROUNDS = 4  # the largest eval_every with a budget, since a run ends at a r
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A statement of the paper, to be decided by the runs.
+    """A statement of the paper, or of ours on its methods, to be decided by the runs.
 
     Args:
         says: the statement, in a sentence.
+        ours: whether the statement is ours. It is not counted among the statements of the papers.
         better: the method that the statement is about.
         than: the methods with which it is compared; none for a slope.
         panels: the panels for which the statement is made; empty: all panels.
@@ -54,6 +55,7 @@ class Claim:
 
     says: str
     better: str
+    ours: bool = False
     than: Sequence[str] = ()
     panels: Sequence[str] = ()
     by: Literal["end", "mean", "late", "first"] = "end"
@@ -331,6 +333,7 @@ class Figure:
         ]
         claims = [{**asdict(claim), "says": ""} for claim in self.claims]
         for claim in claims:
+            del claim["ours"]
             if claim["against"] is None:
                 del claim["against"]
         values = [panel.value for panel in self.panels.values()]

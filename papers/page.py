@@ -40,6 +40,8 @@ that fixes the random draws of a run.
 
 The first table has a row for each statement. Its columns:
 
+- *statement*: a statement of the paper. After "Ours:" stands one that the paper does not make, such as the statement
+  with a formula that we have corrected. It is not counted among the paper's statements.
 - *entry*: the figure, table or theorem that makes the statement, with a link to its section below.
 - *decision*: ✔ if all comparisons hold, ✘ if all are contradicted, = if all show no difference. The statement is open
   (?) if a comparison is open and none is contradicted. Otherwise it is mixed (◐).
@@ -94,6 +96,17 @@ def decided(figure: Figure) -> list[Statement]:
     return statements([Finding(**one) for one in found["findings"]])
 
 
+def ours(figure: Figure) -> set[str]:
+    """Return the statements of a figure that are not the paper's, but ours."""
+    return {claim.says for claim in figure.claims if claim.ours}
+
+
+def decisions(figures: Sequence[Figure]) -> tuple[Counter[str], int]:
+    """Return how many of the papers' statements were decided in each way, and how many further statements are ours."""
+    told = [(one.decision, one.says in ours(figure)) for figure in figures for one in decided(figure)]
+    return Counter(decision for decision, own in told if not own), sum(own for _, own in told)
+
+
 def holding(found: Outcome) -> tuple[int, int]:
     """Return how many comparisons of an outcome hold, and how many there are."""
     states = [one["state"] for one in found["findings"]]
@@ -138,8 +151,8 @@ def arms(figures: Sequence[Figure]) -> list[str]:
 
 def row(paper: str, head: str, figures: Sequence[Figure]) -> str:
     """Return a paper's row in the table of all papers. The short summary is taken from the head of the paper's page."""
-    counts: Counter[str] = Counter(one.decision for figure in figures for one in decided(figure))
-    said = ", ".join(f"{counts[name]} {name}" for name in DECISIONS if counts[name])
+    counts, own = decisions(figures)
+    said = ", ".join(f"{counts[name]} {name}" for name in DECISIONS if counts[name]) + f"; {own} ours" * bool(own)
     title, short = title_and_short(head)
     return f"| [{title}]({paper}/README.md) | {len(figures)} | {counts.total()}: {said} | {short} |"
 
@@ -157,13 +170,15 @@ def in_all(figures: Sequence[Figure], heads: Mapping[str, str]) -> list[str]:
     Args:
         heads: the head of each paper's page, by its folder.
     """
-    counts: Counter[str] = Counter(one.decision for figure in figures for one in decided(figure))
+    counts, own = decisions(figures)
     said = [f"{counts[name]} {words}" for name, words in IN_ALL.items() if counts[name]]
     linked = f"[{counts.total()} statements](papers/README.md)"
     outcomes = f"{', '.join(said[:-1])} and {said[-1]}"
     told = [(paper, *title_and_short(head)) for paper, head in heads.items() if paper != THEORY]
     papers = [f"- [{title}](papers/{paper}/README.md): {short}" for paper, title, short in told]
-    return [f"The papers of the methods make {linked} that were tried at small scale: {outcomes}.", "", *papers]
+    sentence = f"The papers of the methods make {linked} that were tried at small scale: {outcomes}."
+    further = f" These numbers leave out statements of ours, such as corrections of printed formulas; there are {own}."
+    return [sentence + further * bool(own), "", *papers]
 
 
 def statement_table(figures: Sequence[Figure]) -> Iterator[str]:
@@ -173,10 +188,11 @@ def statement_table(figures: Sequence[Figure]) -> Iterator[str]:
         found = kept(figure)
         counts = found is not None and state_of(figure, found) != STALE
         for one in decided(figure):
+            says = f"Ours: {one.says}" if one.says in ours(figure) else one.says
             cells = ", ".join(f"{count} {STATES[state]}" for state in STATES if (count := one.cells.get(state)))
             at = f"[{figure.id}](#{figure.id})"
             left = what_decides(figure, found, one) if found is not None and counts else "running it"
-            yield f"| {one.says} | {at} | {DECISIONS[one.decision]} | {cells} | {effect(one)} | {left} |"
+            yield f"| {says} | {at} | {DECISIONS[one.decision]} | {cells} | {effect(one)} | {left} |"
     yield ""
 
 

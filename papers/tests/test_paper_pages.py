@@ -41,6 +41,19 @@ def test_a_first_figure_of_your_own_gets_a_page(tmp_path: Path, monkeypatch: pyt
     assert row in written[PAPERS / "README.md"]
 
 
+def test_statements_of_ours_are_not_counted_among_the_papers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the two open statements of a figure, the second is made ours."""
+    own, given = tmp_path / "mine-1.toml", (PAPERS / "fednest" / "fednest-4.toml").read_text("utf-8")
+    own.write_text(given.replace("\nlog = true", "\nlog = true\nours = true"), "utf-8")
+    monkeypatch.setattr(page, "files", lambda: [own])
+    written = dict(page.written())
+    assert "| 1 | 1: 1 open; 1 ours |  |" in written[PAPERS / "README.md"]
+    assert "\n| Ours: LFedNest ends nearer" in written[tmp_path / "README.md"]
+    told = written[PAPERS.parent / "README.md"]
+    assert "make [1 statements]" in told
+    assert "These numbers leave out statements of ours, such as corrections of printed formulas; there are 1." in told
+
+
 def test_a_kept_outcome_that_is_stale_is_said_to_be_of_unequal_arms() -> None:
     """If a stored outcome is stale, the field `found` of its figure says that the arms of the outcome are unequal."""
     stale = [figure for figure in map(load, files()) if page.state_of(figure, page.kept(figure)) == page.STALE]
