@@ -24,6 +24,7 @@ from fedbilevel.core.client import Client
 from fedbilevel.core.tree import XYV
 from fedbilevel.engines.reference import _samples
 from fedbilevel.tasks.quadratic import quadratic
+from fixed_steps import fixed
 from refusals import ANY, refuses
 from representatives import slow_but
 from test_class_rules import below
@@ -154,6 +155,100 @@ def test_engines_agree(case):
     np.testing.assert_allclose(found.x, expected.x, rtol=1e-10, atol=1e-12)
     np.testing.assert_allclose(found.y, expected.y, rtol=1e-10, atol=1e-12)
     assert found.ledger == expected.ledger
+
+
+def coded(tree, code):
+    """Return a tree with `code` of each leaf of floating-point numbers."""
+    return jax.tree.map(lambda leaf: code(leaf) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf, tree)
+
+
+class Doubled(Layer):
+    """Double messages and replies on their way, and halve them at the other side; count the exchanges."""
+
+    kind, place = "doubled", "kept"
+
+    def server_slot(self, method, x, y):
+        return jnp.zeros((), jnp.int32)
+
+    def exchange(self, asked, kept, ask):
+        total = ask(replace(asked, message=coded(asked.message, lambda leaf: 2 * leaf)))
+        return total._replace(update=coded(total.update, lambda leaf: leaf / 2)), kept + 1
+
+    def reply(self, asked, kept, client, run):
+        reply = run(replace(asked, message=coded(asked.message, lambda leaf: leaf / 2)), client)
+        return reply._replace(update=coded(reply.update, lambda leaf: 2 * leaf)), kept
+
+    def findings(self, method, kept, found):
+        return found._replace(columns=found.columns | {"counted": kept})
+
+
+class Raised(Layer):
+    """Add 1 to messages and replies on their way, and subtract it at the other side."""
+
+    kind, place = "raised", "outer"
+
+    def exchange(self, asked, kept, ask):
+        total = ask(replace(asked, message=coded(asked.message, lambda leaf: leaf + 1)))
+        return total._replace(update=coded(total.update, lambda leaf: leaf - total.weight)), kept
+
+    def reply(self, asked, kept, client, run):
+        reply = run(replace(asked, message=coded(asked.message, lambda leaf: leaf - 1)), client)
+        return reply._replace(update=coded(reply.update, lambda leaf: leaf + 1)), kept
+
+
+@pytest.mark.parametrize(
+    ("method", "engine"),
+    [(METHOD, fb.Reference()), (fixed(fb.FedNest(batch_size=None)), fb.Local())],
+    ids=["SimFBO", "FedNest"],
+)
+def test_messages_pass_layers_to_the_network_and_replies_pass_them_back(method, engine):
+    """Two layers whose codes do not commute change nothing, if each side applies them in the reverse order.
+
+    A message m arrives as ((2m + 1) − 1)/2; if one side had the other order, it would arrive as m ± ½. FedNest makes
+    exchanges in loops and asks fresh cohorts, so that the count also shows whether loops carry the layers' states.
+    """
+    task = quadratic(clients=4, samples=(3, 3))
+    given = task.problem, task.clients, task.x0, task.y0
+    plain, both = (
+        fb.solve(one, *given, rounds=2, cohort=3, engine=engine)
+        for one in (method, layered(method, Doubled(), Raised()))
+    )
+    assert np.abs(plain.x - task.x0).max() > 1e-3
+    np.testing.assert_allclose(both.x, plain.x, rtol=1e-9)
+    np.testing.assert_allclose(both.y, plain.y, rtol=1e-9)
+    assert both.history["counted"][-1] == plain.ledger.exchanges
+
+
+SHORTER = replace(METHOD, client_lr=0.05, server_lr=XYV(0.1, 0.05, 0.05))
+
+
+class ShortLocalSteps(Layer):
+    """Give clients shorter steps in each round."""
+
+    kind, place = "short_local_steps", "steps"
+
+    def before_round(self, method, kept):
+        return replace(method, client_lr=SHORTER.client_lr), kept
+
+
+class ShortServerSteps(Layer):
+    """Give the server shorter steps in each round."""
+
+    kind, place = "short_server_steps", "outer"
+
+    def before_round(self, method, kept):
+        return replace(method, server_lr=SHORTER.server_lr), kept
+
+
+def test_a_round_runs_with_the_changes_of_all_layers_to_the_method():
+    task = quadratic(clients=4, samples=(3, 3))
+    given = task.problem, task.clients, task.x0, task.y0
+    expected, found = (
+        fb.solve(method, *given, rounds=2, engine=fb.Reference())
+        for method in (SHORTER, layered(METHOD, ShortLocalSteps(), ShortServerSteps()))
+    )
+    np.testing.assert_allclose(found.x, expected.x, rtol=1e-12)
+    np.testing.assert_allclose(found.y, expected.y, rtol=1e-12)
 
 
 def rows():
