@@ -229,3 +229,16 @@ def test_what_is_said_of_it_is_said_of_the_method():
     for wrapped in (fb.Asynchronous(inside, wait_for=2), Slower(inside, wait_for=2)):
         assert (wrapped.label, wrapped.phases, wrapped.batch_size) == ("AFBO", inside.phases, 7)
         assert (wrapped.asks.asynchronous, wrapped.asks.cohorts, wrapped.asks.first) == (True, False, 2)
+
+
+@pytest.mark.parametrize(("bound", "times"), [(None, [0, 1, 2, 3]), (2, [0, 1, 2, 10])])
+def test_an_exchange_waits_for_a_client_that_was_asked_long_ago(bound, times):
+    """Messages take 1, 1 and 10, and an exchange ends with the first two replies, which is after 1.
+
+    The third client is asked in exchange 0. With a bound of 2, exchange 2 waits for its reply, which arrives at 10.
+    """
+    task = quadratic(clients=3, samples=(3, 3))
+    late = fb.Asynchronous(fixed(fb.SimFBO(batch_size=None)), wait_for=2, max_staleness=bound)
+    engine = fb.Local(clock=fb.Clock(network=[1, 1, 10]))
+    run = fb.solve(late, task.problem, task.clients, task.x0, task.y0, rounds=3, eval_every=1, engine=engine)
+    assert list(run.history["time"]) == times

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from two_phase import TwoPhase
 
 import fedbilevel as fb
 from fedbilevel import authoring, parts
@@ -24,7 +25,6 @@ from fedbilevel.core.client import Client
 from fedbilevel.core.tree import XYV
 from fedbilevel.engines.reference import _samples
 from fedbilevel.tasks.quadratic import quadratic
-from fixed_steps import fixed
 from refusals import ANY, refuses
 from representatives import slow_but
 from test_class_rules import below
@@ -163,11 +163,14 @@ def coded(tree, code):
 
 
 class Doubled(Layer):
-    """Double messages and replies on their way, and halve them at the other side; count the exchanges."""
+    """Double messages and replies on their way, and halve them at the other side; count exchanges and replies."""
 
     kind, place = "doubled", "kept"
 
     def server_slot(self, method, x, y):
+        return jnp.zeros((), jnp.int32)
+
+    def client_slot(self, method, problem, x, y):
         return jnp.zeros((), jnp.int32)
 
     def exchange(self, asked, kept, ask):
@@ -176,7 +179,7 @@ class Doubled(Layer):
 
     def reply(self, asked, kept, client, run):
         reply = run(replace(asked, message=coded(asked.message, lambda leaf: leaf / 2)), client)
-        return reply._replace(update=coded(reply.update, lambda leaf: 2 * leaf)), kept
+        return reply._replace(update=coded(reply.update, lambda leaf: 2 * leaf)), kept + 1
 
     def findings(self, method, kept, found):
         return found._replace(columns=found.columns | {"counted": kept})
@@ -198,16 +201,17 @@ class Raised(Layer):
 
 @pytest.mark.parametrize(
     ("method", "engine"),
-    [(METHOD, fb.Reference()), (fixed(fb.FedNest(batch_size=None)), fb.Local())],
-    ids=["SimFBO", "FedNest"],
+    [(METHOD, fb.Reference()), (TwoPhase(), fb.Local())],
+    ids=["SimFBO", "a loop and clients' states"],
 )
 def test_messages_pass_layers_to_the_network_and_replies_pass_them_back(method, engine):
     """Two layers whose codes do not commute change nothing, if each side applies them in the reverse order.
 
-    A message m arrives as ((2m + 1) − 1)/2; if one side had the other order, it would arrive as m ± ½. FedNest makes
-    exchanges in loops and asks fresh cohorts, so that the count also shows whether loops carry the layers' states.
+    A message m arrives as ((2m + 1) − 1)/2; if one side had the other order, it would arrive as m ± ½. In the second
+    method, exchanges are in a loop, clients keep states, and there are both kinds of means. So the layers' states have
+    to pass the loop, and the states of its clients have to stay beside those of the layers.
     """
-    task = quadratic(clients=4, samples=(3, 3))
+    task = quadratic(clients=4, samples=(4, 4))
     given = task.problem, task.clients, task.x0, task.y0
     plain, both = (
         fb.solve(one, *given, rounds=2, cohort=3, engine=engine)
@@ -219,33 +223,31 @@ def test_messages_pass_layers_to_the_network_and_replies_pass_them_back(method, 
     assert both.history["counted"][-1] == plain.ledger.exchanges
 
 
-SHORTER = replace(METHOD, client_lr=0.05, server_lr=XYV(0.1, 0.05, 0.05))
+class ShorterOnX(Layer):
+    """Let the server make shorter steps on x in each round."""
 
-
-class ShortLocalSteps(Layer):
-    """Give clients shorter steps in each round."""
-
-    kind, place = "short_local_steps", "steps"
+    kind, place = "shorter_on_x", "steps"
 
     def before_round(self, method, kept):
-        return replace(method, client_lr=SHORTER.client_lr), kept
+        return replace(method, server_lr=method.server_lr._replace(x=0.1)), kept
 
 
-class ShortServerSteps(Layer):
-    """Give the server shorter steps in each round."""
+class ShorterOnY(Layer):
+    """Let the server make shorter steps on y in each round."""
 
-    kind, place = "short_server_steps", "outer"
+    kind, place = "shorter_on_y", "outer"
 
     def before_round(self, method, kept):
-        return replace(method, server_lr=SHORTER.server_lr), kept
+        return replace(method, server_lr=method.server_lr._replace(y=0.05)), kept
 
 
 def test_a_round_runs_with_the_changes_of_all_layers_to_the_method():
     task = quadratic(clients=4, samples=(3, 3))
     given = task.problem, task.clients, task.x0, task.y0
+    shorter = replace(METHOD, server_lr=METHOD.server_lr._replace(x=0.1, y=0.05))
     expected, found = (
         fb.solve(method, *given, rounds=2, engine=fb.Reference())
-        for method in (SHORTER, layered(METHOD, ShortLocalSteps(), ShortServerSteps()))
+        for method in (shorter, layered(METHOD, ShorterOnX(), ShorterOnY()))
     )
     np.testing.assert_allclose(found.x, expected.x, rtol=1e-12)
     np.testing.assert_allclose(found.y, expected.y, rtol=1e-12)
