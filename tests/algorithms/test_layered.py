@@ -394,7 +394,6 @@ class TwoOfAKind(Layer):
     kind, place = "memory", "privacy"
 
 
-@pytest.mark.slow
 def test_what_cannot_be_together_says_why():
     task = quadratic(clients=4)
     few = task.problem, task.clients, task.x0, task.y0

@@ -214,7 +214,7 @@ class AdaptiveSteps(Layer):
             along, square = optax.tree.vdot(message[-1], mean), optax.tree.norm(mean, squared=True)
             most = jnp.where(along < 0, jnp.inf, self.y_lr * over(along, square))
             mean = rescaled(phase, mean, "y", [allowed(most, kept.inner)])
-        if clients_move_x(asked.method):
+        if clients_move_x(asked.method, asked.phase):
             mean = rescaled(phase, mean, "x", [LONG / SHORT])
         return Total.of_mean(mean), kept
 
@@ -360,9 +360,16 @@ def added_curvature(method: Algorithm) -> Added:
     return added
 
 
-def clients_move_x(method: Algorithm) -> bool:
-    """Return whether clients step on x themselves, so that replies contain changes of x."""
-    return any(step.of == "x" and step.kind in ("local", "local x") for step in open_steps(method).values())
+def clients_move_x(method: Algorithm, phase: str) -> bool:
+    """Return whether clients step on x themselves in the phase of this name, so that replies contain changes of x.
+
+    A phase of a part, such as one that estimates a hypergradient, makes only the steps of this part.
+    """
+    owner, dot, _ = phase.rpartition(".")
+    return any(
+        step.of == "x" and step.kind in ("local", "local x") and path.startswith(owner + dot)
+        for path, step in open_steps(method).items()
+    )
 
 
 def shared_steps(method: Algorithm) -> set[str]:
