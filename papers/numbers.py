@@ -10,6 +10,8 @@ from fedbilevel.experiments import COSTS, costs_of, in_percent
 
 UNITS = {"megabytes": "MB", "evaluations": "gradients and hvps", "gflop": "GFLOP", "time": "virtual seconds"}
 """The units of costs whose names are not units themselves."""
+LABELS = {"time": "virtual time (seconds)", "x_distance": "squared distance ‖x − x*‖²"}
+"""The labels of axes that are clearer than the names of the metrics or costs."""
 POINTS = "percentage points"
 DIGITS = 5  # the number of significant digits that are stored
 
@@ -30,7 +32,7 @@ def text(name: str, value: float | None) -> str:
 
 def axis(name: str) -> str:
     """Return the label of an axis."""
-    return COSTS.get(name) or name.replace("_", " ") + (" (%)" if in_percent(name) else "")
+    return LABELS.get(name) or COSTS.get(name) or name.replace("_", " ") + (" (%)" if in_percent(name) else "")
 
 
 def rounded(found: Any) -> Any:

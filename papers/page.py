@@ -59,7 +59,8 @@ in the row "A is better: A / B; C", the cell "✔? 97 / 88; 93 %" says that A ha
 of A with B holds, and that of A with C is open. The values are means over the seeds. If all runs of a method failed, a
 dash takes the place of its value. A cell is empty if the statement is not about its setting. *Revised* says what was
 changed after a first run. In the pictures, a band or a whisker reaches one standard deviation over the seeds to both
-sides of the mean.
+sides of the mean. A curve is the mean of the runs that did not fail. If some failed, a note above the panel says how
+many did not, while in the tables a failed run counts with the worst value that any run of the compared methods has.
 """
 OF_SLOPES = """\
 Many statements here are about a slope. Such a statement has one comparison: the slope of a line fitted to the results,

@@ -1,14 +1,16 @@
 """Draw the picture of a figure.
 
 The picture has a panel of curves for each setting. For a series, or if a cost is compared, it has one panel with the
-readings of all settings. If the paper has a table, the picture shows the values at the end of the runs beside the
-values of the table.
+readings of all settings. If costs are counted without a run, it has a panel for each cost. If the paper has a table,
+the picture shows the values at the end of the runs beside the values of the table.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+import math
+import textwrap
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,12 +24,15 @@ from papers.numbers import axis, text
 MARKERS = "ox+v"  # markers that can be seen through each other
 COLUMNS = 3  # the largest number of columns of panels
 SPAN = 50.0  # if costs differ by a larger factor, the axis is logarithmic
+CLOSE = 0.1  # labels are apart if their values are apart by this share of the axis
+NOTE = 9  # the height of a line of a note, in points
 READ = {"end": "at the end", "late": "mean over the second half", "mean": "mean over the run"}  # of a curve
 
 
 def draw(figure: Figure, outcome: Mapping[str, Any]) -> bytes:
     """Return the picture of an outcome, as the bytes of a PNG."""
     make = points if figure.series or figure.metric in COSTS else beside_table if figure.printed else curves
+    make = costs if figure.counted else make
     drawing, file = make(figure, outcome), io.BytesIO()
     drawing.savefig(file, format="png", dpi=110, metadata={"Software": None})
     return file.getvalue()
@@ -47,13 +52,24 @@ def curves(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
         if lines:
             percent, colours = in_percent(figure.metric), [places[name] for name in known]
             draw_panel(axes, lines, figure.against, percent=percent, places=colours)
-        axes.set_title(panel, fontsize=10)
+            axes.set_xlabel(axis(figure.against))
+        lost = left_out(methods)
+        axes.set_title(panel, fontsize=10, pad=6 + NOTE * (lost.count("\n") + 1) if lost else None)
+        axes.annotate(lost, (0.5, 1), (0, 3), "axes fraction", "offset points", fontsize=7, ha="center", va="bottom")
     for axes in cells[len(panels) :]:
         axes.axis("off")
     for axes in cells[::columns]:
         axes.set_ylabel(axis(figure.metric))
     legend(drawing)
     return drawing
+
+
+def left_out(methods: Mapping[str, Any]) -> str:
+    """Return a note on the methods of a panel whose curves leave out failed runs; "" if no run failed."""
+    counts = {name: (len(of["values"]), of.get("failed_runs", 0)) for name, of in methods.items()}
+    drawn = [f"{name}: {count} of {count + failed}" for name, (count, failed) in counts.items() if failed]
+    whole = ", ".join(one.replace(" ", "\N{NO-BREAK SPACE}") for one in drawn)  # lines end after a method
+    return textwrap.fill(f"runs that did not fail: {whole}", 52) if drawn else ""
 
 
 def curve(name: str, cost: str, of: Mapping[str, Any]) -> Curve:
@@ -84,6 +100,21 @@ def beside_table(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
     return drawing
 
 
+def costs(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
+    """Draw the costs of a round that were counted without running it: a panel for each cost that claims compare."""
+    names = list(dict.fromkeys([figure.metric, *(claim.metric for claim in figure.claims if claim.metric)]))
+    rows = [(panel, method, of) for panel, methods in outcome["panels"].items() for method, of in methods.items()]
+    labels = [method if len(outcome["panels"]) == 1 else f"{method}, {panel}" for panel, method, _ in rows]
+    drawing = Drawing((3.4 * len(names) + 1.2, 0.32 * len(rows) + 1.0), layout="constrained")
+    for axes, name in zip(drawing.subplots(1, len(names), squeeze=False, sharey=True).flat, names, strict=True):
+        axes.barh(labels, [of["costs"][name] for *_, of in rows], 0.6, color=COLOURS[0])
+        axes.set(xlabel=axis(name))
+        axes.grid(axis="x", alpha=0.3, linewidth=0.6)
+        axes.set_axisbelow(True)
+    drawing.axes[0].invert_yaxis()
+    return drawing
+
+
 def points(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
     """Draw the readings of all panels.
 
@@ -94,29 +125,31 @@ def points(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
     drawing = Drawing((max(6.0, 1.2 * len(outcome["panels"])), 4.4), layout="constrained")
     axes = drawing.subplots()
     slopes = [claim for claim in figure.claims if claim.slope is not None and claim.by in READ]
-    claims = {claim.better: claim for claim in slopes if claim.metric in (None, figure.metric)}
+    slopes = [claim for claim in slopes if claim.metric in (None, figure.metric)]
     values = {name: panel.value or 0.0 for name, panel in figure.panels.items()}
     places = values if figure.series else {name: float(at) for at, name in enumerate(outcome["panels"])}
     for k, method in enumerate(figure.methods):
-        claim, colour = claims.get(method), COLOURS[k % len(COLOURS)]
+        claims, colour = [claim for claim in slopes if claim.better == method], COLOURS[k % len(COLOURS)]
         found = {name: of[method] for name, of in outcome["panels"].items() if of.get(method, {}).get("values")}
         if not found:
             continue
         at = np.array([places[name] for name in found])
-        mean, spread = np.array([point(claim, of) for of in found.values()]).T
-        label = f"{method}, {in_words(claim, outcome)}" if claim else method
+        mean, spread = np.array([point(claims[0] if claims else None, of) for of in found.values()]).T
+        label = f"{method}, {in_words(claims, outcome)}" if claims else method
         style: Any = {"color": colour, "marker": MARKERS[k % len(MARKERS)], "capsize": 3}
         beside = 0.0 if figure.series else 0.6 * ((k + 0.5) / len(figure.methods) - 0.5)
-        line = "-" if figure.series and not claim else ""
+        line = "-" if figure.series and not claims else ""
         axes.errorbar(at + beside, mean, spread, label=label, linestyle=line, **style)
-        if claim and claim.slope is not None:
-            u, v = np.log(at), np.log(mean)
-            axes.plot(at, np.exp(v.mean() + claim.slope * (u - u.mean())), color="#666666", linewidth=0.8, zorder=0)
+        for claim in claims:
+            of_claim = np.isin(list(found), list(figure.panels_of(claim)))
+            u, v = np.log(at[of_claim]), np.log(mean[of_claim])
+            predicted = np.exp(v.mean() + (claim.slope or 0.0) * (u - u.mean()))
+            axes.plot(at[of_claim], predicted, color="#666666", linewidth=0.8, zorder=0)
     means = [of["mean"] for methods in outcome["panels"].values() for of in methods.values() if of["values"]]
     apart = bool(means) and max(means) > SPAN * min(means) > 0
     axes.set(xlabel=figure.series, ylabel=axis(figure.metric))
     axes.set(xscale="log" if figure.series else "linear", yscale="log" if figure.series or apart else "linear")
-    axes.set_xticks(list(places.values()), [text("", at) if figure.series else name for name, at in places.items()])
+    axes.set_xticks(list(places.values()), apart_from_each_other(places.values()) if figure.series else list(places))
     axes.set_xticks([], minor=True)
     axes.grid(alpha=0.3, linewidth=0.6)
     if not figure.series:
@@ -126,6 +159,18 @@ def points(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
     return drawing
 
 
+def apart_from_each_other(values: Collection[float]) -> list[str]:
+    """Return the labels of the values of a series. A label that would touch the one before it is a line lower."""
+    first, labels, last = math.log(min(values)), dict[float, str](), -math.inf
+    span = math.log(max(values)) - first or 1.0
+    for value in sorted(set(values)):
+        at = (math.log(value) - first) / span
+        lower = at - last < CLOSE
+        labels[value] = "\n" * lower + text("", value)
+        last = last if lower else at
+    return [labels[value] for value in values]
+
+
 def point(claim: Claim | None, of: Mapping[str, Any]) -> tuple[float, float]:
     """Return a method's reading in a panel, and its standard deviation over the seeds if it is known."""
     if claim is None or claim.by == "end":
@@ -133,13 +178,18 @@ def point(claim: Claim | None, of: Mapping[str, Any]) -> tuple[float, float]:
     return of_curve(claim.by, of["curve"]["cost"], of["curve"]["mean"]), np.nan
 
 
-def in_words(claim: Claim, outcome: Mapping[str, Any]) -> str:
-    """Say in words what the readings are, and give the fitted and the predicted slope."""
-    (found,) = [one for one in outcome["findings"] if one["says"] == claim.says]
-    if found["difference"] is None:
-        return f"{READ[claim.by]}: predicted slope {claim.slope:g} (grey), not fitted: {found['note']}"
-    fitted = f"{round(found['better_mean'], 2) + 0.0:.2f} ± {found['half_width']:.2g}"
-    return f"{READ[claim.by]}: slope {fitted}, predicted {claim.slope:g} (grey)".replace("-", "−")
+def in_words(claims: Sequence[Claim], outcome: Mapping[str, Any]) -> str:
+    """Say in words what a method's readings are, and give the fitted and the predicted slope of each claim."""
+    lines = []
+    for claim in claims:
+        (found,) = [one for one in outcome["findings"] if one["says"] == claim.says]
+        over = f" from {claim.panels[0]} to {claim.panels[-1]}" if len(claims) > 1 else ""
+        if found["difference"] is None:
+            lines += [f"predicted slope {claim.slope:g}{over} (grey), not fitted: {found['note']}"]
+            continue
+        fitted = f"{round(found['better_mean'], 2) + 0.0:.2f} ± {found['half_width']:.2g}"
+        lines += [f"slope {fitted}{over}, predicted {claim.slope:g} (grey)".replace("-", "−")]
+    return f"{READ[claims[0].by]}: " + ";\n".join(lines)
 
 
 def legend(drawing: Drawing) -> None:
@@ -147,6 +197,7 @@ def legend(drawing: Drawing) -> None:
     pairs: Sequence[Any] = [axes.get_legend_handles_labels() for axes in drawing.axes]
     named = {name: handle for handles, names in pairs for handle, name in zip(handles, names, strict=True)}
     if named:
-        columns = int(drawing.get_figwidth() / (0.7 + 0.09 * max(map(len, named))))  # inches: a line, a letter
+        longest = max(len(line) for name in named for line in name.split("\n"))
+        columns = int(drawing.get_figwidth() / (0.7 + 0.09 * longest))  # inches: a line, a letter
         below: Any = {"loc": "outside lower center", "ncols": max(1, columns), "frameon": False}
         drawing.legend(list(named.values()), list(named), **below)

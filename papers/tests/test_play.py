@@ -13,8 +13,8 @@ import pytest
 from papers import page
 from papers import play as playing
 from papers.__main__ import main, reported
-from papers.figure import Figure, files
-from papers.picture import beside_table, draw, points
+from papers.figure import PAPERS, Figure, files, load
+from papers.picture import apart_from_each_other, beside_table, costs, draw, left_out, points
 from papers.play import play, rehearse
 from small_figure import CONTENT, UNTUNED, made_up
 
@@ -420,6 +420,28 @@ def test_a_series_has_a_line_of_the_predicted_slope() -> None:
     predicted = next(line for line in axes.get_lines() if line.get_color() == "#666666")
     assert list(predicted.get_ydata()) == pytest.approx([4 * 2**0.5, 4, 4 / 2**0.5])
     assert axes.containers[0].get_label() == "SimFBO, mean over the second half: slope −1.00 ± 0, predicted −0.5 (grey)"
+
+
+def test_counted_costs_have_a_panel_each() -> None:
+    """If costs are counted, the picture has a panel for each cost that claims compare, with a bar for each method."""
+    figure = load(PAPERS / "rabo" / "rabo-4.toml")
+    found = json.loads(figure.file.with_suffix(".json").read_text("utf-8"))
+    drawn = costs(figure, found).axes
+    assert [axes.get_xlabel().split()[0] for axes in drawn] == ["GFLOP", "traffic"]
+    for axes, name in zip(drawn, ("gflop", "megabytes"), strict=True):
+        lengths = [bar.get_width() for bar in axes.patches]
+        assert lengths == [found["panels"]["a round"][method]["costs"][name] for method in figure.methods]
+
+
+def test_a_panel_says_how_many_runs_it_draws() -> None:
+    of = {"A": {"values": [1.0], "failed_runs": 4}, "B": {"values": [1.0, 2.0], "failed_runs": 0}}
+    assert left_out(of).replace("\N{NO-BREAK SPACE}", " ") == "runs that did not fail: A: 1 of 5"
+    assert left_out({"B": of["B"]}) == ""
+
+
+def test_labels_of_near_values_are_a_line_lower() -> None:
+    """A label is a line lower if it would touch the one before it; a value that occurs twice has the same label."""
+    assert apart_from_each_other([512, 2400, 2800, 51200, 512]) == ["512", "2,400", "\n2,800", "51,200", "512"]
 
 
 def test_the_command_plays_a_figure_by_its_path(

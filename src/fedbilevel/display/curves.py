@@ -31,7 +31,7 @@ COSTS = {  # the costs against which a metric can be drawn, with the labels of t
     "evaluations": "gradients + hvps (all clients)",
     "gflop": "GFLOP (all clients)",
     "seconds": "seconds in rounds",
-    "time": "time (seconds, in simulations virtual)",
+    "time": "time (seconds; virtual in a simulation)",
     "epsilon": "ε of privacy, the most that a client spent",
 }
 FAR_APART = 10  # if the ratio of the runs' costs is larger, the axis is logarithmic
