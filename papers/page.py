@@ -128,7 +128,8 @@ def written() -> Iterator[tuple[Path, str]]:
         rows.append(row(folder.name, head, own))
         heads[folder.name] = head
     of_papers, of_all = PAPERS / "README.md", PAPERS.parent / "README.md"
-    yield of_papers, filled(filled(of_papers.read_text("utf-8"), "papers", rows), "arms", arms(figures))
+    of_all_papers = filled(filled(of_papers.read_text("utf-8"), "papers", rows), "arms", arms(figures))
+    yield of_papers, filled(of_all_papers, "hours", hours(figures))
     yield of_all, filled(of_all.read_text("utf-8"), "papers", in_all(figures, heads))
 
 
@@ -148,6 +149,31 @@ def arms(figures: Sequence[Figure]) -> list[str]:
         entries.setdefault("; ".join(of) or "nothing", []).append(one.id)
     rows = [f"| {', '.join(ids)} | {of} |" for of, ids in entries.items()]
     return ["| entries | what differs besides the method |\n|---|---|", *rows]
+
+
+def hours(figures: Sequence[Figure]) -> list[str]:
+    """Return sentences on the time that all entries take at the quick scale, and on those with runs on a GPU."""
+    own = [figure for figure in figures if figure.runs == figure.id]  # the others use runs of these
+    on_gpu = [figure for figure in own if any(one.get("backend") == "gpu" for one in machines(kept(figure)))]
+    whole, of_these = (sum(figure.quick.minutes or 0 for figure in some) / 60 for some in (own, on_gpu))
+    lines = [
+        f"On two cores, all entries together take about {whole:.0f} hours at the quick scale. This is the sum of the"
+    ]
+    lines += ["estimates that `--list` prints; runs that several entries share are counted once."]
+    if on_gpu:
+        names = [figure.id for figure in on_gpu]
+        listed = " and ".join([*([", ".join(names[:-1])] if names[1:] else []), names[-1]])
+        lines += [f"About {of_these:.0f} of these hours are for {listed}. Some of the stored runs of these entries"]
+        lines += ["were made on a GPU, where they took less time."]
+    return lines
+
+
+def machines(found: Outcome | None) -> list[Mapping[str, Any]]:
+    """Return the descriptions of all machines on which the runs of an outcome were made."""
+    if found is None:
+        return []
+    of_panels = found.get("environments") or {"": [found.get("environment", {})]}
+    return [one for panel in of_panels.values() for one in (panel if isinstance(panel, list) else [panel])]
 
 
 def row(paper: str, head: str, figures: Sequence[Figure]) -> str:

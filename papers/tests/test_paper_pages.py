@@ -118,6 +118,17 @@ def test_methods_that_did_not_reach_a_value_share_one_note() -> None:
     ]
 
 
+def test_the_hours_of_all_entries_count_shared_runs_once() -> None:
+    """Entries that use the runs of another entry add no hours, and entries with runs on a GPU are named."""
+    ids = ("fednest/fednest-3-published", "simfbo/simfbo-2", "simfbo/simfbo-3", "afbo/afbo-1")
+    figures = [load(PAPERS / f"{name}.toml") for name in ids]
+    said = " ".join(page.hours(figures))
+    minutes = [figures[k].quick.minutes or 0 for k in (0, 1, 3)]
+    assert f"take about {sum(minutes) / 60:.0f} hours" in said
+    assert f"About {sum(minutes[:2]) / 60:.0f} of these hours are for fednest-3-published and simfbo-2. " in said
+    assert "GPU" not in " ".join(page.hours(figures[3:]))
+
+
 def test_a_page_says_what_is_stale_or_was_not_played() -> None:
     figure = load(PAPERS / "simfbo" / "simfbo-5.toml")
     found = page.kept(figure)
