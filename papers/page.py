@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -156,16 +157,16 @@ def hours(figures: Sequence[Figure]) -> list[str]:
     own = [figure for figure in figures if figure.runs == figure.id]  # the others use runs of these
     on_gpu = [figure for figure in own if any(one.get("backend") == "gpu" for one in machines(kept(figure)))]
     whole, of_these = (sum(figure.quick.minutes or 0 for figure in some) / 60 for some in (own, on_gpu))
-    lines = [
-        f"On two cores, all entries together take about {whole:.0f} hours at the quick scale. This is the sum of the"
-    ]
-    lines += ["estimates that `--list` prints; runs that several entries share are counted once."]
+    said = (
+        f"On two cores, all entries together take about {whole:.0f} hours at the quick scale. This is the sum of the "
+    )
+    said += "estimates that `--list` prints; runs that several entries share are counted once."
     if on_gpu:
         names = [figure.id for figure in on_gpu]
         listed = " and ".join([*([", ".join(names[:-1])] if names[1:] else []), names[-1]])
-        lines += [f"About {of_these:.0f} of these hours are for {listed}. Some of the stored runs of these entries"]
-        lines += ["were made on a GPU, where they took less time."]
-    return lines
+        said += f" About {of_these:.0f} of these hours are for {listed}. Some of the stored runs of these entries were "
+        said += "made on a GPU, where they took less time."
+    return textwrap.wrap(said, 120, break_on_hyphens=False)
 
 
 def machines(found: Outcome | None) -> list[Mapping[str, Any]]:
