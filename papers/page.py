@@ -41,8 +41,8 @@ that fixes the random draws of a run.
 
 The first table has a row for each statement. Its columns:
 
-- *statement*: a statement of the paper. After "Ours:" stands one that the paper does not make, such as the statement
-  with a formula that we have corrected. It is not counted among the paper's statements.
+- *statement*: a statement of the paper. "Ours:" marks a statement that the paper does not make, such as one with a
+  formula that we have corrected. It is not counted among the paper's statements.
 - *entry*: the figure, table or theorem that makes the statement, with a link to its section below.
 - *decision*: ✔ if all comparisons hold, ✘ if all are contradicted, = if all show no difference. The statement is open
   (?) if a comparison is open and none is contradicted. Otherwise it is mixed (◐).
@@ -60,8 +60,9 @@ in the row "A is better: A / B; C", the cell "✔? 97 / 88; 93 %" says that A ha
 of A with B holds, and that of A with C is open. The values are means over the seeds. If all runs of a method failed, a
 dash takes the place of its value. A cell is empty if the statement is not about its setting. *Revised* says what was
 changed after a first run. In the pictures, a band or a whisker reaches one standard deviation over the seeds to both
-sides of the mean. A curve is the mean of the runs that did not fail. If some failed, a note above the panel says how
-many did not, while in the tables a failed run counts with the worst value that any run of the compared methods has.
+sides of the mean. A curve is the mean of the runs that did not fail. If some runs failed, a note above the panel says
+of how many runs the curve is the mean. In the tables, a failed run counts with the worst value that any run of the
+compared methods has.
 """
 OF_SLOPES = """\
 Many statements here are about a slope. Such a statement has one comparison: the slope of a line fitted to the results,
@@ -156,17 +157,19 @@ def hours(figures: Sequence[Figure]) -> list[str]:
     """Return sentences on the time that all entries take at the quick scale, and on those with runs on a GPU."""
     own = [figure for figure in figures if figure.runs == figure.id]  # the others use runs of these
     on_gpu = [figure for figure in own if any(one.get("backend") == "gpu" for one in machines(kept(figure)))]
-    whole, of_these = (sum(figure.quick.minutes or 0 for figure in some) / 60 for some in (own, on_gpu))
-    said = (
-        f"On two cores, all entries together take about {whole:.0f} hours at the quick scale. This is the sum of the "
-    )
-    said += "estimates that `--list` prints; runs that several entries share are counted once."
+    whole, on_gpus = (sum(figure.quick.minutes or 0 for figure in some) / 60 for some in (own, on_gpu))
+    sentences = [
+        f"On two cores, all entries together take about {whole:.0f} hours at the quick scale.",
+        "This is the sum of the estimates that `--list` prints; runs that several entries share are counted once.",
+    ]
     if on_gpu:
-        names = [figure.id for figure in on_gpu]
-        listed = " and ".join([*([", ".join(names[:-1])] if names[1:] else []), names[-1]])
-        said += f" About {of_these:.0f} of these hours are for {listed}. Some of the stored runs of these entries were "
-        said += "made on a GPU, where they took less time."
-    return textwrap.wrap(said, 120, break_on_hyphens=False)
+        *first, last = [figure.id for figure in on_gpu]
+        listed = f"{', '.join(first)} and {last}" if first else last
+        sentences += [
+            f"About {on_gpus:.0f} of these hours are for {listed}.",
+            "Some of the stored runs of these entries were made on a GPU, where they took less time.",
+        ]
+    return textwrap.wrap(" ".join(sentences), 120, break_on_hyphens=False)
 
 
 def machines(found: Outcome | None) -> list[Mapping[str, Any]]:
@@ -205,7 +208,7 @@ def in_all(figures: Sequence[Figure], heads: Mapping[str, str]) -> list[str]:
     told = [(paper, *title_and_short(head)) for paper, head in heads.items() if paper != THEORY]
     papers = [f"- [{title}](papers/{paper}/README.md): {short}" for paper, title, short in told]
     sentence = f"The papers of the methods make {linked} that were tried at small scale: {outcomes}."
-    further = f" These numbers leave out statements of ours, such as corrections of printed formulas; there are {own}."
+    further = f" Another {own} statements, such as corrections of printed formulas, are ours and are not counted."
     return [sentence + further * bool(own), "", *papers]
 
 

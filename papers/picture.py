@@ -69,7 +69,7 @@ def left_out(methods: Mapping[str, Any]) -> str:
     counts = {name: (len(of["values"]), of.get("failed_runs", 0)) for name, of in methods.items()}
     drawn = [f"{name}: {count} of {count + failed}" for name, (count, failed) in counts.items() if failed]
     whole = ", ".join(one.replace(" ", "\N{NO-BREAK SPACE}") for one in drawn)  # lines end after a method
-    return textwrap.fill(f"runs that did not fail: {whole}", 52) if drawn else ""
+    return textwrap.fill(f"runs that did not fail: {whole}", 52, break_on_hyphens=False) if drawn else ""
 
 
 def curve(name: str, cost: str, of: Mapping[str, Any]) -> Curve:
@@ -183,13 +183,14 @@ def in_words(claims: Sequence[Claim], outcome: Mapping[str, Any]) -> str:
     lines = []
     for claim in claims:
         (found,) = [one for one in outcome["findings"] if one["says"] == claim.says]
-        over = f" from {claim.panels[0]} to {claim.panels[-1]}" if len(claims) > 1 else ""
+        over = f" from {claim.panels[0]} to {claim.panels[-1]}" if claim.panels and len(claims) > 1 else ""
         if found["difference"] is None:
             lines += [f"predicted slope {claim.slope:g}{over} (grey), not fitted: {found['note']}"]
             continue
         fitted = f"{round(found['better_mean'], 2) + 0.0:.2f} ± {found['half_width']:.2g}"
         lines += [f"slope {fitted}{over}, predicted {claim.slope:g} (grey)".replace("-", "−")]
-    return f"{READ[claims[0].by]}: " + ";\n".join(lines)
+    readings = dict.fromkeys(READ[claim.by] for claim in claims)
+    return f"{' and '.join(readings)}: " + ";\n".join(lines)
 
 
 def legend(drawing: Drawing) -> None:

@@ -51,7 +51,7 @@ def test_statements_of_ours_are_not_counted_among_the_papers(tmp_path: Path, mon
     assert "\n| Ours: LFedNest ends nearer" in written[tmp_path / "README.md"]
     told = written[PAPERS.parent / "README.md"]
     assert "make [1 statements]" in told
-    assert "These numbers leave out statements of ours, such as corrections of printed formulas; there are 1." in told
+    assert "Another 1 statements, such as corrections of printed formulas, are ours and are not counted." in told
 
 
 def test_a_kept_outcome_that_is_stale_is_said_to_be_of_unequal_arms() -> None:

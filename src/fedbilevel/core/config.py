@@ -42,10 +42,12 @@ StepKind = Literal["x", "local x", "shared", "total", "local", "drift", "short"]
 """The use of a step size that may be None and then adapts.
 
 - "x": the server's step on x.
-- "local x": a client's steps on x, whose changes the server adds up.
+- "local x": a client's steps on x, whose changes the server adds up. Each part of a reply in the shape of x then counts
+  as such a change, except in phases of parts that do not have this step.
 - "shared": a step on y or v that the server and all clients share.
 - "total": the total of a client's local steps on y.
-- "local": one local step on x, y or v; the server moves along the sum of these steps.
+- "local": one local step on x, y or v; the server moves along the sum of these steps. On x, the same holds as for
+  "local x".
 - "drift": one local step that only determines how far clients drift apart. It is longer if clients' directions agree.
   On x its size is 0.
 - "short": as "drift", but equal to the server's step times TIED (core/hyperparameters.py).

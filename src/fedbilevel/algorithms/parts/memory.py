@@ -85,7 +85,10 @@ DELAY_PENALTY = 2.0  # the default of `Asynchronous.delay_penalty`, which is der
 SAME = 1e-10  # two codes v, w of one tree t are the same if ‖v − w‖² ≤ SAME ‖t‖²: a GPU may add in another order
 ROUNDING = 1e-5  # the largest rounding error of a sum of all weights in float32
 COUNTS = "whether this is its first reply, and how many exchanges after its last reply it was asked for"
-DIFFERENCES = f"the client sends the difference between its new and its last reply; with it the client says {COUNTS}"
+DIFFERENCES = (
+    "the client sends the difference between its new reply and what the server has received of its earlier replies; "
+    f"with it the client says {COUNTS}"
+)
 
 
 class Compressor(Around):

@@ -39,8 +39,8 @@ class TopK(Compressor):
     """
 
     tells = (
-        "the client sends the largest entries of the difference between its new and its last reply, and says which "
-        f"entries these are, {COUNTS}"
+        "the client sends the largest entries of the difference between its new reply and what the server has received "
+        f"of its earlier replies, and says which entries these are, {COUNTS}"
     )
 
     share: float = static(default=0.1)
