@@ -437,6 +437,9 @@ def test_a_panel_says_how_many_runs_it_draws() -> None:
     of = {"A": {"values": [1.0], "failed_runs": 4}, "B": {"values": [1.0, 2.0], "failed_runs": 0}}
     assert left_out(of).replace("\N{NO-BREAK SPACE}", " ") == "runs that did not fail: A: 1 of 5"
     assert left_out({"B": of["B"]}) == ""
+    lines = left_out(dict.fromkeys(("AFBO", "FBO-AggITD", "FedNest", "LFedNest"), of["A"])).splitlines()
+    assert len(lines) > 1
+    assert all(line.rstrip(",").endswith("of\N{NO-BREAK SPACE}5") for line in lines)  # a line ends after a method
 
 
 def test_labels_of_near_values_are_a_line_lower() -> None:
