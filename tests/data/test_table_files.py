@@ -14,6 +14,7 @@ TEXT = '﻿age,ward,"code, old",all\n61,b,1.0,\n?,"a ""x""",2,NA\n 59.5 ,NULL,,\
 def test_a_file_is_read_as_pandas_reads_it(tmp_path):
     (tmp_path / "a.csv").write_text(TEXT, "utf-8")
     texts, frame = read_texts(tmp_path / "a.csv", ["?"]), pd.read_csv(tmp_path / "a.csv", na_values="?")
+    assert read_table(tmp_path / "a.csv", ["?"]).equals(frame)
     assert [*texts] == [*frame.columns] == ["age", "ward", "code, old", "all"]
     for name in ("age", "code, old", "all"):
         np.testing.assert_array_equal(numbers_of(texts[name]), frame[name])
@@ -22,6 +23,15 @@ def test_a_file_is_read_as_pandas_reads_it(tmp_path):
     assert words_of(texts["ward"]).tolist() == texts["ward"].tolist()
     assert words_of(texts["code, old"]).tolist() == ["1", "2", None, "3"]
     assert words_of(np.array(["01", "2.50", None], object)).tolist() == ["1", "2.5", None]
+
+
+@pytest.mark.parametrize("entry", ["1_2", "١٢"])
+def test_a_name_that_only_python_reads_as_a_number_is_a_word(tmp_path, entry):
+    """Wards called 1_2 and 12 are two wards, as for pandas, although Python's `float` gives 12 for both."""
+    (tmp_path / "a.csv").write_text(f"ward\n{entry}\n12\n", "utf-8")
+    texts = read_texts(tmp_path / "a.csv")["ward"]
+    assert numbers_of(texts) is None
+    assert words_of(texts).tolist() == read_table(tmp_path / "a.csv").ward.tolist() == [entry, "12"]
 
 
 def test_gaps_are_those_of_pandas():

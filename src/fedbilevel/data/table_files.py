@@ -146,7 +146,9 @@ def read_table(file: Path, gaps: Collection[str] = ()) -> Any:
 
 
 def numbers_of(texts: Texts) -> NDArray[np.float64] | None:
-    """Return a column as numbers, with NaN in gaps; None if a text is not a number."""
+    """Return a column as numbers, with NaN in gaps; None if a text is not a number for pandas."""
+    if any(text is not None and ("_" in text or not text.isascii()) for text in texts):
+        return None  # Python's `float` takes "1_2" for 12, and knows digits of other scripts
     try:
         return np.array([np.nan if text is None else float(text) for text in texts], float)
     except ValueError:
