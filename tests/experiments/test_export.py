@@ -123,6 +123,23 @@ def test_accuracies_are_in_per_cent_and_a_level_is_never_the_best() -> None:
     assert [row[column] for row in rows] == [r"$\mathbf{91.23}$", r"$\mathbf{91.23}$", "$99.00$"]
 
 
+def test_the_costs_of_several_runs_side_by_side() -> None:
+    """Costs of a table are those of both directions, the largest ε of the seeds, and the best is the cheapest.
+
+    After each 123,450 exchanges, a run has sent 1,000 MB down and 60,700 MB up.
+    """
+    quick, slow = ([made_up_run("a", seed, errors) for seed in (0, 1)] for errors in ([1.0, 5e-4], [1.0, 0.5, 5e-4]))
+    for run, epsilon in zip(quick, (2.0, 1.0), strict=True):
+        run.summary["last_row"]["epsilon"] = epsilon
+    columns = {
+        column.heading: column.cells for column in comparison([RunGroup("a", quick), RunGroup("b", slow)]).columns
+    }
+    assert [list(cell.values) for cell in columns["MB"]] == [[61_700], [123_400]]
+    assert [list(cell.values) for cell in columns["ε"]] == [[2.0], []]
+    to_target = columns["exchanges\nto 0.001"]
+    assert [(str(cell), cell.best) for cell in to_target] == [("123,450", True), ("246,900", False)]
+
+
 def test_a_number_in_a_paper() -> None:
     """A number has four digits in LaTeX, its sd ends at the same decimal, and extreme numbers have powers of 10."""
     assert number(0.0) == "$0.000$"

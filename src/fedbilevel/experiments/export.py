@@ -250,16 +250,20 @@ def page(groups: Sequence[RunGroup], notes: Sequence[str] = ()) -> str:
 
 
 def _best(groups: Sequence[RunGroup]) -> str:
-    """Return a sentence that names the method with the best final mean, or all methods with this printed mean."""
+    """Return a sentence that names the method with the best final mean, or all methods with this printed mean.
+
+    A pooled run is only a level to compare with, and is never the best of several methods.
+    """
     metric, choose = groups[0].metric, max if groups[0].larger_is_better else min
-    ends = {group.text: group.values("final") for group in groups}
+    rivals = [group for group in groups if not group.pooled] or groups
+    ends = {group.text: group.values("final") for group in rivals}
     best = choose(ends.values(), key=statistics.fmean)
     level = [
         name
         for name, values in ends.items()
         if text(metric, statistics.fmean(values)) == text(metric, statistics.fmean(best))
     ]
-    by = f", by {' and '.join(level)}" if len(ends) > 1 else ""
+    by = f", by {' and '.join(level)}" if len(groups) > 1 else ""
     return f"Best {words(metric)} at the end: {Cell(values=best, kind=metric)}{by}."
 
 
