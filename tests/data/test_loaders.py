@@ -157,6 +157,9 @@ def test_digits_are_all_there_split_by_class_and_always_the_same():
     labels = {tuple(image): label for image, label in zip(whole.data, whole.target, strict=True)}
     for image, label in zip(digits.test_images, digits.test_labels, strict=True):
         assert labels[tuple(image.ravel() * 16)] == label
+    for label in range(10):  # every fifth image of a class, in the order of scikit-learn
+        tested = digits.test_images[digits.test_labels == label].reshape(-1, 64) * 16
+        np.testing.assert_array_equal(tested, whole.data[whole.target == label][4::5])
 
 
 def test_without_scikit_learn_the_error_says_what_to_install(monkeypatch):

@@ -151,5 +151,6 @@ def test_alphabets_are_dealt_out_whole_and_all() -> None:
     owners = [set(alphabet[own]) for own in held]
     assert sorted(map(len, owners)) == [2, 2, 3]
     assert sum(map(len, owners)) == 7
+    assert owners != [set(alphabet[own]) for own in characters.by_alphabet(alphabet, 3, seed=1)]
     with raises_with(data.DataError, path="clients", got=8, allowed="1 to 7, the number of alphabets"):
         characters.by_alphabet(alphabet, 8, seed=0)

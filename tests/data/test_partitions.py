@@ -208,6 +208,19 @@ def test_split_is_random_and_independent_of_a_partition_with_the_same_seed():
     assert same(data.split([part], seed=0)[0], [inner])
 
 
+def test_clients_of_equal_size_are_split_by_draws_of_their_own():
+    (first, second), _ = data.split([np.arange(100), np.arange(100)], seed=0)
+    assert set(first) != set(second)
+
+
+def test_the_stratum_of_an_owner_is_the_largest_of_its_samples():
+    """An owner has the largest stratum of its samples, in whatever order they come, and each sample has its owner."""
+    owners = np.array(["b", "a", "c", "a", "b"])
+    strata, owner = all_clients.strata_of(owners, np.array([0, 2, 0, 1, 1]))
+    assert strata.tolist() == [2, 1, 0]  # a, b, c
+    assert strata[owner].tolist() == [1, 2, 0, 2, 1]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_folds_have_as_many_samples_of_each_class(seed):
     """Three folds have equally many samples of each class, here of 100 and 70, and in total, up to one sample."""

@@ -15,6 +15,7 @@ from fedbilevel.core.errors import NonFiniteError
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.problem import Bilevel, Compositional, SingleLevel
 from fedbilevel.diagnostics.check import check_hypergradient
+from fedbilevel.oracles.exact import Inner
 from fedbilevel.oracles.products import cross_v
 from fedbilevel.tasks.quadratic import RIDGE, quadratic
 from fedbilevel.tasks.saddle import saddle
@@ -275,6 +276,25 @@ def test_compositions_and_models_with_functions_in_them():
         report["finite differences"].relative_error <= 1e-8
     )  # ε·|Φ|/h is 1e-10 with slopes of a tenth; ten times as much is allowed
     assert seen == [True]
+
+
+def test_what_was_not_solved_or_has_no_inverse_is_said(monkeypatch):
+    """A note says if the inner problem was not solved, and how many clients have a Hessian that is not definite.
+
+    Of three clients with the inner loss ½ a_i y² − xy, one has a negative a_i, and the mean of the a_i is positive. A
+    solver that stays at the start takes the place of Newton's method, which solves this problem.
+    """
+    problem = Bilevel(lambda x, y, b: (y - 1) ** 2 + x**2, lambda x, y, b: jnp.mean(b) * y**2 / 2 - x * y)
+    clients = Clients([np.array([a]) for a in (3.0, -1.0, 2.0)])
+    options = {"solve_inner": True, "steps": 1, "terms": 1}
+    report = check_hypergradient(problem, clients, np.ones(()), np.full((), 4.0), **options)
+    assert report["local"].note == "1 of 3 clients' own Hessians are not positive definite"
+    assert not [note for note in report.notes if "NOT solved" in note]
+    still = lambda population, x, y: Inner(y, *(np.zeros(()) + n for n in (7.0, 5, 0)), np.zeros((), bool))  # noqa: E731
+    monkeypatch.setattr("fedbilevel.diagnostics.check.solve_inner", still)
+    report = check_hypergradient(problem, clients, np.ones(()), np.full((), 4.0), **options)
+    (said,) = [note for note in report.notes if "NOT solved" in note]
+    assert said == "the inner problem was NOT solved: its gradient is 7.0e+00 after 5 Newton steps"
 
 
 def test_an_indefinite_inner_hessian_is_reported():

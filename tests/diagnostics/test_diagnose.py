@@ -1,5 +1,8 @@
 """Does diagnose measure what closed forms say, and do methods converge with the fields that it suggests?"""
 
+import itertools
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,11 +74,10 @@ def test_the_equilibrium_is_that_of_the_closed_form(drawn):
     np.testing.assert_allclose(found.measurements.response.y, y, rtol=0, atol=1e-12 * np.linalg.norm(y))
 
 
-@pytest.mark.slow
-def test_clients_differ_by_what_a_loop_says(drawn):
+def test_clients_differ_by_what_the_closed_form_says(drawn):
+    """Clients differ by their gradients ∇y g_i = A_i y − B_i x − c_i, which are −c_i at the start (0, 0)."""
     task, found, _ = drawn
-    own = [jax.grad(task.problem.inner, 1)(task.x0, task.y0, task.clients.inner.row(i)) for i in range(4)]
-    p, own = task.clients.weights, np.asarray(own)
+    p, own = task.clients.weights, np.array([-task.clients.inner.row(i)["c"].mean(0) for i in range(4)])
     apart = p @ np.sum((own - p @ own) ** 2, axis=1)
     spread = found.measurements.spread
     assert spread.inner == pytest.approx(np.sqrt(apart), rel=1e-12)
@@ -92,7 +94,8 @@ def test_the_fields_have_those_steps(drawn):
     x = 1 / (np.abs(ends(exact.lag)).max() / y + 2 * ends(exact.hessian)[1])
     assert chosen["server_lr"] == pytest.approx(fb.XYV(x, y, y), rel=1e-3)
     assert chosen["local_steps"] == 1
-    assert found.safe_steps()["y, v"] == pytest.approx(2 * y, rel=1e-9)
+    safe = {"y, v": 2 * y, "x": 2 / ends(exact.hessian)[1], "x, single loop": 4 * x}
+    assert found.safe_steps() == pytest.approx(safe, rel=1e-3)
     assert found.fields("shrofbo") == chosen
 
 
@@ -107,9 +110,49 @@ def test_mini_batches_and_cohorts_take_shorter_steps(drawn):
     assert 5 * batch["server_lr"].y == pytest.approx(1, rel=1e-9)
     assert 5 * both["server_lr"].y == pytest.approx(1 / (4 * task.clients.weights.max()), rel=1e-9)
     assert batch["client_lr"] == batch["server_lr"]
+    assert batch["server_lr"].v == batch["server_lr"].y
+    assert 5 * batch["server_lr"].x == pytest.approx(found.scales(8).outer_step(1.0), rel=1e-9)
     nested = found.fields("fednest", batch_size=8, cohort=2)
     assert isinstance(nested["hypergradient"].solver, fb.parts.Neumann)
     fb.FedNest(**nested)
+
+
+def test_a_batch_has_the_smoothness_of_its_draws(drawn):
+    """A batch of b draws has the smoothness L + (L_1 − L)/b, where L_1 is that of single samples.
+
+    L is the largest of the clients', here 1. Cohorts of some clients multiply the smoothness by M·max p.
+    """
+    task, found, _ = drawn
+    rough = replace(found, measurements=found.measurements._replace(sample=9.0))
+    assert rough.scales(4).smoothness == pytest.approx(1 + 8 / 4, rel=1e-9)
+    assert rough.scales(4, cohort=2).smoothness == pytest.approx(3 * 4 * task.clients.weights.max(), rel=1e-9)
+    assert rough.scales().smoothness == found.smoothness
+
+
+def test_the_rounds_that_are_needed_follow_from_the_steps(drawn):
+    """An error falls to a thousandth when the slower of x and y has made log(1000) times 1/(curvature · step).
+
+    A step of a round is that of all its local steps or inner rounds together. The text says whether more rounds are
+    needed than are planned.
+    """
+    _, found, _ = drawn
+    response = found.measurements.response
+    steep = response._replace(curvature=response.curvature._replace(smallest=1e6, largest=1e6))  # then y counts, too
+    both = found, replace(found, measurements=found.measurements._replace(response=steep))
+    for one, batch in itertools.product(both, (None, 8)):
+        s, nested = one.scales(batch), one.fields("fednest", batch_size=batch)
+        single = one.fields("simfbo", batch_size=batch)
+        steps = {
+            "simfbo": [single["local_steps"] * step for step in single["server_lr"][:2]],
+            "fednest": [nested["outer_lr"], nested["inner"].rounds * nested["inner"].lr],
+        }
+        for name, (x, y) in steps.items():
+            expected = np.log(1000) * max(1 / (x * s.phi_mu), 1 / (y * s.mu))
+            assert one.rounds_needed(name, batch_size=batch) == pytest.approx(expected, rel=1e-12)
+    needed = int(found.rounds_needed("simfbo"))
+    for planned in (needed - 1, needed + 1):
+        text = str(replace(found, rounds=planned))
+        assert (f", more than the {planned} that are planned" in text) == (planned < needed)
 
 
 def test_printed_it_begins_with_what_to_paste_and_then_says_why_in_ten_lines(drawn):

@@ -144,6 +144,17 @@ def test_a_branch_whose_units_are_not_the_shortcuts():
     assert groups == ["branch", "maps"]
 
 
+def test_each_loss_is_compared():
+    """A ridge on a single entry of the head makes its inputs differ, in the inner loss alone."""
+    network, x, y, batch = made("mlp")
+    plain = problem_of(network, network.structure)
+    inner = lambda x, y, batch: plain.outer(x, y, batch) + y["weight"][0, 0] ** 2  # noqa: E731
+    with refuses("problem.structure") as error:
+        fb.check_structure(fb.Bilevel(plain.outer, inner, structure=network.structure), x, y, batch, batch)
+    (only,) = error.value.got
+    assert only.startswith("'hidden2' (inner loss ")
+
+
 @pytest.mark.parametrize("make", [loss_tuning, lambda: classification(hidden=(8,))])
 def test_the_tasks_hand_the_structure_on(make):
     task = make()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -80,6 +81,18 @@ def test_a_band_on_a_log_axis_goes_as_far_down_as_up(end) -> None:
     assert lowest == pytest.approx(band.min())
 
 
+def test_a_band_of_shares_goes_one_deviation_up_and_one_down() -> None:
+    """Shares are drawn in percent, and so is their band: an accuracy of 0.5 ± 0.1 is a band from 40 to 60."""
+    shares = Curve("x", {"exchanges": np.array([0.0, 1.0])}, np.full(2, 0.5), np.full(2, 0.1))
+    heights = panel_of([shares], percent=True).collections[0].get_paths()[0].vertices[:, 1]
+    assert (heights.min(), heights.max()) == pytest.approx((40, 60))
+
+
+def test_a_pooled_run_is_a_line_at_its_last_value() -> None:
+    axes = panel_of([line("x", [0, 1], [3, 1]), replace(line("all", [0, 1, 2], [3, 5, 2]), level=True)])
+    assert list(axes.lines[1].get_ydata()) == [2, 2]
+
+
 @pytest.mark.parametrize(("dear", "scale"), [(100, "linear"), (110, "symlog")])
 def test_runs_whose_costs_are_more_than_ten_times_apart_share_a_log_axis_and_a_start(dear, scale) -> None:
     """Two runs are drawn on a logarithmic axis of costs if one costs more than ten times as much as the other.
@@ -144,12 +157,12 @@ def test_what_a_history_cannot_be_drawn_against_is_refused(asked, refusal) -> No
 
 @pytest.mark.parametrize(("inner", "labels"), [(3.0, ["e", "loss"]), (0.1, ["e", "outer loss", "inner loss"])])
 def test_each_curve_of_a_run_is_drawn_once_and_losses_of_unequal_size_apart(inner, labels) -> None:
-    figure = run_figure(history(2, 2, average_e=3.0, outer_loss=14.0, inner_loss=inner), "e", "")
+    figure = run_figure(history(2, 2, bytes_down=3e6, average_e=3.0, outer_loss=14.0, inner_loss=inner), "e", "")
     assert [panel.get_ylabel() for panel in figure.axes] == labels
     assert {panel.get_xlabel() for panel in figure.axes} == {"exchanges"}
     drawn = [one.get_label() for panel in figure.axes for one in panel.lines]
     assert drawn == ["e", "average e", "outer loss", "inner loss"]
-    assert figure.get_supxlabel() == "in all: 1 exchanges · 1 MB · 0.0 s in rounds"
+    assert figure.get_supxlabel() == "in all: 1 exchanges · 4 MB · 0.0 s in rounds"  # 3 MB down, 1 MB up
 
 
 def several(number: int) -> list[Curve]:

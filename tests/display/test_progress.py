@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 import fedbilevel as fb
-from fedbilevel.display import Bar, Lines, Notebook, Silent, Speed, chosen
+from fedbilevel.display import Bar, Lines, Notebook, Silent, Speed, Watch, chosen
 from fedbilevel.engines import progress
 from fedbilevel.engines.progress import Guarded, showing
 from fedbilevel.tasks.quadratic import quadratic
@@ -207,6 +207,26 @@ def test_a_terminal_shows_stage_rounds_speed_and_what_is_left(monkeypatch) -> No
     shown = ("30/100 rounds", "10 rounds/s  ETA 0:07")
     assert [words for words in shown if words not in screen.getvalue()] == []
     assert "compiling" not in screen.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("budget", "spent"),
+    [
+        (("rounds", 10), "round 2/10"),
+        (("exchanges", 8), "round 2  exchange 4/8"),
+        (("bytes", 6e6), "round 2  sent 3.0/6 MB"),
+        (("evaluations", 1000), "round 2  evaluation 42/1,000"),
+        (("time", 20.0), "round 2  clock 5.0/20 s"),
+    ],
+)
+def test_a_log_says_how_much_of_the_budget_is_spent(budget, spent) -> None:
+    """A log has the spent part of the budget: bytes in both directions, and gradients with products."""
+    costs = {"exchanges": 4, "bytes_down": 2 * 10**6, "bytes_up": 10**6, "gradients": 30, "hvps": 12, "time": 5.0}
+    history = types.SimpleNamespace(rows=[{"loss": 0.25}])
+    result = types.SimpleNamespace(round=2, ledger=types.SimpleNamespace(**costs), history=history)
+    console = Console(file=io.StringIO(), width=80)
+    Watch(console, "loss", budget, timed=False)(result, history.rows[-1])
+    assert console.file.getvalue() == f"{spent}  loss 0.25\n"
 
 
 class Cell:

@@ -10,12 +10,14 @@ import signal
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
 from command_line import QUADRATIC, leftovers, without_remarks
 
 from fedbilevel import display, experiments
+from fedbilevel.cli.run import _code
 from fedbilevel.cli.shared import console
 from fedbilevel.experiments import experiment, runner
 from representatives import slow_but
@@ -160,6 +162,28 @@ def test_a_run_that_diverged_at_its_end_is_no_success(run, here, more) -> None:
         r"lower client_lr or server_lr \(fb\.diagnose suggests steps\)\n){2}",
         without_remarks(error),
     )
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [([], 0), ([None], 0), (["grown", ""], 3), (["", "grown"], 3), (["", "out_of_budget"], 6), (["", ""], 0)],
+)
+def test_one_of_several_runs_decides_the_exit_code(ends, code) -> None:
+    """The exit code of several runs is that of success only if no run diverged, or was ended by its privacy budget."""
+    none = {"grown": False, "out_of_budget": False}
+    assert _code(*(end if end is None else SimpleNamespace(**{**none, end: True}) for end in ends)) == code
+
+
+def test_the_command_line_wins_against_the_spec_file(run, here, monkeypatch) -> None:
+    """Options replace the values of the spec file, also a seed of 0; without options, the values of the file remain."""
+    specs = []
+    monkeypatch.setattr("fedbilevel.cli.run.played", lambda spec, *given, **named: specs.append(spec))
+    spec = experiments.configure(task="quadratic", settings=["run.seed=5", "run.rounds=9", "local_steps=3"])
+    Path("mine.toml").write_text(spec.to_toml())
+    for more in ([], ["--seed", 0, "--rounds", 2, "--set", "local_steps=4"]):
+        assert run("run", "--spec", "mine.toml", *more, "--out", "new")[0] == 0
+    seen = [(one.run.seed, one.clock.seed, one.run.rounds, one.algorithm.fields["local_steps"]) for one in specs]
+    assert seen == [(5, spec.clock.seed, 9, 3), (0, 0, 2, 4)]
 
 
 def test_algorithms_that_are_compared_and_diverge_are_no_success(run, here) -> None:

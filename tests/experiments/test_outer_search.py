@@ -133,6 +133,25 @@ def test_under_privacy_all_trials_share_one_account():
     assert abs(run.history["outer_loss"][1] - plain.history["outer_loss"][1]) > 0.1
 
 
+def test_every_seed_trial_and_measurement_draws_with_a_key_of_its_own(monkeypatch):
+    """No two runs of private searches with two seeds have the same key, neither trials nor measurements.
+
+    With the same noise in two measurements, their difference would be exact.
+    """
+    keys = []
+
+    def noting(*given, **named):
+        keys.append(tuple(jax.random.key_data(named["key"]).tolist()))
+        return fb.solve(*given, **named)
+
+    monkeypatch.setattr(outer_search, "solve", noting)
+    method = Random(**BOUNDS, trial_exchanges=4, batch_size=None, lr=0.05)
+    quiet = fb.Privacy(clip=1e4, noise_multiplier=1e-9, delta=1e-5)
+    for seed in (0, 1):
+        SearchRun(method, TASK, ("exchanges", 10), seed, (), 99, {}, privacy=quiet).play()
+    assert len(keys) == len(set(keys)) == 8  # for each seed, two trials, each with a measurement
+
+
 def explosive(far=0.5):
     """Return the task with an inner loss that is infinite if an entry of x is above `far`. At x0 it is finite."""
     problem = TASK.problem

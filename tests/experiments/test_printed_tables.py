@@ -122,6 +122,11 @@ def test_no_number_of_the_seeds_and_of_a_run_is_cut(terminal) -> None:
         assert [number for number in numbers if not any(number in line for line in lines)] == []
 
 
+def test_the_table_of_a_run_has_the_bytes_down_before_the_bytes_up() -> None:
+    lines = shown(tables.summary_table(made_up_groups(["x"], 1)[0].runs[0].summary), 200, terminal=False)
+    assert any(re.search(r"down / up .* 1,000\.00 / 60,700\.00 MB", line) for line in lines)
+
+
 def test_words_in_brackets_are_no_markup() -> None:
     summary = {**made_up_groups(["x"], 1)[0].runs[0].summary, "stopped": "[red]word[/red] [x", "task": "[blue]t[/blue]"}
     text = "\n".join(shown(tables.summary_table(summary), 80))

@@ -105,6 +105,19 @@ def test_a_comparisons_page_has_the_table_that_compare_prints(written: dict[str,
     assert "<b>0.04762 ± 0</b>" in written["comparison"]
 
 
+def test_a_pooled_run_is_not_named_as_the_best(tmp_path: Path) -> None:
+    """The page names SimFBO, whose error ends at 1/21, though the error of the pooled run ends at 1/41."""
+    specs = [
+        experiments.configure(task="quadratic", algorithm="simfbo", settings=[f"run.pooled={pooled}"])
+        for pooled in ("false", "true")
+    ]
+    write_run(tmp_path / "simfbo", specs[0])
+    write_run(tmp_path / "centralised", specs[1], rounds=40)
+    page = Elements(write_page([tmp_path]).read_text())
+    assert any("centralised" in row and " 40 40 " in row for row in page.text("tr"))
+    assert "Best relative error at the end: 0.04762, by SimFBO." in page.text("p")
+
+
 def test_a_runs_page_has_its_history_spec_and_ledger(written: dict[str, str]) -> None:
     page = Elements(written["run"])
     assert any(row.startswith("10 10 ") and row.endswith(" 0.0909091") for row in page.text("tr"))  # 1/11, ten rounds

@@ -5,17 +5,20 @@ from __future__ import annotations
 import csv
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from command_line import survived
 
+import fedbilevel as fb
 from fedbilevel import cli, experiments
 from fedbilevel.core.errors import ConfigurationError, NumericalError
 from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.history import History
 from fedbilevel.experiments import configure, search, sweep
 from fedbilevel.experiments.search import Range, search_specs
+from fedbilevel.tasks.quadratic import quadratic
 from refusals import ANY, raises_with, refuses
 
 optuna = pytest.importorskip("optuna")
@@ -80,6 +83,26 @@ def test_the_best_point_is_chosen_by_the_mean_over_the_seeds(played, tmp_path) -
     assert found.algorithm.algorithm.fields["server_lr"]["x"] == found.best["server_lr.x"]
     assert (len(found.trials), len(played)) == (16, 16)
     assert "16 runs (8 points × 2 seeds)" in found.effort
+
+
+@pytest.mark.parametrize("larger", [False, True])
+def test_later_points_are_drawn_where_the_metric_is_better(larger, monkeypatch, tmp_path) -> None:
+    """After the first ten points, most are drawn where the metric is better.
+
+    The metric grows with the step size, which is drawn from 0.001 to 1. The middle of this range is about 0.03.
+    """
+    task = replace(quadratic(clients=2), metrics={"fit": fb.Metric(lambda x, y: 0.0, larger_is_better=larger)})
+    steps = []
+
+    def run(spec, *given, **named) -> History:
+        steps.append(spec.algorithm.fields["server_lr"]["x"])
+        return History([{"round": 20, "exchanges": 20.0, "fit": steps[-1]}], {"fit": larger})
+
+    monkeypatch.setattr(sweep, "TaskCache", lambda keep: lambda spec: task)
+    monkeypatch.setattr(sweep, "run_of", run)
+    found = searched(tmp_path, 20, {"server_lr.x": SPACE["server_lr.x"]})
+    assert sum((step > 0.03) == larger for step in steps[10:]) >= 8
+    assert found.best["server_lr.x"] == (max(steps) if larger else min(steps))
 
 
 def test_a_search_goes_on_with_its_study_and_draws_on_as_it_would_have(played, tmp_path) -> None:

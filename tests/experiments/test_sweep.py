@@ -19,8 +19,8 @@ from test_printed_tables import WIDTHS, holds, shown
 from fedbilevel import cli, experiments
 from fedbilevel.engines import lock
 from fedbilevel.engines.history import History
-from fedbilevel.errors import NumericalError
-from fedbilevel.experiments import experiment, runner
+from fedbilevel.errors import ConfigurationError, NumericalError
+from fedbilevel.experiments import configure, experiment, runner
 from fedbilevel.experiments.sweep import chosen_metric, parse_values, point_name, sweep_table
 from fedbilevel.sweeps import played, product
 from refusals import refuses
@@ -99,6 +99,25 @@ def test_the_chosen_spec_is_that_of_the_best_point_and_run_to_the_same_numbers(f
     assert "fedbilevel run --spec chosen.toml --seeds 0,1" in text
     cli.main(["run", "--spec", str(folder / "chosen.toml"), "--seed", "1", "--out", str(tmp_path / "run"), "--quiet"])
     assert outcome(tmp_path / "run") == outcome(place(folder, best, 1))
+
+
+def test_options_and_points_win_against_the_spec_file_of_a_sweep(monkeypatch, tmp_path) -> None:
+    """The spec of a point has the values of the point, then those of the options, then those of the spec file."""
+    seen = []
+
+    def look(spec_of, grid, folder, *, seeds, **given):
+        seen.append((spec_of({"local_steps": 7}), dict(grid), seeds))
+        raise ConfigurationError("enough is seen")
+
+    monkeypatch.setattr("fedbilevel.experiments.sweep.sweep_specs", look)
+    file = ["rounds=9", "run.cohort=2", "local_steps=3", "task.dim_y=4", "task.clients=5"]
+    (tmp_path / "mine.toml").write_text(configure(task="quadratic", settings=file).to_toml())
+    options = ["--rounds", 6, "--set", "dim_y=2", "--grid", "local_steps=7,8", "--seeds", "3,1"]
+    assert swept(tmp_path / "mine.toml", *options, "--out", tmp_path / "out") == 2
+    ((spec, grid, seeds),) = seen
+    assert (grid, seeds) == ({"local_steps": [7, 8]}, [3, 1])
+    assert (spec.run.rounds, spec.run.cohort, spec.algorithm.fields["local_steps"]) == (6, 2, 7)
+    assert (spec.task.fields["dim_y"], spec.task.fields["clients"]) == (2, 5)
 
 
 @pytest.fixture

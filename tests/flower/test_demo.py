@@ -76,6 +76,17 @@ def test_every_client_of_a_demo_of_every_task_would_take_part(task, tmp_path, mo
     assert f"of {task}" in capsys.readouterr().err
 
 
+def test_options_of_a_demo_win_against_its_defaults(tmp_path, monkeypatch):
+    """A demo has 4 clients and 50 rounds with a row after every fifth, unless the command line has other numbers."""
+    seen = []
+    monkeypatch.setattr(
+        federation, "play_demo", lambda spec, clients, *given, **named: seen.append((spec.run, clients))
+    )
+    for more in ([], ["--rounds", "4", "--clients", "3", "--set", "run.eval_every=2"]):
+        assert main(["flower", "demo", "--task", "quadratic", *more, "--out", str(tmp_path / "a")]) == 0
+    assert [(run.rounds, run.eval_every, clients) for run, clients in seen] == [(50, 5, 4), (4, 2, 3)]
+
+
 def started_in(folder):
     """Return the ids of the processes whose command or environment names the folder."""
     mine = []

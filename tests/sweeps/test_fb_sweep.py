@@ -135,6 +135,14 @@ def test_a_swept_field_keeps_its_values_though_a_cost_has_its_name() -> None:
     assert (found.best, found.spent["exchanges"]) == ({"exchanges": 3}, 14)
 
 
+def test_the_epsilon_of_a_point_is_the_largest_of_its_seeds() -> None:
+    def history(number: int, seed: int) -> History:
+        return History([{"round": 1, "exchanges": 1.0, "fit": 0.0, "epsilon": 2.0 + abs(seed - 1)}])
+
+    found = played(player(history), product({"a": ["b"]}), [1, 2, 3, 0], "fit")
+    assert [row["epsilon"] for row in found.rows] == [4.0]
+
+
 def test_an_interrupted_sweep_goes_on_to_the_same_table(two_by_two, tmp_path) -> None:
     """A sweep that is interrupted in the third of four runs continues, and has the table of an undisturbed sweep."""
     calls = []

@@ -11,6 +11,7 @@ import fedbilevel as fb
 from fedbilevel.tasks import TASKS, compositional, portfolio
 from fedbilevel.tasks.compositional import inner, outer, solution
 from fedbilevel.tasks.portfolio import moments, moments_of, shares
+from fedbilevel.tasks.portfolio import solution as best_shares
 from implicit import implicit_gradient
 from limit_points import local_point
 from refusals import refuses
@@ -72,6 +73,25 @@ def test_clients_differ_enough_to_tell_methods_apart():
     assert np.linalg.norm(solution(task.clients, np.full(10, 0.1)) - exact) > 0.01 * size
     assert float(task.metrics["relative_error"](exact, None)) == 0
     assert float(task.metrics["relative_error"](task.x0, None)) == pytest.approx(1)
+
+
+def test_the_regret_of_a_portfolio_is_its_loss_above_the_least():
+    """The regret is −μᵀw + (λ/2) wᵀΣw less the value of this loss at the optimum w*.
+
+    μ and Σ are the moments of all clients' pooled rows. The loss is least at w*: from w* it rises in both directions of
+    every line along which the shares keep their sum.
+    """
+    rows = np.concatenate([MARKETS.clients.outer.row(i)["returns"] for i in range(4)])
+    best = best_shares(moments(MARKETS.clients), 0.1)
+
+    def loss(w):
+        return -rows.mean(0) @ w + 0.05 * w @ np.cov(rows, rowvar=False, bias=True) @ w
+
+    for x in np.random.default_rng(0).normal(size=(3, 5)):
+        off = np.asarray(shares(x)) - best
+        assert float(MARKETS.metrics["regret"](x, None)) == pytest.approx(loss(best + off) - loss(best), rel=1e-9)
+        assert loss(best) < loss(best + 1e-3 * off)
+        assert loss(best) < loss(best - 1e-3 * off)
 
 
 @pytest.mark.slow

@@ -16,11 +16,13 @@ from fedbilevel.diagnostics.check import local_hypergradient
 from fedbilevel.oracles.population import Population
 from fedbilevel.tasks import few_shot
 from fedbilevel.tasks.few_shot import (
+    adapted,
     descended_head,
     draw_episodes,
     fitted_head,
     head_logits,
     held_out_characters,
+    prototype_logits,
     support_loss,
 )
 from implicit import implicit_gradient
@@ -349,6 +351,28 @@ def plain(x, characters, images):
     """Return the cross-entropy of one episode, and its gradient in weight and bias of the layer and of the head."""
     pixels = (images.reshape(-1, 784) / 255 - characters.mean) / characters.std
     return of_pixels(x, pixels, np.repeat(np.arange(3), images.shape[1]))
+
+
+def test_prototypes_are_means_and_several_steps_are_repeated_steps() -> None:
+    """A prototype is the mean of its support, and an adaptation of two steps is one of one step, made twice."""
+    rng = np.random.default_rng(3)
+    support, query = rng.normal(size=(3, 2, 5)), rng.normal(size=(3, 4, 5))
+    gaps = query.reshape(12, 1, 5) - np.stack([(one[0] + one[1]) / 2 for one in support])
+    np.testing.assert_allclose(prototype_logits(support, query), -np.sum(gaps**2, axis=-1), rtol=1e-12)
+    x, images = (jnp.ones(5), head_of(5, 3)), jnp.asarray(support[:, :, None])
+    once, twice = (adapted(lambda b, i: b * i.reshape(-1, 5), LR, steps, first_order=False) for steps in (1, 2))
+    found, expected = twice(x, images), once(once(x, images), images)
+    assert optax.tree.norm(optax.tree.sub(found, expected)) < 1e-14
+    assert optax.tree.norm(optax.tree.sub(found, once(x, images))) > 0.1
+
+
+def test_adaptation_is_as_the_options_say_and_of_first_order_for_fomaml_alone(monkeypatch) -> None:
+    given = []
+    module = importlib.import_module("fedbilevel.tasks.few_shot")
+    monkeypatch.setattr(module, "adapted", lambda features, *options: given.append(options))
+    for objective in ("maml", "fomaml"):
+        few_shot(objective=objective, **SMALL, **MAML)
+    assert given == [(LR, STEPS, False), (LR, STEPS, True)]
 
 
 @pytest.mark.slow

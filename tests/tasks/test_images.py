@@ -19,7 +19,7 @@ from fedbilevel.tasks import (
     loss_tuning,
     networks,
 )
-from fedbilevel.tasks.images import LabelledImages, long_tailed
+from fedbilevel.tasks.images import LabelledImages, held_out, long_tailed
 from fedbilevel.tasks.loss_tuning import balancing_weights
 from refusals import ANY, refuses
 
@@ -229,6 +229,31 @@ def test_metrics_of_the_tasks_read_the_right_network():
         }
         for name, metric in task.metrics.items():
             assert float(metric(task.x0, task.y0)) == pytest.approx(expected[name], rel=1e-12), name
+
+
+def test_the_losses_of_networks_that_are_all_of_x():
+    """The losses of classification and of fair classification are those of their formulas, at the start and any y."""
+    plain, fair = classification(ridge=0.25), fair_classification(concavity=0.3)
+    batch, y = plain.clients.outer.row(0), np.linspace(-1, 2, 10)
+    each = cross_entropies(network(*plain.x0, batch["image"]), batch["label"])
+    size = sum(float(np.sum(np.square(leaf))) for leaf in jax.tree.leaves(plain.x0))
+    found = plain.problem.outer(plain.x0, None, batch), fair.problem.outer(plain.x0, y, batch)
+    expected = each.mean() + 0.25 * size, np.mean((1 + y[batch["label"]]) * each) - 0.15 * y @ y
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def test_held_out_images_are_drawn_by_the_seed_and_are_not_trained_on():
+    labels = np.arange(20, dtype=np.int32) % 3
+    images = np.arange(20)[:, None, None]  # each image is its own number
+    whole = Dataset("made up", images, labels, images[:5] + 100, labels[:5], 3, (0.0,), (1.0,))
+    held, again, other = (held_out(whole, 0.25, seed) for seed in (0, 0, 1))
+    tested, trained = held.test_images.ravel(), held.train_images.ravel()
+    assert len(tested) == 5
+    assert sorted([*tested, *trained]) == list(range(20))
+    np.testing.assert_array_equal(labels[tested], held.test_labels)
+    np.testing.assert_array_equal(labels[trained], held.train_labels)
+    np.testing.assert_array_equal(again.test_images, held.test_images)
+    assert set(other.test_images.ravel()) != set(tested)
 
 
 @pytest.mark.slow

@@ -147,12 +147,19 @@ def test_a_single_level_optimum_is_scikit_learns(outcome, tmp_path):
 def test_scores_are_those_of_test_rows(outcome, tmp_path):
     """The scores are those of the rows of test.csv, overall and for each site that has such rows.
 
-    test.csv has rows of two sites. Site c has a single row, so that it has no pair of rows and no concordance.
+    test.csv has rows of two sites. Site c has a single row, so that it has no pair of rows and no concordance. All test
+    rows count equally in the score and in the mean loss, whatever their weights and their sites' numbers of rows.
     """
     made = frames(outcome)
     tested = pd.concat([frames(outcome, seed=5)[name].assign(site=name) for name in ("a", "c")])
     tested.to_csv(tmp_path / "test.csv", index=False, na_rep="?")
-    settings = {"folder": written(tmp_path, made), "outcome": outcome, "offsets": False, "folds": 2, "drop": ["w"]}
+    settings = {
+        "folder": written(tmp_path, made),
+        "outcome": outcome,
+        "offsets": False,
+        "folds": 2,
+        "sample_weight": "w",
+    }
     task = tables(test=0.0, **settings)
     with refuses("test", 0.33, "test.csv"):
         tables(**settings)
@@ -164,8 +171,10 @@ def test_scores_are_those_of_test_rows(outcome, tmp_path):
     if outcome == "count":
         m = together["outcome"].mean()
         name, expected = "deviance", mean_poisson_deviance(c, m * np.exp(z)) / m
+        loss = np.mean(np.exp(z) - c / m * z)
     elif outcome == "continuous":
-        name, expected = "r2", r2_score(c, together["outcome"].mean() + together["outcome"].std(ddof=0) * z)
+        m, s = together["outcome"].mean(), together["outcome"].std(ddof=0)
+        name, expected, loss = "r2", r2_score(c, m + s * z), np.mean((z - (c - m) / s) ** 2) / 2
     else:
         t, e, n = c[:14], tested["event"].to_numpy()[:14], range(14)
         pairs = [(z[j] > z[k]) + (z[j] == z[k]) / 2 for j in n for k in n if e[j] and t[j] < t[k]]
@@ -173,6 +182,8 @@ def test_scores_are_those_of_test_rows(outcome, tmp_path):
         assert f"test_{name}.c" not in task.metrics
     assert float(task.metrics[f"test_{name}"](None, jnp.asarray(y))) == pytest.approx(expected, rel=1e-5)
     assert f"test_{name}.b" not in task.metrics
+    if outcome != "survival":
+        assert float(task.metrics["test_loss"](None, jnp.asarray(y))) == pytest.approx(loss, rel=1e-5)
 
 
 def test_folds_and_test_rows_of_a_site_depend_on_no_other_site():
@@ -184,6 +195,14 @@ def test_folds_and_test_rows_of_a_site_depend_on_no_other_site():
     label = whole.clients.inner.row(0)["label"]
     assert np.ptp(np.bincount(whole.clients.inner.row(0)["fold"][label > 0], minlength=3)) <= 1
     assert whole.clients.inner.size.tolist() == [120 - 39, 80 - 26, 40 - 13]
+
+
+def test_the_seed_draws_the_test_rows_and_folds_of_a_site(tmp_path):
+    folder = written(tmp_path, frames("continuous"))
+    first, again, other = (tables(folder=folder, outcome="continuous", seed=s).clients.inner.row(0) for s in (0, 0, 1))
+    for name in ("row", "fold"):
+        np.testing.assert_array_equal(first[name], again[name])
+        assert not np.array_equal(first[name], other[name])
 
 
 def test_rows_of_a_patient_stay_together(tmp_path):

@@ -131,6 +131,15 @@ def test_halves_do_not_mix_and_cover_the_training_set():
     assert len(seen) <= 1  # hardly any image of the digits occurs twice
 
 
+@pytest.mark.parametrize("name", ["client_weights", "hyper_cleaning", "hyper_representation", "regularization"])
+def test_the_outer_loss_gets_the_validation_share(name):
+    """The outer loss gets the share `validation` of each client's samples, and the inner loss gets the others."""
+    clients = TASKS[name](clients=4, validation=0.2).clients
+    sizes = clients.outer.size + clients.inner.size
+    assert sizes.sum() == 1442
+    assert np.all(np.abs(clients.outer.size - 0.2 * sizes) < 1)
+
+
 def test_a_holdout_takes_training_images_and_never_the_test_set():
     task, whole = hyper_representation(holdout=0.25), hyper_representation()
     assert list(task.metrics) == ["validation_accuracy"]
