@@ -1,7 +1,7 @@
 """Check that tests find mistakes: put each mistake of mistakes.toml into a copy of the project, and test the copy.
 
-This script takes an hour, and is run by hand: `.venv/bin/python scripts/mistakes.py`. It prints a line for each
-mistake, and a table of how many mistakes were found in each room. The project itself is not changed.
+This script takes more than an hour, and is run by hand: `.venv/bin/python scripts/mistakes.py`. It prints a line for
+each mistake, and a table of how many mistakes were found in each room. The project itself is not changed.
 
 An entry of mistakes.toml has a room; a description of the mistake; `right`, a text that occurs exactly once in src;
 `wrong`, which replaces this text; and the `tests` that should find the mistake, or `only` some of them (as pytest's
