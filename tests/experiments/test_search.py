@@ -66,10 +66,21 @@ def test_values_are_drawn_from_their_ranges_and_always_the_same(played, tmp_path
         assert row["server_lr.x"] == float(f"{row['server_lr.x']:.4g}")
         assert row["local_steps"] in range(1, 9)
         assert row["batch_size"] in ("none", 4)
-    assert min(row["server_lr.x"] for row in found.rows) < 0.03  # log 0.03 is in the lower half
     assert {row["batch_size"] for row in found.rows} == {"none", 4}
     assert len(set(played)) > 8
     assert searched(tmp_path / "b", 12).rows == found.rows
+
+
+@pytest.mark.parametrize(("log", "share"), [(True, 1 / 2), (False, (0.01 - 1e-4) / (1 - 1e-4))])
+def test_a_logarithmic_range_has_half_of_its_draws_below_its_geometric_mean(log, share) -> None:
+    """The geometric mean of 1e-4 and 1 is 0.01.
+
+    The share p of 400 draws has the standard deviation √(p(1 − p)/400), and may differ by four of these.
+    """
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    draws = [Range(1e-4, 1.0, log).drawn(study.ask(), "step") for _ in range(400)]
+    found = sum(draw < 0.01 for draw in draws) / 400
+    assert abs(found - share) < 4 * (share * (1 - share) / 400) ** 0.5
 
 
 def test_the_best_point_is_chosen_by_the_mean_over_the_seeds(played, tmp_path) -> None:
