@@ -461,6 +461,16 @@ def test_what_cannot_be_adapted_says_why():
     assert "the server's x" in steps.allows.local_x.why
 
 
+@pytest.mark.slow
+def test_a_long_series_by_steps_measured_there_is_the_inverse():
+    """A series of 200 terms with s = 1/L is the inverse up to (1 − 1/κ)^200, which is 1e-9 at κ = 10."""
+    task = quadratic(clients=3, dim_x=2, dim_y=3, samples=(2, 2), condition=10.0)
+    whole = Implicit(solver=Neumann(terms=200))
+    method = fb.FedNest(hypergradient=whole, batch_size=None)
+    report = fb.check_hypergradient(task.problem, task.clients, task.x0 + 0.1, task.y0, estimators={"found": method})
+    assert report["found"].relative_error < 1e-6
+
+
 def test_an_estimate_apart_from_rounds_is_by_steps_measured_there():
     """check_hypergradient estimates a hypergradient apart from rounds, with steps that it measures there. A series of
     50 terms with s = 1/L is the inverse up to (1 − 1/κ)^50, which is 2e-9 at κ = 3. Each client of LFedNest has its

@@ -96,6 +96,7 @@ def test_the_fields_have_those_steps(drawn):
     assert chosen["local_steps"] == 1
     safe = {"y, v": 2 * y, "x": 2 / ends(exact.hessian)[1], "x, single loop": 4 * x}
     assert found.safe_steps() == pytest.approx(safe, rel=1e-3)
+    assert found.safe_steps()["y, v"] == pytest.approx(2 * y, rel=1e-9)
     assert found.fields("shrofbo") == chosen
 
 

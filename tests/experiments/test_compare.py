@@ -127,6 +127,7 @@ def test_files_for_a_paper_stand_beside_the_picture(runs, tmp_path, run) -> None
     names = ["fig-curves.csv", "fig.csv", "fig.json", "fig.pdf", "fig.tex"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert [name for name in names if str(tmp_path / name) not in shown] == []
+    assert (tmp_path / "fig.pdf").read_bytes().startswith(b"%PDF-")
     assert re.search(rb"/MediaBox \[ ?0 0 237\.6 187\.2 ?\]", (tmp_path / "fig.pdf").read_bytes())  # 72 points an inch
 
 

@@ -66,6 +66,7 @@ def test_values_are_drawn_from_their_ranges_and_always_the_same(played, tmp_path
         assert row["server_lr.x"] == float(f"{row['server_lr.x']:.4g}")
         assert row["local_steps"] in range(1, 9)
         assert row["batch_size"] in ("none", 4)
+    assert min(row["server_lr.x"] for row in found.rows) < 0.03  # log 0.03 is in the lower half
     assert {row["batch_size"] for row in found.rows} == {"none", 4}
     assert len(set(played)) > 8
     assert searched(tmp_path / "b", 12).rows == found.rows
