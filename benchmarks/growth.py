@@ -23,8 +23,9 @@ replies       softmax regression, five local steps: a "synchronous" round has a 
 Every size is measured in a process of its own, and the sizes of an axis are measured in turn, `passes` times. The table
 has medians: the processor seconds of the first call, with one round, the milliseconds of a later round by the clock,
 and the peak memory: of the process with its imports and with pages of files, or on a GPU of the device. The ratio is
-the least time of a round, divided by that of the smallest size. A slope is fitted to the three largest sizes, with both
-axes logarithmic. A size that fails, or takes over three minutes in one of the first four axes, ends its axis.
+the least time of a round, divided by the least time of a round at the smallest size. A slope is fitted to the three
+largest sizes, with both axes logarithmic. A size that fails, or takes over three minutes in one of the first four axes,
+ends its axis.
 """
 
 import subprocess

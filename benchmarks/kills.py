@@ -4,7 +4,7 @@ run         Each trial starts `fedbilevel run` on scikit-learn's digits, kills t
             time of the undisturbed run, and resumes the run. With probability one half, it is killed once more and
             resumed. Then it runs to the end, and is compared with the undisturbed run bit by bit.
 federation  Four clients form a federation on this machine, with TLS and keys, while another process keeps all cores
-            busy. Each run has six kills, and its result must equal that of the undisturbed run. A round needs the
+            busy. Each run has six kills, and must end with the result of the undisturbed run. A round needs the
             replies of all clients, so a killed client is asked again. If the server is killed, the run is submitted
             again with the same folder. If the SuperLink is killed, it is restarted with its database, and the run is
             submitted to it again. Flower regards this as another run and forgets the state of the clients, so each

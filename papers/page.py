@@ -16,6 +16,7 @@ from papers.claims import FAILED, FAILED_COUNTS, SOME_RUNS, UNREACHED, Finding, 
 from papers.effort import seeds_in, what_decides
 from papers.figure import PAPERS, Claim, Figure, files, load
 from papers.numbers import POINTS, UNITS, axis, text
+from papers.play import made_before
 
 MARK = "<!-- what follows is generated -->\n"
 STALE, NOT_RUN = "stale: run it again", "not run"
@@ -106,8 +107,13 @@ def ours(figure: Figure) -> set[str]:
 
 def decisions(figures: Sequence[Figure]) -> tuple[Counter[str], int]:
     """Return how many of the papers' statements were decided in each way, and how many further statements are ours."""
-    told = [(one.decision, one.says in ours(figure)) for figure in figures for one in decided(figure)]
-    return Counter(decision for decision, own in told if not own), sum(own for _, own in told)
+    of_papers: Counter[str] = Counter()
+    own = 0
+    for figure in figures:
+        mine = ours(figure)
+        of_papers.update(one.decision for one in decided(figure) if one.says not in mine)
+        own += len(mine)
+    return of_papers, own
 
 
 def holding(found: Outcome) -> tuple[int, int]:
@@ -163,10 +169,8 @@ def hours(figures: Sequence[Figure]) -> list[str]:
         "This is the sum of the estimates that `--list` prints; runs that several entries share are counted once.",
     ]
     if on_gpu:
-        *first, last = [figure.id for figure in on_gpu]
-        listed = f"{', '.join(first)} and {last}" if first else last
         sentences += [
-            f"About {on_gpus:.0f} of these hours are for {listed}.",
+            f"About {on_gpus:.0f} of these hours are for {enumerated([figure.id for figure in on_gpu])}.",
             "Some of the stored runs of these entries were made on a GPU, where they took less time.",
         ]
     return textwrap.wrap(" ".join(sentences), 120, break_on_hyphens=False)
@@ -174,10 +178,13 @@ def hours(figures: Sequence[Figure]) -> list[str]:
 
 def machines(found: Outcome | None) -> list[Mapping[str, Any]]:
     """Return the descriptions of all machines on which the runs of an outcome were made."""
-    if found is None:
-        return []
-    of_panels = found.get("environments") or {"": [found.get("environment", {})]}
-    return [one for panel in of_panels.values() for one in (panel if isinstance(panel, list) else [panel])]
+    return [one for panel in found["panels"] for one in made_before(found, panel)] if found else []
+
+
+def enumerated(names: Sequence[str]) -> str:
+    """Return names as one text, such as "A, B and C"."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def row(paper: str, head: str, figures: Sequence[Figure]) -> str:
@@ -204,10 +211,9 @@ def in_all(figures: Sequence[Figure], heads: Mapping[str, str]) -> list[str]:
     counts, own = decisions(figures)
     said = [f"{counts[name]} {words}" for name, words in IN_ALL.items() if counts[name]]
     linked = f"[{counts.total()} statements](papers/README.md)"
-    outcomes = f"{', '.join(said[:-1])} and {said[-1]}"
     told = [(paper, *title_and_short(head)) for paper, head in heads.items() if paper != THEORY]
     papers = [f"- [{title}](papers/{paper}/README.md): {short}" for paper, title, short in told]
-    sentence = f"The papers of the methods make {linked} that were tried at small scale: {outcomes}."
+    sentence = f"The papers of the methods make {linked} that were tried at small scale: {enumerated(said)}."
     further = f" Another {own} statements, such as corrections of printed formulas, are ours and are not counted."
     return [sentence + further * bool(own), "", *papers]
 
@@ -217,9 +223,9 @@ def statement_table(figures: Sequence[Figure]) -> Iterator[str]:
     yield "| statement | entry | decision | comparisons | effect | what would decide it |\n|---|---|---|---|---|---|"
     for figure in figures:
         found = kept(figure)
-        counts = found is not None and state_of(figure, found) != STALE
+        counts, mine = found is not None and state_of(figure, found) != STALE, ours(figure)
         for one in decided(figure):
-            says = f"Ours: {one.says}" if one.says in ours(figure) else one.says
+            says = f"Ours: {one.says}" if one.says in mine else one.says
             cells = ", ".join(f"{count} {STATES[state]}" for state in STATES if (count := one.cells.get(state)))
             at = f"[{figure.id}](#{figure.id})"
             left = what_decides(figure, found, one) if found is not None and counts else "running it"

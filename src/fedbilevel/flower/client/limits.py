@@ -169,11 +169,11 @@ class Limits:
         """Refuse an algorithm with a layer that this client does not accept (`layers`)."""
         if self.layers is None:
             return
-        refused = {name: told for name, told in disclosed_by_layers(algorithm).items() if name not in self.layers}
+        refused = {name: sent for name, sent in disclosed_by_layers(algorithm).items() if name not in self.layers}
         if refused:
             several, listed = len(refused) > 1, ", ".join(self.layers)
             kinds = "layers" if several else "layer"
-            why = "; ".join(f"{name}: {told}" if several else told for name, told in refused.items())
+            why = "; ".join(f"{name}: {sent}" if several else sent for name, sent in refused.items())
             text = f"this client does not accept the {kinds} {', '.join(refused)} (layers = {listed!r}): {why}"
             raise Refusal(Code.LAYER, text)
 
@@ -228,7 +228,7 @@ def disclosed_by_layers(algorithm: Algorithm) -> dict[str, str]:
     found: dict[str, str] = {}
     for layer in layers_at(algorithm):
         inside = [part for part in field_values(layer).values() if isinstance(part, Around)]
-        found |= {layer_name(one): told for one in (layer, *inside) if (told := _disclosed_by(one))}
+        found |= {layer_name(one): sent for one in (layer, *inside) if (sent := _disclosed_by(one))}
     return found
 
 
