@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from fedbilevel.experiments.snapshot import MetricTrace, Snapshot, snapshots
 from fedbilevel.experiments.window import on_page, sparkline
 from refusals import refuses
 from run_folders import write_run
+from terminals import on_a_terminal
 
 LATE = {"code": "late", "why": "no reply", "who": "", "how": ""}
 EXCHANGES = [
@@ -259,20 +259,6 @@ def test_later_damage_is_noted_and_what_was_seen_stays(tmp_path) -> None:
     assert (next(found).amount, next(found).notes) == ("6 of 20 rounds", [])
 
 
-def on_terminal(kind: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
-    """Return what `fedbilevel watch` shows of a folder on a terminal of this kind."""
-    from fedbilevel import cli
-
-    master, slave = os.openpty()
-    with monkeypatch.context() as patched, os.fdopen(slave, "w") as stream:
-        patched.setattr(sys, "stdout", stream)
-        patched.setenv("TERM", kind)
-        assert cli.main(["watch", str(place)]) == 0
-    shown = os.read(master, 65536)
-    os.close(master)
-    return shown
-
-
 def test_a_pipe_and_a_dumb_terminal_are_shown_it_once(tmp_path, run, monkeypatch) -> None:
     """In a pipe and on a dumb terminal, `watch` shows a run once and ends."""
     place = begun(tmp_path / "run", {"round": 5, **COSTS, "outer_loss": 2.0}, {"round": 6, **COSTS, "outer_loss": 1.0})
@@ -280,13 +266,17 @@ def test_a_pipe_and_a_dumb_terminal_are_shown_it_once(tmp_path, run, monkeypatch
     assert (code, said) == (0, "")
     for part in ("quadratic · simfbo", "idle", "6 of 20 rounds", "outer_loss", "█▁"):
         assert part in shown
-    assert b"6 of 20 rounds" in on_terminal("dumb", place, monkeypatch)
+    code, shown = on_a_terminal(monkeypatch, "watch", str(place), kind="dumb")
+    assert code == 0
+    assert "6 of 20 rounds" in shown
 
 
 def test_on_a_terminal_it_ends_if_the_run_has_ended(tmp_path, monkeypatch) -> None:
     """On a terminal, `watch` ends when the run has ended."""
     place = write_run(tmp_path / "run", quadratic(rounds=20))
-    assert b"20 of 20 rounds" in on_terminal("xterm", place, monkeypatch)
+    code, shown = on_a_terminal(monkeypatch, "watch", str(place))
+    assert code == 0
+    assert "20 of 20 rounds" in shown
 
 
 @pytest.mark.parametrize("given", [["--host", "0.0.0.0"], ["--serve", "70000"], ["--serve", "--once"]])

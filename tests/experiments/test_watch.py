@@ -2,39 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
-import threading
 
 import pytest
 
 import fedbilevel as fb
-from fedbilevel import cli
-
-
-def on_a_terminal(monkeypatch, *arguments: str) -> tuple[int, str]:
-    """Run the command line on a pseudo-terminal. Return the exit code and what was sent to the terminal."""
-    master, slave = os.openpty()
-    shown: list[bytes] = []
-
-    def read() -> None:
-        try:
-            while chunk := os.read(master, 65536):
-                shown.append(chunk)
-        except OSError:
-            pass  # on Linux this means that the other end is closed
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    with monkeypatch.context() as patched, os.fdopen(slave, "w") as stream:
-        patched.setattr(sys, "stdout", stream)
-        patched.setattr(sys, "stderr", stream)
-        patched.setenv("TERM", "xterm")
-        code = cli.main(arguments)
-    reader.join(timeout=10)
-    os.close(master)
-    return code, b"".join(shown).decode()
+from terminals import on_a_terminal
 
 
 @pytest.mark.parametrize(
