@@ -97,6 +97,32 @@ class Method:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Reported:
+    """Numbers that the paper reports.
+
+    Args:
+        what: what the numbers are, as on the page of the paper.
+        source: where they are from; one of SOURCES.
+        value: the numbers as a text; "": they are in `values`.
+        values: the numbers by method, which the picture shows beside ours. Shares are in percent.
+        panel: the panel of `values`; "": all panels.
+        at: the cost at which the curves have these values; None: a level, drawn as a dashed line.
+        metric: the metric of `values`; None: the figure's metric.
+        over: methods of ours that `values` are relative to. For a cost, `values` are percentages of the mean of these
+            methods; for another metric, they are differences to this mean.
+    """
+
+    what: str
+    source: str
+    value: str = ""
+    values: Mapping[str, float] = field(default_factory=dict)
+    panel: str = ""
+    at: float | None = None
+    metric: str | None = None
+    over: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Tuning:
     """How values are chosen. The rules are the same for every method.
 
@@ -152,8 +178,7 @@ class Figure:
         quick, full: the two scales at which the figure can be run.
         runs: the id of another figure of the paper whose runs this figure uses; by default its own id.
         found: the outcome, in a sentence that was written after the runs.
-        reported: the numbers that the paper prints, each a table with `what`, `value` and `source`, which is one of
-            SOURCES.
+        reported: the numbers that the paper reports.
         printed: by panel and method, the values of the paper's table. The picture shows them beside the values at the
             end of the runs. The printed values are in percent if the values at the end are drawn in percent.
         differences: the differences between the setting here and the paper's, each in a sentence.
@@ -182,7 +207,7 @@ class Figure:
     full: Size
     runs: str = ""
     found: str = ""
-    reported: Sequence[Mapping[str, str]] = ()
+    reported: Sequence[Reported] = ()
     printed: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     differences: Sequence[str] = ()
     tuning: Tuning | None = None
@@ -203,7 +228,7 @@ class Figure:
         for place, values in self.printed.items():
             require_known(f"method in printed, {place}", values, self.methods_of(place))
         for one in self.reported:
-            require_known("source", [one.get("source")], SOURCES)
+            self._check_reported(one)
         valued = all(panel.value is not None for panel in self.panels.values())
         require(valued == bool(self.series), "series names the panels' values: give both, or neither")
         for panel in self.panels.values():
@@ -218,6 +243,13 @@ class Figure:
         self._check_trials()
         self._check_rows()
         self._check_counted()
+
+    def _check_reported(self, one: Reported) -> None:
+        require_known("source", [one.source], SOURCES)
+        require(bool(one.value) != bool(one.values), f'"{one.what}": give either value or values')
+        require_known("panel in reported", [one.panel] if one.panel else [], self.panels)
+        for panel in [one.panel] if one.panel else self.panels:
+            require_known(f"method in reported, {panel}", [*one.values, *one.over], self.methods_of(panel))
 
     def _check(self, claim: Claim) -> None:
         require_known("way to read a run", [claim.by], ("end", "mean", "late", "first"))
@@ -396,7 +428,9 @@ def read(file: Path, content: Mapping[str, Any]) -> Figure:
             sizes: dict[str, Any] = {str(scale): made(Size, content[scale]) for scale in SCALES}
             tuning = made(Tuning, content["tuning"]) if content.get("tuning") else None
             claims = [made(Claim, claim) for claim in content["claims"]]
-            parts = {"panels": panels, "methods": methods, "claims": claims, "tuning": tuning, "file": file}
+            reported = [made(Reported, one) for one in content.get("reported", ())]
+            parts: dict[str, Any] = {"panels": panels, "methods": methods, "claims": claims, "reported": reported}
+            parts |= {"tuning": tuning, "file": file}
             return made(Figure, {"runs": file.stem, **content, **sizes, **parts})
         except KeyError as error:
             raise ConfigurationError(f"{error} is missing") from error

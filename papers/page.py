@@ -276,6 +276,8 @@ def section(figure: Figure, found: Outcome | None) -> Iterator[str]:
     yield f"Here: {SIGNS[state]} **{state}**{hold}. {figure.found}\n"
     if state == STALE:  # a stale outcome decides nothing
         return
+    if lines := list(dict.fromkeys(f"{one.what} ({one.source})" for one in figure.reported if one.values)):
+        yield f"Hollow markers and dashed lines in the picture are reported numbers: {'; '.join(lines)}.\n"
     yield from table(figure, found)
     yield from table_beside(figure, found)
     if notes := notes_of(found):

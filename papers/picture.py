@@ -2,7 +2,8 @@
 
 The picture has a panel of curves for each setting. For a series, or if a cost is compared, it has one panel with the
 readings of all settings. If costs are counted without a run, it has a panel for each cost. If the paper has a table,
-the picture shows the values at the end of the runs beside the values of the table.
+the picture shows the values at the end of the runs beside the values of the table. Other numbers that the paper reports
+are hollow markers or dashed lines in the same picture.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import io
 import math
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from matplotlib.figure import Figure as Drawing
 
 from fedbilevel.experiments import COLOURS, COSTS, Curve, draw_panel, in_percent
 from papers.claims import of_curve
-from papers.figure import Claim, Figure
+from papers.figure import Claim, Figure, Reported
 from papers.numbers import axis, text
 
 MARKERS = "ox+v"  # markers that can be seen through each other
@@ -26,6 +27,8 @@ COLUMNS = 3  # the largest number of columns of panels
 SPAN = 50.0  # if costs differ by a larger factor, the axis is logarithmic
 CLOSE = 0.1  # labels are apart if their values are apart by this share of the axis
 NOTE = 9  # the height of a line of a note, in points
+PAPER = {"color": "#333333", "fillstyle": "none", "linestyle": "none", "marker": "D"}
+"""The style of markers in legends that stand for numbers of the paper."""
 READ = {"end": "at the end", "late": "mean over the second half", "mean": "mean over the run"}  # of a curve
 
 
@@ -53,6 +56,7 @@ def curves(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
             percent, colours = in_percent(figure.metric), [places[name] for name in known]
             draw_panel(axes, lines, figure.against, percent=percent, places=colours)
             axes.set_xlabel(axis(figure.against))
+            beside_curves(axes, figure, panel, methods)
         lost = left_out(methods)
         axes.set_title(panel, fontsize=10, pad=6 + NOTE * (lost.count("\n") + 1) if lost else None)
         axes.annotate(lost, (0.5, 1), (0, 3), "axes fraction", "offset points", fontsize=7, ha="center", va="bottom")
@@ -62,6 +66,46 @@ def curves(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
         axes.set_ylabel(axis(figure.metric))
     legend(drawing)
     return drawing
+
+
+def beside_curves(axes: Any, figure: Figure, panel: str, methods: Mapping[str, Any]) -> None:
+    """Draw the numbers that the paper reports for curves: hollow markers, and dashed lines for levels.
+
+    They have the colours of the methods. The axis of the metric is made longer if some of them would be outside.
+    """
+    colours = dict(zip(figure.methods, COLOURS, strict=False))
+    low, high = axes.get_ylim()
+    for one, method, value in reported(figure, panel, methods, figure.metric):
+        if one.at is None:
+            axes.axhline(value, color=colours[method], linewidth=1.2, linestyle=(0, (6, 3)))
+            axes.plot([], [], color=PAPER["color"], linestyle=(0, (6, 3)), label=of_source(one))
+        else:
+            axes.plot(one.at, value, **{**PAPER, "color": colours[method]}, clip_on=False, zorder=5)
+            axes.plot([], [], **PAPER, label=of_source(one))
+        low, high = min(low, value - 1), max(high, value + 1)
+    axes.set_ylim(low, high)
+
+
+def reported(
+    figure: Figure, panel: str, methods: Mapping[str, Any], metric: str
+) -> Iterator[tuple[Reported, str, float]]:
+    """Yield (entry of `reported`, method, value) for the numbers that the paper reports for a metric in a panel.
+
+    Percentages of a cost of ours are turned into costs, and differences to a mean of ours into values.
+    """
+    for one in figure.reported:
+        if one.panel not in ("", panel) or (one.metric or figure.metric) != metric:
+            continue
+        shown = [methods[name] for name in one.over]
+        means = [of["costs"][metric] if metric in COSTS else 100 * of["mean"] for of in shown]
+        base = float(np.mean(means)) if means else 0.0
+        for method, value in one.values.items():
+            yield one, method, value if not means else value * base / 100 if metric in COSTS else value + base
+
+
+def of_source(one: Reported) -> str:
+    """Return the label of reported numbers in a legend."""
+    return "published code" if one.source == "published code" else "paper"
 
 
 def left_out(methods: Mapping[str, Any]) -> str:
@@ -108,10 +152,15 @@ def costs(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
     drawing = Drawing((3.4 * len(names) + 1.2, 0.32 * len(rows) + 1.0), layout="constrained")
     for axes, name in zip(drawing.subplots(1, len(names), squeeze=False, sharey=True).flat, names, strict=True):
         axes.barh(labels, [of["costs"][name] for *_, of in rows], 0.6, color=COLOURS[0])
+        places = {(panel, method): place for place, (panel, method, _) in enumerate(rows)}
+        for panel, methods in outcome["panels"].items():
+            for one, method, value in reported(figure, panel, methods, name):
+                axes.plot(value, places[panel, method], **PAPER, label=of_source(one))
         axes.set(xlabel=axis(name))
         axes.grid(axis="x", alpha=0.3, linewidth=0.6)
         axes.set_axisbelow(True)
     drawing.axes[0].invert_yaxis()
+    legend(drawing)
     return drawing
 
 
@@ -137,7 +186,7 @@ def points(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
         mean, spread = np.array([point(claims[0] if claims else None, of) for of in found.values()]).T
         label = f"{method}, {in_words(claims, outcome)}" if claims else method
         style: Any = {"color": colour, "marker": MARKERS[k % len(MARKERS)], "capsize": 3}
-        beside = 0.0 if figure.series else 0.6 * ((k + 0.5) / len(figure.methods) - 0.5)
+        beside = shift(figure, k)
         line = "-" if figure.series and not claims else ""
         axes.errorbar(at + beside, mean, spread, label=label, linestyle=line, **style)
         for claim in claims:
@@ -145,6 +194,12 @@ def points(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
             u, v = np.log(at[of_claim]), np.log(mean[of_claim])
             predicted = np.exp(v.mean() + (claim.slope or 0.0) * (u - u.mean()))
             axes.plot(at[of_claim], predicted, color="#666666", linewidth=0.8, zorder=0)
+    for panel, methods in outcome["panels"].items():
+        for one, method, value in reported(figure, panel, methods, figure.metric):
+            k = list(figure.methods).index(method)
+            style = {**PAPER, "color": COLOURS[k % len(COLOURS)], "markersize": 5}
+            axes.plot(places[panel] + shift(figure, k), value, **style)
+            axes.plot([], [], **PAPER, label=of_source(one))
     means = [of["mean"] for methods in outcome["panels"].values() for of in methods.values() if of["values"]]
     apart = bool(means) and max(means) > SPAN * min(means) > 0
     axes.set(xlabel=figure.series, ylabel=axis(figure.metric))
@@ -157,6 +212,11 @@ def points(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
         axes.tick_params(axis="x", rotation=30 if len(places) > 4 else 0)
     legend(drawing)
     return drawing
+
+
+def shift(figure: Figure, k: int) -> float:
+    """Return by how much the readings of the k-th method are beside the place of a panel."""
+    return 0.0 if figure.series else 0.6 * ((k + 0.5) / len(figure.methods) - 0.5)
 
 
 def apart_from_each_other(values: Collection[float]) -> list[str]:
@@ -197,6 +257,7 @@ def legend(drawing: Drawing) -> None:
     """Draw one legend for all panels, with as many columns as fit."""
     pairs: Sequence[Any] = [axes.get_legend_handles_labels() for axes in drawing.axes]
     named = {name: handle for handles, names in pairs for handle, name in zip(handles, names, strict=True)}
+    named |= {name: named.pop(name) for name in ("published code", "paper") if name in named}  # they come last
     if named:
         longest = max(len(line) for name in named for line in name.split("\n"))
         columns = int(drawing.get_figwidth() / (0.7 + 0.09 * longest))  # inches: a line, a letter

@@ -157,6 +157,11 @@ def test_seeds_of_runs_leave_out_those_of_trials() -> None:
             {"reported": [{"what": "-", "value": "1", "source": "read of the figure"}]},
             ("source", "read of the figure", "", "read off the figure"),
         ),
+        (
+            {"reported": [{"what": "-", "values": {"FedBio": 1.0}, "source": "text"}]},
+            ("method in reported, all", "FedBio", "", "FedBiO"),
+        ),
+        ({"reported": [{"what": "-", "source": "text"}]}, ("", ANY, "either value or values")),
         ({"claims": []}, ("", ANY, "claims")),
         (
             {"claims": [{"says": "-", "better": "SimFBO", "than": ["FedBio"]}]},

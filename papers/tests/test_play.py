@@ -14,7 +14,7 @@ from papers import page
 from papers import play as playing
 from papers.__main__ import main, reported
 from papers.figure import PAPERS, Figure, files, load
-from papers.picture import apart_from_each_other, beside_table, costs, draw, left_out, points
+from papers.picture import apart_from_each_other, beside_table, costs, curves, draw, left_out, points
 from papers.play import play, rehearse
 from small_figure import CONTENT, UNTUNED, made_up
 
@@ -29,6 +29,9 @@ def silent(line: str) -> None:
 
 
 run = partial(play, say=silent)
+
+
+SPENT = (("FedBiO", 40.0), ("SimFBO", 20.0))
 
 
 @pytest.fixture(scope="module")
@@ -431,6 +434,30 @@ def test_counted_costs_have_a_panel_each() -> None:
     for axes, name in zip(drawn, ("gflop", "megabytes"), strict=True):
         lengths = [bar.get_width() for bar in axes.patches]
         assert lengths == [found["panels"]["a round"][method]["costs"][name] for method in figure.methods]
+
+
+def test_reported_numbers_are_drawn_beside_ours() -> None:
+    """Reported numbers are hollow markers beside curves, readings and bars, or dashed levels.
+
+    An improvement is added to the mean of the methods that it is over, and a percentage is one of their mean cost.
+    """
+    entry = {"what": "-", "source": "text"}
+    at, level = {"panel": "all", "at": 3, "values": {"FedBiO": 80.5}}, {"values": {"SimFBO": 9.5}, "over": ["FedBiO"]}
+    figure = made_up(metric="test_accuracy", reported=[{**entry, **at}, {**entry, **level}], **UNTUNED)
+    curve = {"cost": [0, 4], "mean": [0.5, 0.6], "sd": [0.0, 0.0]}
+    found = {"panels": {"all": {name: {"values": [0.6], "mean": 0.6, "curve": curve} for name in figure.methods}}}
+    (axes,) = curves(figure, found).axes
+    drawn = [line.get_xydata().tolist() for line in axes.lines if len(line.get_xdata()) and line.get_zorder() >= 2]
+    assert [[3.0, 80.5]] in drawn
+    assert [[0.0, 69.5], [1.0, 69.5]] in drawn  # 60 % of FedBiO and 9.5 points
+    assert axes.get_ylim()[1] == 81.5
+    of = {name: {"values": [cost], "mean": cost, "sd": 0.0, "costs": {"megabytes": cost}} for name, cost in SPENT}
+    share = {**entry, "values": {"SimFBO": 25.0}, "over": ["FedBiO"]}
+    figure = made_up(metric="megabytes", against="rounds", reported=[share], **UNTUNED)
+    (axes,) = points(figure, {"panels": {"all": of}, "findings": []}).axes
+    assert [line.get_ydata().tolist() for line in axes.lines if line.get_marker() == "D"] == [[10.0], []]
+    (axes,) = costs(figure, {"panels": {"all": of}}).axes
+    assert [line.get_xydata().tolist() for line in axes.lines] == [[[10.0, 1.0]]]
 
 
 def test_a_panel_says_how_many_runs_it_draws() -> None:
