@@ -27,7 +27,7 @@ COLUMNS = 3  # the largest number of columns of panels
 SPAN = 50.0  # if costs differ by a larger factor, the axis is logarithmic
 CLOSE = 0.1  # labels are apart if their values are apart by this share of the axis
 NOTE = 9  # the height of a line of a note, in points
-PAPER = {"color": "#333333", "fillstyle": "none", "linestyle": "none", "marker": "D"}
+PAPER: dict[str, Any] = {"color": "#333333", "fillstyle": "none", "linestyle": "none", "marker": "D"}
 """The style of markers in legends that stand for numbers of the paper."""
 READ = {"end": "at the end", "late": "mean over the second half", "mean": "mean over the run"}  # of a curve
 
@@ -260,6 +260,7 @@ def legend(drawing: Drawing) -> None:
     named |= {name: named.pop(name) for name in ("published code", "paper") if name in named}  # they come last
     if named:
         longest = max(len(line) for name in named for line in name.split("\n"))
+        drawing.set_figwidth(max(drawing.get_figwidth(), 0.9 + 0.068 * longest))  # inches: a line, a letter
         columns = int(drawing.get_figwidth() / (0.7 + 0.09 * longest))  # inches: a line, a letter
         below: Any = {"loc": "outside lower center", "ncols": max(1, columns), "frameon": False}
         drawing.legend(list(named.values()), list(named), **below)
