@@ -73,20 +73,18 @@ def beside_curves(axes: Any, figure: Figure, panel: str, methods: Mapping[str, A
 
     They have the colours of the methods. The axis of the metric is made longer if some of them would be outside.
     """
-    colours = dict(zip(figure.methods, COLOURS, strict=False))
     low, high = axes.get_ylim()
-    for one, method, value in reported(figure, panel, methods, figure.metric):
+    for one, method, value in reported_values(figure, panel, methods, figure.metric):
         if one.at is None:
-            axes.axhline(value, color=colours[method], linewidth=1.2, linestyle=(0, (6, 3)))
+            axes.axhline(value, color=colour_of(figure, method), linewidth=1.2, linestyle=(0, (6, 3)))
             axes.plot([], [], color=PAPER["color"], linestyle=(0, (6, 3)), label=of_source(one))
         else:
-            axes.plot(one.at, value, **{**PAPER, "color": colours[method]}, clip_on=False, zorder=5)
-            axes.plot([], [], **PAPER, label=of_source(one))
+            mark(axes, figure, (one, method), (one.at, value), clip_on=False, zorder=5)
         low, high = min(low, value - 1), max(high, value + 1)
     axes.set_ylim(low, high)
 
 
-def reported(
+def reported_values(
     figure: Figure, panel: str, methods: Mapping[str, Any], metric: str
 ) -> Iterator[tuple[Reported, str, float]]:
     """Yield (entry of `reported`, method, value) for the numbers that the paper reports for a metric in a panel.
@@ -101,6 +99,21 @@ def reported(
         base = float(np.mean(means)) if means else 0.0
         for method, value in one.values.items():
             yield one, method, value if not means else value * base / 100 if metric in COSTS else value + base
+
+
+def mark(axes: Any, figure: Figure, entry: tuple[Reported, str], at: tuple[float, float], **style: Any) -> None:
+    """Draw a reported number of a method as a hollow marker in the colour of the method.
+
+    The legend has a grey marker, which stands for all methods.
+    """
+    one, method = entry
+    axes.plot(*at, **{**PAPER, "color": colour_of(figure, method), **style})
+    axes.plot([], [], **PAPER, label=of_source(one))
+
+
+def colour_of(figure: Figure, method: str) -> str:
+    """Return the colour of a method, which is the same in all panels."""
+    return COLOURS[list(figure.methods).index(method) % len(COLOURS)]
 
 
 def of_source(one: Reported) -> str:
@@ -154,7 +167,7 @@ def costs(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
         axes.barh(labels, [of["costs"][name] for *_, of in rows], 0.6, color=COLOURS[0])
         places = {(panel, method): place for place, (panel, method, _) in enumerate(rows)}
         for panel, methods in outcome["panels"].items():
-            for one, method, value in reported(figure, panel, methods, name):
+            for one, method, value in reported_values(figure, panel, methods, name):
                 axes.plot(value, places[panel, method], **PAPER, label=of_source(one))
         axes.set(xlabel=axis(name))
         axes.grid(axis="x", alpha=0.3, linewidth=0.6)
@@ -178,7 +191,7 @@ def points(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
     values = {name: panel.value or 0.0 for name, panel in figure.panels.items()}
     places = values if figure.series else {name: float(at) for at, name in enumerate(outcome["panels"])}
     for k, method in enumerate(figure.methods):
-        claims, colour = [claim for claim in slopes if claim.better == method], COLOURS[k % len(COLOURS)]
+        claims, colour = [claim for claim in slopes if claim.better == method], colour_of(figure, method)
         found = {name: of[method] for name, of in outcome["panels"].items() if of.get(method, {}).get("values")}
         if not found:
             continue
@@ -186,7 +199,7 @@ def points(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
         mean, spread = np.array([point(claims[0] if claims else None, of) for of in found.values()]).T
         label = f"{method}, {in_words(claims, outcome)}" if claims else method
         style: Any = {"color": colour, "marker": MARKERS[k % len(MARKERS)], "capsize": 3}
-        beside = shift(figure, k)
+        beside = shift(figure, method)
         line = "-" if figure.series and not claims else ""
         axes.errorbar(at + beside, mean, spread, label=label, linestyle=line, **style)
         for claim in claims:
@@ -195,11 +208,8 @@ def points(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
             predicted = np.exp(v.mean() + (claim.slope or 0.0) * (u - u.mean()))
             axes.plot(at[of_claim], predicted, color="#666666", linewidth=0.8, zorder=0)
     for panel, methods in outcome["panels"].items():
-        for one, method, value in reported(figure, panel, methods, figure.metric):
-            k = list(figure.methods).index(method)
-            style = {**PAPER, "color": COLOURS[k % len(COLOURS)], "markersize": 5}
-            axes.plot(places[panel] + shift(figure, k), value, **style)
-            axes.plot([], [], **PAPER, label=of_source(one))
+        for one, method, value in reported_values(figure, panel, methods, figure.metric):
+            mark(axes, figure, (one, method), (places[panel] + shift(figure, method), value), markersize=5)
     means = [of["mean"] for methods in outcome["panels"].values() for of in methods.values() if of["values"]]
     apart = bool(means) and max(means) > SPAN * min(means) > 0
     axes.set(xlabel=figure.series, ylabel=axis(figure.metric))
@@ -214,8 +224,9 @@ def points(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
     return drawing
 
 
-def shift(figure: Figure, k: int) -> float:
-    """Return by how much the readings of the k-th method are beside the place of a panel."""
+def shift(figure: Figure, method: str) -> float:
+    """Return by how much the readings of a method are beside the place of a panel."""
+    k = list(figure.methods).index(method)
     return 0.0 if figure.series else 0.6 * ((k + 0.5) / len(figure.methods) - 0.5)
 
 
