@@ -119,9 +119,9 @@ def test_mini_batches_and_cohorts_take_shorter_steps(drawn):
 
 
 def test_a_batch_has_the_smoothness_of_its_draws(drawn):
-    """A batch of b draws has the smoothness L + (L_1 − L)/b, where L_1 is that of single samples.
+    """A batch of b draws has the smoothness L + (L_1 − L)/b, where L_1 is the smoothness of a single sample.
 
-    L is the largest of the clients', here 1. Cohorts of some clients multiply the smoothness by M·max p.
+    L is the largest smoothness of a client, here 1. Cohorts of some clients multiply the smoothness by M·max p.
     """
     task, found, _ = drawn
     rough = replace(found, measurements=found.measurements._replace(sample=9.0))
@@ -133,8 +133,8 @@ def test_a_batch_has_the_smoothness_of_its_draws(drawn):
 def test_the_rounds_that_are_needed_follow_from_the_steps(drawn):
     """An error falls to a thousandth when the slower of x and y has made log(1000) times 1/(curvature · step).
 
-    A step of a round is that of all its local steps or inner rounds together. The text says whether more rounds are
-    needed than are planned.
+    The step of a round is the sum of all its local steps or inner rounds. The text says whether more rounds are needed
+    than are planned.
     """
     _, found, _ = drawn
     response = found.measurements.response

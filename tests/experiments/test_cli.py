@@ -169,7 +169,7 @@ def test_a_run_that_diverged_at_its_end_is_no_success(run, here, more) -> None:
     [([], 0), ([None], 0), (["grown", ""], 3), (["", "grown"], 3), (["", "out_of_budget"], 6), (["", ""], 0)],
 )
 def test_one_of_several_runs_decides_the_exit_code(ends, code) -> None:
-    """The exit code of several runs is that of success only if no run diverged, or was ended by its privacy budget."""
+    """Several runs exit with 0 only if no run diverged and no run was ended by its privacy budget."""
     none = {"grown": False, "out_of_budget": False}
     assert _code(*(end if end is None else SimpleNamespace(**{**none, end: True}) for end in ends)) == code
 

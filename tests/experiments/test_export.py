@@ -124,7 +124,7 @@ def test_accuracies_are_in_per_cent_and_a_level_is_never_the_best() -> None:
 
 
 def test_the_costs_of_several_runs_side_by_side() -> None:
-    """Costs of a table are those of both directions, the largest ε of the seeds, and the best is the cheapest.
+    """The table has the megabytes of both directions and the largest ε of the seeds, and marks the least cost as best.
 
     After each 123,450 exchanges, a run has sent 1,000 MB down and 60,700 MB up.
     """

@@ -102,7 +102,7 @@ def test_the_chosen_spec_is_that_of_the_best_point_and_run_to_the_same_numbers(f
 
 
 def test_options_and_points_win_against_the_spec_file_of_a_sweep(monkeypatch, tmp_path) -> None:
-    """The spec of a point has the values of the point, then those of the options, then those of the spec file."""
+    """For a point of a sweep, values of the point win against options, and options win against the spec file."""
     seen = []
 
     def look(spec_of, grid, folder, *, seeds, **given):

@@ -232,7 +232,7 @@ def test_metrics_of_the_tasks_read_the_right_network():
 
 
 def test_the_losses_of_networks_that_are_all_of_x():
-    """The losses of classification and of fair classification are those of their formulas, at the start and any y."""
+    """The losses of classification and of fair classification agree with their formulas, at the start and any y."""
     plain, fair = classification(ridge=0.25), fair_classification(concavity=0.3)
     batch, y = plain.clients.outer.row(0), np.linspace(-1, 2, 10)
     each = cross_entropies(network(*plain.x0, batch["image"]), batch["label"])
