@@ -87,12 +87,12 @@ def without(monkeypatch, algorithm, absent, *, task=TASK, rounds=3, cohort=4, ke
     class Absent(reference.ReferenceFed):
         exchanges = 0
 
-        def mean(self, *arguments, **options):
+        def sum(self, *arguments, **options):
             number, self.exchanges = self.exchanges, self.exchanges + 1
             whole = self.members
             self.members = [(i, own) for i, own in whole if (i, self.round, number) not in absent]
             try:
-                return super().mean(*arguments, **options)
+                return super().sum(*arguments, **options)
             finally:
                 self.members = whole
 

@@ -17,6 +17,7 @@ from fedbilevel.flower.refusal import Code
 from fedbilevel.flower.server import roster
 from fedbilevel.flower.server.terms import Backoff, Terms
 from fedbilevel.flower.wire import RequestMessage, decode
+from fixed_steps import fixed
 from refusals import codes, raises_with, refuses, warns_with
 
 STEPS = federations.Steps()
@@ -284,8 +285,8 @@ def test_quorum():
 class Changing(InProcess):
     """A grid that calls `events[round, exchange]` before the first message of this exchange is sent."""
 
-    def __init__(self):
-        super().__init__(CLIENTS, 6)
+    def __init__(self, clients=CLIENTS):
+        super().__init__(clients, 6)
         self.events = {}
 
     def push_messages(self, messages):
@@ -309,6 +310,27 @@ def test_a_client_that_goes_and_comes_back_as_another_node(tmp_path, monkeypatch
     expected = federations.without(monkeypatch, STEPS, {(client, 1, 0), (client, 1, 1)})
     federations.same(result, expected)
     assert {grid.client(node): node for node in grid.contexts}[client] == 7
+
+
+def test_a_client_that_has_lost_what_it_kept_does_not_begin_anew(tmp_path, monkeypatch):
+    """A client whose replies are changes of its state is refused without this state, and the run goes on without it.
+
+    The server's sum contains the earlier changes. If the client began anew, it would count twice in this sum.
+    """
+    client, log = 2, tmp_path / "log.jsonl"
+    method = fb.layered(fixed(fb.SimFBO(client_lr=0.01, server_lr=0.02, batch_size=None)), fb.parts.TopK(share=0.5))
+
+    def restart(grid):
+        grid.leave(client)
+        grid.join(client)
+
+    grid = Changing(federations.app(method))
+    grid.events = {(1, 0): restart}
+    result = federations.solve(method, grid, rounds=6, cohort=None, log=log)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert "state" in {line["refused"][str(client)]["code"] for line in lines if line.get("refused")}
+    absent = {(client, round, 0) for round in range(1, 6)}
+    federations.same(result, federations.without(monkeypatch, method, absent, rounds=6, cohort=None))
 
 
 def test_two_nodes_for_one_client(tmp_path, whole, caplog):

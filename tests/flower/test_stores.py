@@ -45,6 +45,9 @@ def test_which_state_a_message_sees():
     with raises_with(Refusal, code=Code.STATE) as error:
         kept.up_to((4, 1), 4)
     assert re.findall(r"round (\d+)", error.value.why) == ["5", "4"]
+    assert Versions().up_to((-1, -1), 0, differences=True) == Versions()  # none of its replies has counted
+    with raises_with(Refusal, code=Code.STATE):
+        Versions().up_to((5, 2), 7, differences=True)  # the server has the sum of changes that it sent
 
 
 def test_which_states_are_kept():

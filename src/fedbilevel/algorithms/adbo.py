@@ -569,7 +569,7 @@ class ADBO(CuttingPlanes):
 
     @property
     def asks(self) -> Asks:
-        return Asks(first=self.wait_for)
+        return Asks(first=self.wait_for, differences=True)
 
     def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
         refuse_unsuitable(self, problem, clients)

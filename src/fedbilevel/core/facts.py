@@ -129,11 +129,14 @@ class Asks(NamedTuple):
             for all replies.
         everyone: whether all clients must take part in every round. In asynchronous methods all clients always do.
         fresh_cohorts: the largest number of fresh cohorts in a round; `fresh` in `Fed.mean` must be less than this.
+        differences: whether clients send changes of what they keep, and the server adds them up. Its sum is wrong if a
+            client begins anew, so a federation continues without a client that has lost what it kept.
     """
 
     first: int | None = None
     everyone: bool = False
     fresh_cohorts: int = 0
+    differences: bool = False
 
     @property
     def asynchronous(self) -> bool:

@@ -61,7 +61,12 @@ class Code(Enum):
     METHOD = "method", OPERATOR, "choose a method, or fields, that support noise in replies"
     KEY = "key", OPERATOR, "compare client-keys with the key that the node has registered"
     PLACE = "place", SITE, "correct the node's partition-id, or stop the other node with this partition-id"
-    STATE = "state", EITHER, "the site's state-folder is from another run, or newer than the server's checkpoint"
+    STATE = (
+        "state",
+        EITHER,
+        "the site's state-folder is missing, from another run, or newer than the server's checkpoint; "
+        "restore it, or begin a new run",
+    )
     LATE = (
         "late",
         EITHER,

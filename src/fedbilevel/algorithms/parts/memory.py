@@ -300,7 +300,8 @@ class Memory(Layer):
         return "cannot be Asynchronous" if self.late else f"cannot send differences from earlier replies ({self.label})"
 
     def asks(self, inside: Asks) -> Asks:
-        return inside if self.late is None else inside._replace(first=self.late.wait_for)
+        asks = inside._replace(differences=True)
+        return asks if self.late is None else asks._replace(first=self.late.wait_for)
 
     def allows(self, inside: Allows, method: Algorithm) -> Allows:
         late = No(f"its replies are already differences from earlier replies ({self.label})")

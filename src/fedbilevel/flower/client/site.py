@@ -401,7 +401,8 @@ class ClientRuntime:
         kept = Versions()  # the states up to the last reply that counted; this request uses the latest
         if not request.fresh and self.contract.state is not None:
             counted = request.counted_round, request.counted_exchange
-            kept = store.load(request.run, self.contract.state).up_to(counted, request.round)
+            differences = self.contract.algorithm.asks.differences
+            kept = store.load(request.run, self.contract.state).up_to(counted, request.round, differences)
         before = kept.states[-1] if kept.states else None if request.fresh else self.first
         reply, epsilon = self.phases.reply(request, message, before)
         response = replace(

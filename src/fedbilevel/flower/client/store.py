@@ -40,7 +40,7 @@ class Versions(NamedTuple):
     tags: tuple[Tag, ...] = ()
     states: tuple[PyTree, ...] = ()
 
-    def up_to(self, counted: Tag, round: int) -> Versions:
+    def up_to(self, counted: Tag, round: int, differences: bool = False) -> Versions:
         """Return the states up to the last reply that counted. The next message continues from the last state.
 
         A reply that was lost, late or refused therefore has no effect on the state. A repeated message or round
@@ -49,15 +49,22 @@ class Versions(NamedTuple):
         Args:
             counted: the tag of this client's last reply that counted, which the message contains.
             round: the round of the message.
+            differences: whether the client sends changes of its state (`Asks.differences`). It must then not begin
+                anew.
 
         Raises:
-            Refusal: the state after the reply `counted` is no longer stored.
+            Refusal: the state after the reply `counted` is no longer stored; or no state is stored, and the client
+                sends changes of its state.
         """
         number = bisect_right(self.tags, counted)
-        if self.tags and not number and counted >= (0, 0):
-            latest = self.tags[-1][0]
-            text = f"this client's state is of round {latest}, and cannot return to round {round}"
-            raise Refusal(Code.STATE, text)
+        if not number and counted >= (0, 0):
+            if self.tags:
+                latest = self.tags[-1][0]
+                text = f"this client's state is of round {latest}, and cannot return to round {round}"
+                raise Refusal(Code.STATE, text)
+            if differences:
+                lost = f"this client has lost its state, which it had after round {counted[0]}"
+                raise Refusal(Code.STATE, f"{lost}: it sends changes of this state, which the server adds up")
         return Versions(self.tags[:number], self.states[:number])
 
     def then(self, tag: Tag, state: PyTree) -> Versions:
