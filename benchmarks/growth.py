@@ -231,6 +231,9 @@ def main(axes: tuple[str, ...] = tuple(AXES), most: int = 10**7, passes: int = 1
     for axis in axes:
         failed: dict[str, int] = {}
         kinds, sizes = KINDS.get(axis, (axis,)), [size for size in AXES[axis] if size <= most]
+        if not sizes:
+            row(axis, f"none up to {most:,}", "", "", "", "")
+            continue
         with tempfile.TemporaryDirectory() as room:
             for size in sizes if axis in MAPPED else []:
                 write_clients(Path(room, str(size)), np.full(size, 2 * shape(axis)[1]), population(axis, size))

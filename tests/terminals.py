@@ -33,6 +33,7 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch, *arguments: str, kind: str = 
         patched.setattr(sys, "stderr", stream)
         patched.setenv("TERM", kind)
         code = cli.main(arguments)
-    reader.join(timeout=10)
+    reader.join(timeout=60)
+    assert not reader.is_alive(), "the terminal is still open a minute after the command has ended"
     os.close(master)
     return code, b"".join(shown).decode()
