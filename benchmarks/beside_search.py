@@ -11,7 +11,8 @@ y is a linear model. x has d entries in [-12, 0], from -6, whose meaning depends
 An exchange uses all samples of all clients, or of as many clients as --cohort says, drawn anew for each exchange.
 SimFBO has its default steps. The search TPE spends the budget on trials of 40 exchanges. A trial trains y at a fixed x,
 from the best y so far, by SimFBO's local steps on y, whose size adapts to the curvature. For the search, only exchanges
-that move y are counted. "No search" trains y at the starting x, and is run for the smallest d of a problem. Each
+that move y are counted. FedEx trains one y at ten values of x, which are the start and nine random ones, and learns
+which of them is the best. Its steps on y adapt, too. "No search" trains y at the starting x, and is run for the smallest d of a problem. Each
 budget is a run of its own. Its result is the (x, y) with the best validation loss of all clients, which is measured
 after every tenth exchange at no cost. Only this (x, y) is measured on test samples.
 
@@ -52,7 +53,8 @@ EVERY = 10  # exchanges between measurements of the validation loss; a trial has
 LOW, HIGH, START, INTERCEPT = -12.0, 0.0, -6.0, -7.0
 BILEVEL = fb.SimFBO(batch_size=None)
 FIXED = fb.SimFBO(server_lr=fb.XYV(x=1e-30, y=None, v=None), batch_size=None)  # x does not move
-METHODS = {"SimFBO": BILEVEL, "TPE": None, "no search": FIXED}
+RANDOM = fb.FedEx(low=LOW, high=HIGH, batch_size=None)  # it chooses among -6 and nine random points
+METHODS = {"SimFBO": BILEVEL, "TPE": None, "FedEx": RANDOM, "no search": FIXED}
 PERSON, SYMPTOM, BLOOD, HEART = range(4)
 PATIENTS = [PERSON, PERSON, BLOOD, BLOOD, BLOOD, HEART, SYMPTOM, HEART, SYMPTOM, SYMPTOM, SYMPTOM, HEART, HEART]
 NOISE = 40
