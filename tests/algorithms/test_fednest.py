@@ -354,6 +354,39 @@ def saddle_in_y():
     return problem, fb.Clients({"a": np.ones((4, 3))}), jnp.ones(2), jnp.zeros(2)
 
 
+@pytest.mark.parametrize(
+    ("method", "part"),
+    [
+        (fb.FedNestSGD, fb.parts.Implicit(solver=fb.parts.Neumann(terms=3, step=0.2))),
+        (fb.FedNestSGD, fb.parts.Implicit(solver=fb.parts.Neumann(step=0.2, sampling="random_per_client"))),
+        (fb.LFedNest, fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=3, step=0.2))),
+        (fb.LFedNest, fb.parts.LocalImplicit(solver=fb.parts.CG(max_steps=2))),
+    ],
+)
+def test_a_hypergradient_of_all_samples(method, part):
+    """With `all_samples` the step on x is that of a method without batches; y does not move.
+
+    ∇y f, ∇²yy g and ∇²xy g all differ between samples, so that each of them would show a batch of a single sample.
+    """
+    rng = np.random.default_rng(5)
+    samples = [{"a": rng.uniform(1, 2, size=n), "c": rng.normal(size=n)} for n in (3, 5)]
+
+    def inner(x, y, batch):
+        return 0.5 * jnp.mean(batch["a"]) * y**2 - jnp.mean(batch["a"] * batch["c"]) * x * y
+
+    problem = fb.Bilevel(lambda x, y, batch: 0.5 * jnp.mean((y - batch["c"]) ** 2), inner)
+    clients = fb.Clients(samples, samples, weights=[1.0, 3.0])
+
+    def x_after(batch_size, all_samples):
+        estimate = replace(part, all_samples=all_samples)
+        still = fb.parts.LocalSGD(lr=1e-30)
+        algorithm = method(inner=still, hypergradient=estimate, outer_lr=1.0, batch_size=batch_size)
+        return float(fb.solve(algorithm, problem, clients, 0.7, 0.4, rounds=1, engine=fb.Reference()).x)
+
+    assert x_after(1, True) == pytest.approx(x_after(None, False), rel=1e-12)
+    assert abs(x_after(1, False) - x_after(None, False)) > 1e-3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [fb.parts.Implicit, fb.parts.LocalImplicit])
 def test_conjugate_gradient_stops_the_run_at_negative_curvature(kind):

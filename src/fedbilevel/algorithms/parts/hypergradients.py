@@ -12,6 +12,7 @@ differ, the mean of these is not the hypergradient.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -123,6 +124,8 @@ class SolvedSystem(Hypergradient):
     Args:
         solver: the solver of the linear system: a Neumann series or conjugate gradient.
         second_order: how clients compute products with second derivatives: exactly, or by differences of gradients.
+        all_samples: whether clients use all their samples for an estimate of the hypergradient. False: they use batches
+            of the method's `batch_size`.
     """
 
     system: ClassVar[str]
@@ -130,6 +133,11 @@ class SolvedSystem(Hypergradient):
 
     solver: Neumann | CG = Neumann()
     second_order: Exact | Differences = Exact()
+    all_samples: bool = static(default=False)
+
+    def sampled(self, client: Client) -> Client:
+        """Return the client with the batch size of an estimate, which is None for all samples."""
+        return replace(client, batch_size=None) if self.all_samples else client
 
     @property
     def stops(self) -> bool:
@@ -180,7 +188,7 @@ class Implicit(SolvedSystem):
     @phase(takes=("x", "y"), gives="y")
     def outer_gradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
         """Reply with ∇y f_i, in the shape of y; the mean of these replies is the system's right-hand side, ∇y F."""
-        return outer_gradient(client, at, key)
+        return outer_gradient(self.sampled(client), at, key)
 
     @phase
     def outer_gradients_by_length(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
@@ -191,7 +199,7 @@ class Implicit(SolvedSystem):
         assert isinstance(self.solver, Neumann)
         draw_key, batch_key = jax.random.split(key)
         terms = self.solver.most_terms
-        reply = outer_gradient(client, at, batch_key)
+        reply = outer_gradient(self.sampled(client), at, batch_key)
         chosen = (jnp.arange(terms) == uniform_below(draw_key, terms)) * terms * self.solver.step
         slots = jax.tree.map(lambda leaf: jnp.multiply.outer(chosen, leaf).astype(leaf.dtype), reply.update)
         return reply._replace(update=slots)
@@ -199,13 +207,13 @@ class Implicit(SolvedSystem):
     @phase(takes=("x", "y", "y"), gives="y", multiplies=True)
     def hessian_product(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
         """Reply with ∇²yy g_i v at the (x, y, v) of the message, in the shape of y."""
-        product = self.second_order.hess_v(client.problem, *at, client.inner_batch(key))
+        product = self.second_order.hess_v(client.problem, *at, self.sampled(client).inner_batch(key))
         return self.second_order.counted(Reply(product, hvps=1))
 
     @phase(takes=("x", "y", "y"), gives="x")
     def hypergradient_given(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
         """Reply with ∇x f_i − ∇²xy g_i v at the message's (x, y, v), in the shape of x; with ∇x f_i if v is None."""
-        return hypergradient_given(client, at, key, self.second_order)
+        return hypergradient_given(self.sampled(client), at, key, self.second_order)
 
     @property
     def fresh(self) -> int:
@@ -303,7 +311,7 @@ class LocalImplicit(SolvedSystem):
 
         Products that are computed by differences of gradients are also counted as second-order products (hvps) here.
         """
-        problem = client.problem
+        client, problem = self.sampled(client), client.problem
         outer_key, system_key, last_key = jax.random.split(key, 3)
         last_key = outer_key if self.paired else last_key
         outer_batch, inner_batch = client.outer_batch(outer_key), client.inner_batch(last_key)
