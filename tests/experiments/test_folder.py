@@ -162,8 +162,8 @@ def test_an_environment_names_the_commit_of_the_code(tmp_path: Path, monkeypatch
 def test_the_spec_of_an_earlier_version_is_of_the_same_run(dead) -> None:
     """The spec of an earlier version counts as equal if its differences have no effect.
 
-    A field that it lacks has no effect if it is none by default, and other missing fields are differences. Without
-    `wait_for`, the other fields of [asynchronous] have no effect.
+    A field that it lacks has its default, also within a part of the algorithm. A field that no longer exists is a
+    difference. Without `wait_for`, the other fields of [asynchronous] have no effect.
     """
     text = dead.spec.read_text("utf-8")
     for old, now in (('evaluations = "none"\n', ""), ("delay_penalty = 2.0", "delay_penalty = 0.0")):
@@ -171,7 +171,15 @@ def test_the_spec_of_an_earlier_version_is_of_the_same_run(dead) -> None:
         dead.spec.write_text(text.replace(old, now), "utf-8")
         assert dead.difference(SPEC) == ""
     dead.spec.write_text(text.replace("rounds = 3\n", ""), "utf-8")
-    assert dead.difference(SPEC) == "run.rounds: None there, 3 now"
+    assert dead.difference(SPEC) == "run.rounds: 300 there, 3 now"
+    dead.spec.write_text(text.replace("rounds = 3\n", "rounds = 3\nepochs = 2\n"), "utf-8")
+    assert dead.difference(SPEC) == "run.epochs: 2 there, None now"
+    nested = experiments.resolve({"task": "quadratic", "algorithm": "fednest", "run": {"rounds": 3}})
+    assert "all_samples = false\n" in nested.to_toml()
+    dead.spec.write_text(nested.to_toml().replace("all_samples = false\n", ""), "utf-8")
+    assert dead.difference(nested) == ""
+    other = nested.replace(algorithm={"hypergradient": {"all_samples": True}})
+    assert dead.difference(other).startswith("algorithm.hypergradient: ")
     late = SPEC.replace(asynchronous={"wait_for": 2})
     dead.spec.write_text(late.to_toml().replace("delay_penalty = 2.0", "delay_penalty = 0.0"), "utf-8")
     assert dead.difference(late) == "asynchronous.delay_penalty: 0.0 there, 2.0 now"

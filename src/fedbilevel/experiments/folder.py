@@ -8,7 +8,7 @@ import time
 import tomllib
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from fedbilevel.engines.history import History, is_number
 from fedbilevel.engines.tracking import MEMORY
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.loader import label, own_file
-from fedbilevel.experiments.spec import Spec, read_finished, sections
+from fedbilevel.experiments.spec import Spec, read_finished, resolve, sections
 from fedbilevel.reading import parse_printable, read_bytes, read_json
 from fedbilevel.wording import in_a_line, require_object
 
@@ -129,22 +129,24 @@ class Folder:
 
         The user's files that the spec names are compared too, by their hashes.
 
-        The result is empty if the folder has no run. Two differences do not matter: specs of earlier versions may lack
-        fields whose default is none, and without `wait_for` the other fields of [asynchronous] have no effect.
+        The result is empty if the folder has no run. Two differences do not matter: fields that a spec of an earlier
+        version lacks have their defaults, and without `wait_for` the other fields of [asynchronous] have no effect.
         """
         if not self.spec.is_file():
             return {}
         wrong: list[ConfigurationError] = []
-        there, now = (sections(tables, wrong) for tables in (toml.read(self.spec), tomllib.loads(spec.to_toml())))
+        stored, asked = toml.read(self.spec), tomllib.loads(spec.to_toml())
+        there, now = (sections(tables, wrong) for tables in (stored, asked))
         refuse_together(wrong)
+        if all(there[name].get("name") == now[name]["name"] for name in ("task", "algorithm")):  # both are loaded
+            with suppress(ConfigurationError):  # a field of an earlier version may no longer exist
+                there = sections(tomllib.loads(resolve(stored, presets=False).to_toml()), wrong)
         if (code := self._code()) is not None:
             there["code"], now["code"] = code, own_code(spec)
         waits = all(tables.get("asynchronous", {}).get("wait_for") == "none" for tables in (there, now))
         found: dict[str, tuple[Any, Any] | None] = {}
         for section in there:
             for name in {} if waits and section == "asynchronous" else {**there[section], **now[section]}:
-                if name not in there[section] and now[section][name] == "none":
-                    continue
                 one, other = (tables[section].get(name) for tables in (there, now))
                 if one != other and section == "code":
                     found[name] = None

@@ -271,22 +271,26 @@ CAPACITY = "capacity"
 NOTHING = (None, "none", False)
 
 
-def resolve(tables: Fields) -> Spec:
+def resolve(tables: Fields, presets: bool = True) -> Spec:
     """Make a complete spec from some of its tables: {"task": {"name": …, …}, "algorithm": …, …}.
+
+    Args:
+        tables: the tables.
+        presets: whether a field that is not given has the value of the task's preset. False: it has its default.
 
     Raises:
         ConfigurationError: sections, names or fields do not exist, or values do not fit. The error lists all mistakes.
     """
     wrong = Wrong()
     given = sections(tables, wrong)
-    return _completed(given, _loaded_names(given, wrong), wrong)
+    return _completed(given, _loaded_names(given, wrong), wrong, presets)
 
 
-def _completed(given: Mapping[str, Fields], names: tuple[str, str], wrong: Wrong) -> Spec:
+def _completed(given: Mapping[str, Fields], names: tuple[str, str], wrong: Wrong, presets: bool = True) -> Spec:
     """Complete a spec from its sections and its two names. All errors, also those in `wrong`, are raised together."""
     task, algorithm = names
     maker, cls = task_maker(task), algorithm_class(algorithm)
-    layers = _presets(given, task, algorithm)
+    layers = _presets(given, task, algorithm) if presets else {}
     whole = {name: merged(layers.get(name, {}), _without_name(given[name])) for name in SECTIONS}
     made = {
         "task": Component(task, arguments(maker, whole["task"], "task", wrong)),

@@ -418,8 +418,7 @@ class ClientRuntime:
         if reply.state is not None and not request.fresh:  # at the end, so that a refused request changes no state
             now = jax.tree.map(np.asarray, reply.state)
             store.save(request.run, kept.then((request.round, request.exchange), now))
-        norm = None if store.audit is None else float(norm_of(vector_of(decoded(reply.update))))
-        return response, norm
+        return response, None if store.audit is None else float(norm_of(vector_of(decoded(reply.update))))
 
     def count(self, run: str, round: int, store: Store) -> None:
         """Count a request, and store the count on the disk before anything is computed.
