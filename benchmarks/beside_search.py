@@ -12,9 +12,9 @@ An exchange uses all samples of all clients, or of as many clients as --cohort s
 SimFBO has its default steps. The search TPE spends the budget on trials of 40 exchanges. A trial trains y at a fixed x,
 from the best y so far, by SimFBO's local steps on y, whose size adapts to the curvature. For the search, only exchanges
 that move y are counted. FedEx trains one y at ten values of x, which are the start and nine random ones, and learns
-which of them is the best. Its steps on y adapt, too. "No search" trains y at the starting x, and is run for the smallest d of a problem. Each
-budget is a run of its own. Its result is the (x, y) with the best validation loss of all clients, which is measured
-after every tenth exchange at no cost. Only this (x, y) is measured on test samples.
+which of them is the best; its steps on y adapt, too. "No search" trains y at the starting x, and is run for the
+smallest d of a problem. Each budget is a run of its own. Its result is the (x, y) with the best validation loss of all
+clients, which is measured after every tenth exchange at no cost. Only this (x, y) is measured on test samples.
 
 Intervals over splits are Nadeau and Bengio's if splits divide the same samples again, and Student's if splits draw new
 samples. Intervals over test samples count a sample that is in several splits only once. With --folder, results are
