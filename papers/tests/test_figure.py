@@ -31,8 +31,11 @@ LONGER = {
     "afbo-1",
     "afbo-2",
     "afbo-3",
+    "fism-2",
+    "fism-3",
     "fism-table-1",
     "simfbo-2",
+    "fednest-2a",
     "fednest-2b",
     "fednest-2c",
     "fednest-3",
@@ -42,8 +45,12 @@ LONGER = {
     "rabo-table-2",
     "rabo-table-3",
     "simfbo-4",
+    "theory-coverage",
+    "theory-rate-afbo",
+    "theory-rate-rabo",
+    "theory-rate-simfbo",
 }
-"""Figures that take more than ten minutes on two cores: those of CIFAR-10, few-shot learning and hundreds of runs."""
+"""Figures that take more than ten minutes on two cores, by the stored times of their runs."""
 
 
 def imported(file: Path) -> set[str]:
