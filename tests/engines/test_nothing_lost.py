@@ -141,6 +141,25 @@ def test_a_loss_that_is_not_finite_a_step_away_is_named():
     assert "smaller steps" not in str(found.value)
 
 
+def test_a_curvature_that_grows_away_from_the_start_is_named():
+    """A run of a Poisson regression that diverges says that the curvature grows away from the start.
+
+    The mean count is e⁹, and the intercept starts at 0. There L is 1, so that a step of size 1/L leads to an intercept
+    of 8,102, whose exponential is infinite.
+    """
+
+    def loss(x, y, batch):
+        return jnp.mean(jnp.exp(y["b"]) - batch * y["b"])
+
+    problem = fb.Bilevel(loss, lambda x, y, batch: loss(x, y, batch) + jnp.exp(x) * y["b"] ** 2)
+    counts = fb.Clients(np.full((3, 4), np.exp(9.0)))
+    start = {"b": np.zeros(())}
+    with pytest.warns(NumericalWarning, match="are not finite"):
+        result = fb.solve(fb.SimFBO(batch_size=None), problem, counts, np.array(-9.0), start, rounds=20)
+    assert re.search(r"L = 1 .*curvature grows .*y_lr=0\.1", result.stopped)
+    assert "log_sigmoid" not in result.stopped
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["outer", "inner"])
 @pytest.mark.parametrize("method", [fb.FedMBO, fb.AggITD])

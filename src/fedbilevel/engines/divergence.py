@@ -27,6 +27,7 @@ FAR = 1000  # a loss above FAR·max(|first loss|, 1) is a sign of steps that are
 HIGH = 10  # in place of FAR: the factor for a loss in two consecutive rows, if the run can return to a better row
 NEAR = 0.1  # x is near its start if no entry moved by more than NEAR·max(1, largest entry at the start)
 UNDEFINED = "the logarithm of a number that is 0 or negative, for the root of a negative number, for 0/0"
+SHORTER = [2.0**-k for k in range(1, 21)]  # the shares of a step of size 1/L that are tried in its place
 STILL = 10  # a loss still grows if it is above STILL times its median size in the rows before; less can be noise
 
 
@@ -214,17 +215,35 @@ def not_finite_after_a_step(
 ) -> str:
     """Return a text if a loss or its gradient is not finite after a step of size 1/L on y from the start, else "".
 
-    Here L is `largest`, the largest curvature of the inner loss. A step of size 1/L is never too long for this loss.
+    Here L is `largest`, the largest curvature of the inner loss at the start. If the curvature is nowhere larger, the
+    step lowers the inner loss, and so does a shorter step in its direction. If the longest shorter step at which the
+    losses are finite raises the inner loss, the step is too long, because the curvature grows away from the start.
     """
     if not largest > 0:
         return ""
-    y = jax.tree.map(lambda y, g: (y - g / largest).astype(y.dtype), y, inner.gradients(x, y)[1])
-    if np.isfinite(total.value(x, y)) and not nonfinite_leaves(total.gradients(x, y)):
+    direction = inner.gradients(x, y)[1]
+
+    def after(share: float) -> PyTree:
+        return jax.tree.map(lambda y, g: (y - share * g / largest).astype(y.dtype), y, direction)
+
+    def finite(y: PyTree) -> bool:
+        return bool(np.isfinite(total.value(x, y))) and not nonfinite_leaves(total.gradients(x, y))
+
+    if finite(after(1)):
         return ""
+    what = f"the {name} loss, or a derivative of it, is not finite after a step of 1/L on y from the start"
+    shorter = next(filter(finite, map(after, SHORTER)), y)
+    if inner.value(x, shorter) > inner.value(x, y):
+        return (
+            f"{what}, where L = {largest:.3g} is the largest curvature of the inner loss at the start. This step is "
+            "too long, because the curvature grows away from the start, as that of exp does. Start y nearer to its "
+            "solution, for example the intercept of a Poisson regression at the logarithm of the mean count; or scale "
+            "the features; or let y move more slowly (if its step sizes adapt, by fb.layered(method, "
+            "fb.AdaptiveSteps(y_lr=0.1)))"
+        )
     return (
-        f"the {name} loss, or a derivative of it, is not finite after a step of 1/L on y from the start, which the "
-        f"inner loss allows: look for {UNDEFINED}. For example, in log(sigmoid(s)) the sigmoid is 0 for an s far below "
-        "0; jax.nn.log_sigmoid(s) and jax.nn.log_softmax(s) are finite there"
+        f"{what}, which the inner loss allows: look for {UNDEFINED}. For example, in log(sigmoid(s)) the sigmoid is 0 "
+        "for an s far below 0; jax.nn.log_sigmoid(s) and jax.nn.log_softmax(s) are finite there"
     )
 
 
