@@ -93,7 +93,7 @@ WRONG = {
     "another name": (
         "names.csv",
         "age,doses,kind,code\n50,1,a,1\n",
-        r"no column 'dose' of the study; it has .*; did you mean 'doses'",
+        r"no column 'dose' of the study; it has age, code, doses, kind; did you mean 'doses'",
     ),
     "a new category": ("words.csv", "age,dose,kind,code\n50,1,a,3\n", r"category '3' of column 'code'"),
     "a word": ("word.csv", "age,dose,kind,code\nold,1,a,1\n", r"type of column 'age'"),
@@ -112,6 +112,15 @@ def test_a_wrong_table_is_an_error_that_says_what_is_wrong(case, saved, tmp_path
     assert shown.err.count("\n") == 1, shown.err
     assert re.search(said, shown.err), shown.err
     assert not out.exists()
+
+
+def test_a_warning_about_the_table_appears_once(tmp_path, capsys):
+    fitted("logistic").save(tmp_path / "model.json")
+    table = tables()["south"].head(2)
+    kind = table["kind"].dropna().iloc[0]
+    table.assign(kind=[kind, f"{kind} "]).to_csv(tmp_path / "table.csv", index=False)
+    assert main(["predict", str(tmp_path / "model.json"), str(tmp_path / "table.csv"), "--site", "south"]) == 0
+    assert capsys.readouterr().err.count("differ only by blanks") == 1
 
 
 def test_an_unknown_site_and_a_model_that_is_none_are_refused(saved, tmp_path, capsys):

@@ -38,8 +38,9 @@ def predictions(model: Any, frame: Any, site: str = "") -> Any:
         ConfigurationError: the site is unknown, or a column is missing or holds values that are not allowed.
     """
     kind = model.agreement.study.estimator
-    values = [model.predict_proba(frame, site)] if kind == "logistic" else []
-    values.append(model.predict(frame, site))
+    rows = model.prepared(frame, site)  # once, so that its warnings appear once
+    values = [model.estimator.predict_proba(rows)[:, 1]] if kind == "logistic" else []
+    values.append(model.estimator.predict(rows))
     made = {"row": np.arange(1, len(frame) + 1), **dict(zip(COLUMNS[kind], values, strict=True))}
     return type(frame)(made)
 

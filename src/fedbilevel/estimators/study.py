@@ -321,9 +321,9 @@ class StudyModel:
         study, columns = self.agreement.study, [*self.agreement.features]
         if site and site not in study.sites:
             raise unknown("site", site, study.sites)
+        require_in_frame([name for name in columns if not (study.offsets and name == SITE)], frame)
         if study.offsets:
             frame = frame.assign(**{SITE: site if site in study.fitted_sites else None})
-        require_in_frame(columns, frame)
         return self.agreement.preparer.transform(frame[columns])
 
     def predict(self, frame: Any, site: str = "") -> Any:
