@@ -26,18 +26,18 @@ if not TYPE_CHECKING:  # type checkers read only the imports above, by which the
             return import_module("fedbilevel.estimators")
         public = import_module("fedbilevel.public")
         if name != "__all__" and name not in public.__all__:
-            found = _elsewhere(name, public.__all__)
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}" + (f": {found}" if found else ""))
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_elsewhere(name, public.__all__)}")
         return getattr(public, name)
 
 
 def _elsewhere(name: str, here: list[str]) -> str:
-    """Return where a name that `fedbilevel` does not have can be found, or the nearest name that it has, or ""."""
+    """Return words that name the module that has this name, or the nearest public name; "" if there is neither."""
     for module in ("fedbilevel.errors", "fedbilevel.parts", "fedbilevel.authoring"):
         if name in import_module(module).__all__:
-            return f"{module}.{name}"
+            plural = f"; or did you mean {name + 's'!r}?" if name + "s" in here else ""  # Clients, and not Client
+            return f", but {module} has it{plural}"
     near = import_module("fedbilevel.wording").nearest(name, here)
-    return f"did you mean {near!r}?" if near else ""
+    return f"; did you mean {near!r}?" if near else ""
 
 
 def __dir__() -> list[str]:

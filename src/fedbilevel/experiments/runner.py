@@ -365,6 +365,8 @@ def resumable(place: Folder, rounds: int | None) -> Spec:
 
 def _resumable(place: Folder, rounds: int | None) -> Spec:
     if not place.spec.is_file():
+        if not place.path.exists():
+            raise ConfigurationError(f"there is no folder {place.path} to resume a run from")
         why = "its spec.toml is not a regular file" if place.spec.exists() else "it has no spec.toml"
         raise ConfigurationError(f"{place.path} is not the folder of a run: {why}")
     if not place.begun and place.remains() is None:
