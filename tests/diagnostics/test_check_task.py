@@ -45,6 +45,7 @@ def test_tasks_that_are_right():
     report = fb.check_task(TASK)
     found = {check.name: check.detail for check in report.checks}
     assert found["the inner loss is strongly convex at the start"].startswith("eigenvalues from 0.")
+    assert found["losses and gradients are finite"].startswith("the largest entry of a gradient is ")
     assert "relative_error 1" in found["metrics are finite"]
     assert not fb.check_task(hyper_cleaning(clients=3, ridge=0.1)).failed
 

@@ -1,8 +1,10 @@
 """The model card has the numbers of the study that it describes."""
 
 import numpy as np
+import pytest
 
 from fedbilevel.authoring import Ledger
+from fedbilevel.errors import DataWarning
 from fedbilevel.estimators import StudyModel
 from fedbilevel.estimators.model_card import StudyCosts
 from site_tables import study, tables
@@ -46,6 +48,13 @@ def test_a_card_has_the_facts_of_the_study_and_its_report(tmp_path):
     assert "auroc" in card
     assert "There is no report with this model." in loaded
     assert "auroc" not in loaded
+
+
+def test_a_column_without_a_frequent_category_is_described_as_not_used():
+    frames = {site: frame.assign(code=np.arange(len(frame)) // 2) for site, frame in tables().items()}
+    with pytest.warns(DataWarning, match=r"the model does not use 'code', because at each site, fewer than min_count"):
+        card = study("logistic").fit(frames).card()
+    assert "- `code`: at each site, every category has too few rows to be named; it is not used" in card.splitlines()
 
 
 def test_costs_of_several_runs_are_added():

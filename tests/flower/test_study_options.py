@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from flwr.app import Context, RecordDict
 from study_nodes import Nodes
@@ -76,7 +77,12 @@ def test_a_site_looks_at_what_it_will_tell(files, tmp_path, monkeypatch, capsys)
     assert "client 0, north" in said
     assert "sends dose: nothing" in said
     assert "digest" not in said  # `flower check` shows the number of rows, and not this array of the protocol
-    assert ", and rarer categories" in said
+    assert ", and that there are rarer categories" in said
+    frame = pd.read_csv(files[0]["table"])
+    frame.assign(code=np.arange(len(frame)) // 3).to_csv("rare.csv", index=False)
+    assert main(["flower", "check", "app", "--node-config", "partition-id=0 table='rare.csv'"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "sends code: only that each category has too few rows to be named; 100% of rows" in said
     Path("latin.csv").write_bytes(b"age,ill\n60,yes\xfc\n")
     Path("empty.csv").touch()
     wrongs = {"latin.csv": "the file is not a text in UTF-8", "empty.csv": "has no lines"}

@@ -83,7 +83,7 @@ def finite(population: Population, at: DifferentiablePoint) -> str:
     if bad := nonfinite_leaves(named):
         raise CheckError(f"the gradients contain NaN or infinity: {', '.join(bad)}")
     sizes = [max(float(np.max(np.abs(leaf))) for leaf in jax.tree.leaves(pair)) for pair in found.values()]
-    return f"the largest entries are {sizes[0]:.2g} of the outer loss and {sizes[1]:.2g} of the inner loss"
+    return f"the largest entry of a gradient is {sizes[0]:.2g} for the outer loss and {sizes[1]:.2g} for the inner loss"
 
 
 def curvature(population: Population, at: DifferentiablePoint) -> str:

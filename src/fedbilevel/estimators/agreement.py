@@ -12,11 +12,11 @@ import numpy as np
 
 import fedbilevel as fb
 from fedbilevel.data.columns import deviation, penalty_labels
-from fedbilevel.errors import ConfigurationError
+from fedbilevel.errors import ConfigurationError, DataWarning
 from fedbilevel.estimators.linear import LogisticRegression, Penalised, Ridge
 from fedbilevel.estimators.preparer import Preparer, Summaries
 from fedbilevel.estimators.survival import CoxRegression, no_event
-from fedbilevel.extending import is_count, parse_json, printable, require, unknown
+from fedbilevel.extending import is_count, parse_json, printable, require, unknown, warn
 
 KINDS: dict[str, type[Penalised]] = {"logistic": LogisticRegression, "ridge": Ridge, "cox": CoxRegression}
 SITE = "site"  # the column of the sites' offsets
@@ -115,6 +115,10 @@ class Agreement:
         made = cls(study, sum(one["rows"] for one in statistics), features, target)
         made.estimator()._check_folds(made.rows)
         require(len(made.names) > 0, "features", "none", "at least one column for which some site sends statistics")
+        unused = [name for name, one in features.items() if not one.get("categories") and not one.get("count")]
+        if unused:
+            few = f"at each site, fewer than min_count = {study.min_count} rows have a number, or the same category"
+            warn(DataWarning(f"the model does not use {', '.join(map(repr, unused))}, because {few}"))
         return made
 
     @classmethod

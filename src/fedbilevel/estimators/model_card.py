@@ -120,9 +120,11 @@ def _penalties(model: Any) -> str:
 
 def _described(summary: Any) -> str:
     """Describe the statistics of a column, summed over all sites."""
-    if "categories" in summary:
+    if summary.get("categories"):
         rows = ", ".join(f"{_code(name)} {count}" for name, count in summary["categories"].items())
-        return f"rows of {rows or 'no category'}" + ", and of rarer categories" * summary["rarer"]
-    if not summary["count"]:
+        return f"rows of {rows}" + ", and of rarer categories" * summary["rarer"]
+    if summary.get("rarer"):
+        return "at each site, every category has too few rows to be named; it is not used"
+    if not summary.get("count"):
         return "nothing is known of it, and it is not used"
     return f"{summary['count']} numbers, mean {summary['mean']:.5g}, standard deviation {deviation(summary):.5g}"

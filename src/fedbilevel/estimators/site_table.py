@@ -120,7 +120,11 @@ class SiteTable:
             gaps = f"{column.isna().mean():.0%} of rows have a gap or a hidden value"
             if "categories" in one:
                 rows = ", ".join(f"{category} {rows}" for category, rows in one["categories"].items())
-                said[name] = f"rows of {rows or 'no category'}{', and rarer categories' * one['rarer']}; {gaps}"
+                if rows:
+                    sent = f"rows of {rows}{', and that there are rarer categories' * one['rarer']}"
+                else:
+                    sent = "only that each category has too few rows to be named" if one["rarer"] else "nothing"
+                said[name] = f"{sent}; {gaps}"
             elif one["count"]:
                 same = " (always the same number)" if not one["squares"] else ""
                 said[name] = f"mean {one['mean']:.5g} of {one['count']} numbers{same}; {gaps}"
