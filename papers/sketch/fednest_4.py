@@ -21,9 +21,9 @@ CLIENTS, DIM, ROUNDS = 100, 10, 200
 FULL: Any = {"batch_size": None}  # use all samples in every step
 ROUNDS_ON_Y: Any = {"rounds": 10, "local_steps": 50, "lr": 0.01}
 METHODS = {
-    "FedNest": fb.FedNest(outer_lr=0.01, outer_steps=20, inner=fb.parts.SVRG(**ROUNDS_ON_Y), **FULL),
-    "LFedNest": fb.LFedNest(outer_lr=0.01, outer_steps=20, inner=fb.parts.LocalSGD(**ROUNDS_ON_Y), **FULL),
-    "FedAvg-S": fb.FedAvgS(local_steps=50, inner_lr=0.01, outer_lr=0.01, **FULL),
+    "FedNest": fb.FedNest(outer_lr=0.1, outer_steps=20, inner=fb.parts.SVRG(**ROUNDS_ON_Y), **FULL),
+    "LFedNest": fb.LFedNest(outer_lr=0.1, outer_steps=20, inner=fb.parts.LocalSGD(**ROUNDS_ON_Y), **FULL),
+    "FedAvg-S": fb.FedAvgS(local_steps=500, inner_lr=0.1, outer_lr=0.1, **FULL),
 }
 CLAIMS = [("FedNest", "LFedNest"), ("FedNest", "FedAvg-S"), ("LFedNest", "FedAvg-S")]  # the first ends nearer x*
 
