@@ -48,6 +48,9 @@ def test_which_state_a_message_sees():
     assert Versions().up_to((-1, -1), 0, differences=True) == Versions()  # none of its replies has counted
     with raises_with(Refusal, code=Code.STATE):
         Versions().up_to((5, 2), 7, differences=True)  # the server has the sum of changes that it sent
+    with raises_with(Refusal, code=Code.STATE):
+        kept.up_to((6, 1), 7, differences=True)  # the states are an older copy: the sum also has its later changes
+    assert kept.up_to((5, 1), 6, differences=True).states == ("s", "b")
 
 
 def test_which_states_are_kept():
@@ -189,6 +192,16 @@ def test_a_repeated_message_is_applied_once(runtime, store):
     assert calls(runtime, store, 2, 0)[1] == 4
     assert calls(runtime, store, 0, 1) == "this client's state is of round 2, and cannot return to round 0"
     assert calls(runtime, store, 2, 0)[1] == 4
+
+
+def test_a_reply_without_a_state_leaves_the_state_as_it_is(store):
+    """A client that sends changes of its state continues after a reply of a phase that does not change the state."""
+
+    class Adding(TwoPhase):
+        asks = fb.authoring.Asks(differences=True)
+
+    adding = ClientRuntime(federations.site(Adding(inner=2), 0))
+    assert [calls(adding, store, *place)[1] for place in ((0, 0), (0, 1), (0, 2), (1, 0))] == [1, 2, 2, 3]
 
 
 def test_an_answer_that_did_not_count_leaves_no_trace(runtime, store):

@@ -398,10 +398,9 @@ class ClientRuntime:
         reader = self.reader
         message = reader.message(reader.call(request), request)
         self.count(request.run, request.round, store)
-        kept = Versions()  # the states up to the last reply that counted; this request uses the latest
-        if not request.fresh and self.contract.state is not None:
+        kept, differences = Versions(), self.contract.algorithm.asks.differences
+        if not request.fresh and self.contract.state is not None:  # `kept`: up to the last reply that counted
             counted = request.counted_round, request.counted_exchange
-            differences = self.contract.algorithm.asks.differences
             kept = store.load(request.run, self.contract.state).up_to(counted, request.round, differences)
         before = kept.states[-1] if kept.states else None if request.fresh else self.first
         reply, epsilon = self.phases.reply(request, message, before)
@@ -415,8 +414,9 @@ class ClientRuntime:
             epsilon=epsilon,
             delta=0.0 if self.guard is None else self.guard.privacy.delta,
         )
-        if reply.state is not None and not request.fresh:  # at the end, so that a refused request changes no state
-            now = jax.tree.map(np.asarray, reply.state)
+        state = before if differences and reply.state is None else reply.state  # then `up_to` finds one for every reply
+        if state is not None and not request.fresh:  # at the end, so that a refused request changes no state
+            now = jax.tree.map(np.asarray, state)
             store.save(request.run, kept.then((request.round, request.exchange), now))
         return response, None if store.audit is None else float(norm_of(vector_of(decoded(reply.update))))
 

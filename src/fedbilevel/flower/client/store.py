@@ -49,20 +49,20 @@ class Versions(NamedTuple):
         Args:
             counted: the tag of this client's last reply that counted, which the message contains.
             round: the round of the message.
-            differences: whether the client sends changes of its state (`Asks.differences`). It must then not begin
-                anew.
+            differences: whether the client sends changes of its state (`Asks.differences`). It must then neither begin
+                anew nor continue from an earlier state, such as that of a restored copy.
 
         Raises:
-            Refusal: the state after the reply `counted` is no longer stored; or no state is stored, and the client
-                sends changes of its state.
+            Refusal: all stored states are later than the reply `counted`; or the state after this reply is not stored,
+                and the client sends changes of its state.
         """
         number = bisect_right(self.tags, counted)
-        if not number and counted >= (0, 0):
-            if self.tags:
+        if counted >= (0, 0):
+            if self.tags and not number:
                 latest = self.tags[-1][0]
                 text = f"this client's state is of round {latest}, and cannot return to round {round}"
                 raise Refusal(Code.STATE, text)
-            if differences:
+            if differences and counted not in self.tags:
                 lost = f"this client has lost its state, which it had after round {counted[0]}"
                 raise Refusal(Code.STATE, f"{lost}: it sends changes of this state, which the server adds up")
         return Versions(self.tags[:number], self.states[:number])
