@@ -362,5 +362,5 @@ class LocalImplicit(SolvedSystem):
         terms, each = self.solver.terms, f"a positive integer, or a number for each of the {len(clients)} clients"
         require(isinstance(terms, int) or len(terms) == len(clients), "Neumann.terms", terms, each)
         if problem.implicit_term == "inverse":
-            drawn = batch_size if self.paired else None
+            drawn = batch_size if self.paired and not self.all_samples else None
             check_neumann_step("Neumann.step", at(self.solver, 0).step, problem, clients, x, y, True, drawn)
