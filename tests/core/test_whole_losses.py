@@ -53,6 +53,35 @@ def test_the_closed_form(method, engine):
     np.testing.assert_allclose(result.x, WEIGHTS @ [c[0] for c in TARGETS] / m, rtol=1e-3)
 
 
+def test_several_local_steps_and_products_take_all_samples():
+    """Three local steps and a Neumann series of four terms, written out for g_i = ½ m_i (y − x m_i)², m_i = max_i.
+
+    A step of size s turns y into y − s m_i (y − x m_i). At the mean y, client i's hypergradient is m_i² v, where
+    v = Σ_k s (1 − s m_i)^k (y − c_i) approximates (y − c_i)/m_i. The mean over single samples would have other m_i.
+    """
+
+    def inner(x, y, samples, valid):
+        m = largest(samples["r"], valid)
+        return m * (y - x * m) ** 2 / 2
+
+    outer = lambda x, y, batch: jnp.mean((y - batch["c"]) ** 2) / 2  # noqa: E731
+    method = fb.LFedNest(
+        inner=fb.parts.LocalSGD(local_steps=3, lr=0.3),
+        hypergradient=fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=4, step=0.2)),
+        outer_lr=0.5,
+        batch_size=None,
+    )
+    found = fb.solve(method, fb.Bilevel(outer, fb.WholeLoss(inner)), clients(), 0.3, 0.1, rounds=1)
+    m, c = np.array([np.max(r) for r in ROWS]), np.array([c[0] for c in TARGETS])
+    ends = np.full(3, 0.1)
+    for _ in range(3):
+        ends -= 0.1 * m * (ends - 0.3 * m)  # the total size 0.3 in three steps
+    y = WEIGHTS @ ends
+    v = sum(0.2 * (1 - 0.2 * m) ** k for k in range(4)) * (y - c)
+    assert float(found.y) == pytest.approx(y, rel=1e-12)
+    assert float(found.x) == pytest.approx(0.3 - 0.5 * WEIGHTS @ (m**2 * v), rel=1e-12)
+
+
 @pytest.mark.slow
 def test_engines_agree():
     start = jnp.array(0.3), jnp.array(0.1)

@@ -40,10 +40,13 @@ class InnerLoss(NamedTuple):
 
 
 def inner_loss_at(client: Client, x: PyTree, y: PyTree, batch_size: int | None, steps: int) -> InnerLoss:
-    """Prepare a client's inner loss at a fixed x for about `steps` draws; only the shapes and types of `y` matter."""
+    """Prepare a client's inner loss at a fixed x for about `steps` draws; only the shapes and types of `y` matter.
+
+    Values of single samples are computed once only if the loss is a mean over samples, which a `WholeLoss` is not.
+    """
     problem, samples = client.problem, client.inner
     few = steps * (batch_size or samples.longest) <= samples.longest  # on average, each sample is drawn at most once
-    if few or "inner" in problem.draws:
+    if few or "inner" in (*problem.draws, *problem.whole):
         take_batch = partial(client.inner_batch, batch_size=batch_size)
         return InnerLoss(take_batch, lambda y, batch: problem.inner(x, y, batch))
     everything = samples.everything()
