@@ -387,6 +387,25 @@ def test_a_hypergradient_of_all_samples(method, part):
     assert abs(x_after(1, False) - x_after(None, False)) > 1e-3
 
 
+def test_a_round_on_all_samples():
+    """With `all_samples` in both parts, batches play no role in a round with one local step on y and two on x.
+
+    The correction of the only step on y is 0, and q is the gradient of all samples.
+    """
+    task = quadratic(clients=3, samples=(3, 5), noise=0.5)
+
+    def ends(batch_size, on_y, on_x):
+        inner = fb.parts.SVRG(local_steps=1, lr=0.1, all_samples=on_y)
+        series = fb.parts.Implicit(solver=fb.parts.Neumann(terms=3, step=0.1), all_samples=on_x)
+        method = fb.FedNest(inner=inner, hypergradient=series, outer_lr=0.1, outer_steps=2, batch_size=batch_size)
+        end = run(method, task, 1, engine=fb.Reference())
+        return np.concatenate([end.x, end.y])
+
+    whole = ends(None, False, False)
+    np.testing.assert_allclose(ends(1, True, True), whole, rtol=1e-12)
+    assert all(np.abs(ends(1, *one) - whole).max() > 1e-3 for one in ((True, False), (False, True)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [fb.parts.Implicit, fb.parts.LocalImplicit])
 def test_conjugate_gradient_stops_the_run_at_negative_curvature(kind):

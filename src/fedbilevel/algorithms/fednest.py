@@ -114,11 +114,14 @@ class SVRG(InnerSteps):
     Args:
         lr: β, the total size of a client's τ_i steps; each has the size β/τ_i. None: β adapts during the run
             (`AdaptiveSteps`).
+        all_samples: whether q is the mean gradient of all samples, as in the published code. False: of a batch of each
+            client, ζ_i.
     """
 
     kind: ClassVar[str] = "svrg"
 
     lr: Step = positive(default=None, adaptive="shared")
+    all_samples: bool = static(default=False)
 
     def once(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
         first, second = jax.random.split(key)
@@ -129,7 +132,8 @@ class SVRG(InnerSteps):
     @phase(takes=("x", "y"), gives="y", measures=True)
     def gradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
         """Reply with the client's gradient ∇y g_i(x, y), in the shape of y; the mean of these replies is q."""
-        loss, gradient = jax.value_and_grad(client.problem.inner, 1)(*at, client.inner_batch(key))
+        batch = client.inner_batch(key, None) if self.all_samples else client.inner_batch(key)
+        loss, gradient = jax.value_and_grad(client.problem.inner, 1)(*at, batch)
         return Reply(gradient, metrics={"inner_loss": loss}, gradients=1)
 
     @phase(takes=("x", "y", "y"), gives="y")
@@ -174,9 +178,10 @@ class Epochs(Nested):
     def outer_descent(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
         """Reply with the change of x after τ_i corrected steps without the part −αh, which all clients share."""
         x, y, h = at
+        sampled = self.hypergradient.sampled(client)
 
         def gradient(x: PyTree, draw: Draw) -> PyTree:
-            return jax.grad(client.problem.outer, 0)(x, y, client.outer_batch(draw))
+            return jax.grad(client.problem.outer, 0)(x, y, sampled.outer_batch(draw))
 
         drift = corrected_drift(gradient, x, h, LocalSteps.drawn(self.outer_steps, key), self.outer_lr)
         return Reply(drift, gradients=2 * (self.outer_steps - 1))

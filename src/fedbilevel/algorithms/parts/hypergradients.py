@@ -124,8 +124,8 @@ class SolvedSystem(Hypergradient):
     Args:
         solver: the solver of the linear system: a Neumann series or conjugate gradient.
         second_order: how clients compute products with second derivatives: exactly, or by differences of gradients.
-        all_samples: whether clients use all their samples for an estimate of the hypergradient. False: they use batches
-            of the method's `batch_size`.
+        all_samples: whether clients use all their samples for an estimate of the hypergradient, and for FedNest's local
+            steps on x. False: they use batches of the method's `batch_size`.
     """
 
     system: ClassVar[str]
