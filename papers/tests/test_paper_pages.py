@@ -125,7 +125,7 @@ def test_the_hours_of_all_entries_count_shared_runs_once() -> None:
     said = " ".join(page.hours(figures))
     minutes = [figures[k].quick.minutes or 0 for k in (0, 1, 3)]
     assert f"take about {sum(minutes) / 60:.0f} hours" in said
-    assert f"About {sum(minutes[:2]) / 60:.0f} of these hours are for fednest-3-published and simfbo-2. " in said
+    assert f"About {minutes[1] / 60:.0f} of these hours are for simfbo-2. " in said
     assert "GPU" not in " ".join(page.hours(figures[3:]))
 
 
