@@ -364,7 +364,7 @@ def saddle_in_y():
     ],
 )
 def test_a_hypergradient_of_all_samples(method, part):
-    """With `all_samples` the step on x is that of a method without batches; y does not move.
+    """With `all_samples` a method with batches makes the same step on x as a method without; y does not move.
 
     ∇y f, ∇²yy g and ∇²xy g all differ between samples, so that each of them would show a batch of a single sample.
     """

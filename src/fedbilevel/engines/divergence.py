@@ -236,7 +236,7 @@ def not_finite_after_a_step(
     if inner.value(x, shorter) > inner.value(x, y):
         return (
             f"{what}, where L = {largest:.3g} is the largest curvature of the inner loss at the start. This step is "
-            "too long, because the curvature grows away from the start, as that of exp does. Start y nearer to its "
+            "too long, because the curvature grows away from the start, as it does for exp. Start y nearer to its "
             "solution, for example the intercept of a Poisson regression at the logarithm of the mean count; or scale "
             "the features; or let y move more slowly (if its step sizes adapt, by fb.layered(method, "
             "fb.AdaptiveSteps(y_lr=0.1)))"

@@ -50,7 +50,7 @@ class Versions(NamedTuple):
             counted: the tag of this client's last reply that counted, which the message contains.
             round: the round of the message.
             differences: whether the client sends changes of its state (`Asks.differences`). It must then neither begin
-                anew nor continue from an earlier state, such as that of a restored copy.
+                anew nor continue from an earlier state, for example from a restored copy of its folder.
 
         Raises:
             Refusal: all stored states are later than the reply `counted`; or the state after this reply is not stored,
