@@ -260,12 +260,12 @@ FEDNEST = fb.FedNest(inner=SVRG(rounds=2), batch_size=None, outer_lr=0.02)
 )
 def test_costs_are_the_methods_and_those_of_the_measures(method, often):
     """A run costs what the method costs with fixed steps, plus the products and the bytes of the measurements. Three
-    clients measure in 7 rounds: each makes 10 products the first time and 3 each later time. A message has two numbers
+    clients measure in 7 rounds: each makes 12 products the first time and 3 each later time. A message has two numbers
     and a seed more; a reply that measures has six numbers more. FedNest measures with q, once in each of its T = 2
     inner rounds. If only the step on x adapts, no product is added."""
     problem, _, _ = stiffening(10.0)
     plain, followed = (played(one, problem, 7).ledger for one in (fixed(method), method))
-    assert followed.hvps == plain.hvps + 3 * (10 + 3 * (7 * often - 1))
+    assert followed.hvps == plain.hvps + 3 * (12 + 3 * (7 * often - 1))
     assert followed.gradients == plain.gradients
     assert followed.bytes_down == plain.bytes_down + (2 * 8 + 4) * plain.replies
     assert followed.bytes_up == plain.bytes_up + 6 * 8 * 3 * 7 * often
@@ -486,7 +486,8 @@ def test_an_estimate_apart_from_rounds_is_by_steps_measured_there():
 @pytest.mark.slow
 def test_where_clients_would_keep_much_they_begin_anew(monkeypatch):
     """If clients would have to keep too much, they start the power method anew at each measurement. No client state is
-    then as large as y, each measurement takes ten products in place of three, and the method ends at the same point."""
+    then as large as y, measurements after the first take ten products in place of three, and the method ends at the
+    same point."""
     problem, x, y = stiffening(10)
     method, sizes, begin = half(EXACT["SimFBO"]).algorithm, [], fb.Local.start
 

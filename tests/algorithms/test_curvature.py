@@ -91,7 +91,8 @@ def test_few_products_a_round_follow_a_hessian_that_turns_and_grows():
     for place, x in enumerate(np.linspace(0, 3, 300)):
         kept, largest, hvps = asked(kept, x)
         assert 0.97 < float(largest) / 10**x < 1 + 1e-6
-        assert int(hvps) == 2 + (10 if place == 0 else 3)  # SimFBO's own two, and those of the measurement
+        # SimFBO's own two, and those of the measurement, with two for the trial of the first step
+        assert int(hvps) == 2 + (12 if place == 0 else 3)
 
 
 def test_a_direction_that_becomes_stiff_is_seen_after_the_power_method_has_settled():
@@ -182,3 +183,50 @@ def test_a_product_is_held_to_the_curvature_along_it(product, factor):
     asked = Asked(method, phase, (jnp.zeros(2), jnp.zeros(2), p), jax.random.key(0))
     total, _ = layer.exchange(asked, known, lambda again: Total.of_mean(jnp.asarray(product)))
     np.testing.assert_allclose(total.update, factor * np.asarray(product), rtol=1e-6)
+
+
+def first_measured(inner, y, data, batch_size=None, keys=(0,)):
+    """Return L_i and the number of products of a client's first measurement at y, once for each key."""
+    problem = fb.Bilevel(lambda x, y, batch: jnp.mean(batch) * x, inner)
+    client, begin = client_alone(problem, np.ones(2), data), PowerMethod.begin(y, keep=True)
+
+    @jax.jit
+    def measured(key):
+        power, products = begin.measured(client, 0.0, y, key, batch_size, jax.random.key(key))
+        return power.largest, products
+
+    return [tuple(map(float, measured(jnp.asarray(key, "uint32")))) for key in keys]
+
+
+def test_a_curvature_that_grows_along_the_first_steps_is_found():
+    """L_i is raised until gradient descent meets no curvature above it, as computed by hand.
+
+    For exp(y) − 55 y the curvature is exp(y), and the gradient exp(y) − 55. At y = 0, L is 1, and steps of 1/L end at
+    54/L. For L = 1, 2, 4, 8 and 16, the curvature there is above L; for L = 16 it is exp(3.375) = 29. For 32 it is
+    exp(1.69) = 5.4. The next step ends at 3.24, with a curvature of 25, and the one after it at 4.16, with 64, which
+    is above 32. For L = 64 it ends at 3.70, with a curvature of 40 and a gradient of −14.6, less than half of the
+    first. These are 10 products of the power method, one at y, and 9 for the steps.
+    """
+
+    def inner(x, y, batch):
+        return jnp.exp(y) - 55 * y + 0 * jnp.mean(batch)
+
+    assert first_measured(inner, jnp.zeros(()), np.ones(2)) == [(64, 20)]
+
+
+@pytest.mark.parametrize("batch_size", [None, 1])
+def test_a_trial_changes_nothing_for_a_quadratic_loss(batch_size):
+    """On batches with other directions of curvature, too, a trial takes two products, and leaves L_i as it is.
+
+    The losses of single samples are (a·y − 1)²/2, whose Hessian aaᵀ has rank 1. So the curvature along the gradient of
+    a batch of one sample, |a|², may be many times the last product of the power method, which came from other batches.
+    """
+    a = np.random.default_rng(0).normal(size=(30, 20)) * np.geomspace(0.1, 10, 30)[:, None]
+
+    def inner(x, y, batch):
+        return jnp.mean((batch @ y - 1) ** 2) / 2
+
+    for largest, products in first_measured(inner, jnp.zeros(20), a, batch_size, range(10)):
+        assert products == 10 + 2
+        if batch_size is None:
+            assert largest == pytest.approx(np.linalg.eigvalsh(a.T @ a / 30)[-1], rel=0.05)

@@ -108,7 +108,7 @@ def test_a_budget_of_bytes_or_of_evaluations_is_shared_by_all_trials():
     for amount, trials in ((3 * each, 3), (3 * each - 1, 3), (each, 1)):
         ledger = searched(method, amount, unit="evaluations").ledger
         assert ledger.exchanges_by_phase["validation"] == trials
-        assert amount - each < ledger.gradients + ledger.hvps <= amount + 3 * 7  # a short trial has 10 products, too
+        assert amount - each < ledger.gradients + ledger.hvps <= amount + 3 * 7  # a short trial has 12 products, too
 
 
 def test_under_privacy_all_trials_share_one_account():

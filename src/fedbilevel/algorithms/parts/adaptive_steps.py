@@ -127,9 +127,10 @@ class AdaptiveSteps(Layer):
         x_lr: η, the largest change of an entry of x in a round. Choose a smaller value, such as 0.02, if x is too fast
             for y, or if a penalty depends on several entries of x.
         remember: whether a client keeps the vector of its power method, which is as large as y. Then a measurement
-            takes 3 products with a Hessian, and otherwise 10. With MEHA, which measures the curvatures of both losses,
-            these numbers are 6 and 20. `solve` sets this field to False if simulated clients would keep more than half
-            a gigabyte.
+            takes 3 products with a Hessian, and otherwise 10. A client's first measurement takes 12, or more if the
+            curvature grows along its first steps. With MEHA, which measures the curvatures of both losses, these
+            numbers are 6, 20 and 24. `solve` sets this field to False if simulated clients would keep more than half a
+            gigabyte.
     """
 
     kind, place, learns = "adaptive_steps", "steps", True

@@ -16,6 +16,13 @@ Without w, L_i is then too low by a factor of 10⁴ in the worst case. With w th
 grows (benchmarks/results/power_method.txt, which also has other values of MIX and AGAIN). Steps of 1/L_i are stable up
 to a factor of 2.
 
+The curvature at y may be much smaller than where the first step leads. For exp(y) − cy, for example, it is 1 at y = 0
+and c at the solution, and a step of 1/L_i from 0 ends far beyond the solution, at c − 1. At its first measurement, a
+client therefore tries the step y − ∇y g_i/L_i. If the curvature at its end is more than GROWTH times the curvature at
+y, the client doubles L_i until gradient descent with steps of 1/L_i halves the norm of the gradient without meeting a
+curvature above L_i. Here the curvature is that along the gradient, on one batch. With a quadratic loss it is the same
+everywhere, so that the trial never changes L_i. Later measurements need no trial, since L_i falls slowly.
+
 The server averages the reported curvatures in the same way as the replies. If this is the unbiased mean of a cohort,
 (M/P) Σ p_i, then curvature and reply are too large or too small by the same factor, so that a step of 1/L remains safe.
 The server's curvature follows a rise at once. In a round it falls at most to FALL times its value.
@@ -45,6 +52,8 @@ AGAIN = 3  # the number of products of a client that has a vector
 MIX = 0.3  # the length of the random vector that is added to the unit vector
 RISE = 1.005  # the factor by which L_i may rise between two measurements without a shorter step on x
 FALL = 0.95  # the smallest factor by which a curvature can fall between two measurements
+GROWTH = 2  # the factor by which the curvature may grow along a client's first step
+TRIALS = 30  # the largest number of products with which a client tries its first steps
 STREAM = 0x4C  # the number that derives the key of a measurement from the key of a phase
 
 
@@ -85,14 +94,20 @@ class PowerMethod(NamedTuple):
         draws w only once. `added` has the terms that the method adds to the inner loss.
         """
         key = jax.random.fold_in(key, STREAM)
-        products: Any = FIRST
+        powers: Any = FIRST
         start = unit(optax.tree.random_like(jax.random.key(seed), y))
         if self.vector is not None:
-            products = jnp.where(self.largest > 0, AGAIN, FIRST)
+            powers = jnp.where(self.largest > 0, AGAIN, FIRST)
             start = unit(move(self.vector, jnp.where(self.largest > 0, MIX, 1), start))
+        tries = ~(self.largest > 0)  # whether the client also tries its first steps
 
-        def once(n: Array, found: PowerMethod) -> PowerMethod:
-            draw = jax.random.fold_in(key, n)
+        def goes_on(state: tuple[Array, PowerMethod, Trial]) -> Array:
+            n, _, trial = state
+            return (n < powers) | (tries & ~trial.done)
+
+        def once(state: tuple[Array, PowerMethod, Trial]) -> tuple[Array, PowerMethod, Trial]:
+            n, found, trial = state
+            draw = jax.random.fold_in(key, jnp.minimum(n, powers - 1))  # the steps are tried on the last batch
             inner_batch = client.inner_batch(draw, batch_size)
 
             def loss(y: PyTree) -> Array:
@@ -101,14 +116,68 @@ class PowerMethod(NamedTuple):
                     return g
                 return g + added.outer * client.problem.outer(x, y, client.outer_batch(draw, batch_size))
 
-            product = value_and_derivative(jax.grad(loss), y, found.vector)[1]
-            return found._replace(vector=unit(product), largest=optax.tree.norm(product).astype(found.largest.dtype))
+            is_power = n < powers
+            at, along = chosen(is_power, (y, found.vector), (trial.end, trial.gradient))
+            gradient, product = value_and_derivative(jax.grad(loss), at, along)
+            norm = optax.tree.norm(product).astype(self.largest.dtype)
+            powered = found._replace(vector=unit(product), largest=norm)
+            begun = Trial.begin(y, gradient, (norm + added.constant).astype(norm.dtype))
+            return n + 1, *chosen(is_power, (powered, begun), (found, trial.after(gradient, norm)))
 
-        found = jax.lax.fori_loop(0, products, once, self._replace(vector=start))
-        largest = jnp.maximum(found.largest + added.constant, FALL * self.largest).astype(self.largest.dtype)
+        begin = jnp.zeros((), "int32"), self._replace(vector=start), Trial.begin(y, y, self.largest)
+        products, found, trial = jax.lax.while_loop(goes_on, once, begin)
+        largest = jnp.maximum(trial.largest, FALL * self.largest)
         least = jnp.where(self.least > 0, jnp.minimum(RISE * self.least, largest), largest)
-        products = jnp.asarray(products) * (1 if added.outer is None else 2)
+        products = products * (1 if added.outer is None else 2)
         return PowerMethod(None if self.vector is None else found.vector, largest, least), products
+
+
+class Trial(NamedTuple):
+    """Hold the point that gradient descent has reached whose steps are tried, and the curvature that it has met."""
+
+    y: PyTree
+    gradient: PyTree  # the gradient at y
+    largest: Array  # L, whose inverse is the size of the steps
+    allowed: Array  # the largest curvature that the end of the next step may have
+    enough: Array  # the norm of the gradient at which the trial ends
+    products: Array  # the number of products with a Hessian
+    done: Array  # whether no further step has to be tried
+
+    @classmethod
+    def begin(cls, y: PyTree, gradient: PyTree, largest: Array) -> Trial:
+        """Begin at y. The first product measures the curvature at y itself, for comparison."""
+        any_curvature, enough = jnp.full_like(largest, jnp.inf), optax.tree.norm(gradient) / 2
+        return cls(y, gradient, largest, any_curvature, enough, jnp.zeros((), "int32"), ~(largest > 0))
+
+    @property
+    def end(self) -> PyTree:
+        """Return the point whose curvature the next product measures: the end of the next step."""
+        return move(self.y, jnp.where(self.products == 0, 0, -over(1, self.largest)), self.gradient)
+
+    def after(self, gradient: PyTree, norm: Array) -> Trial:
+        """Accept the step, or double L if it meets too large a curvature.
+
+        If the curvature does not grow along the first step, no other step is tried, and L stays as it is.
+
+        Args:
+            gradient: the gradient at `end`.
+            norm: the norm of the product of the Hessian at `end` with the gradient at y.
+        """
+        begins = self.products == 0
+        curvature = over(norm, optax.tree.norm(self.gradient)).astype(norm.dtype)
+        fits = curvature <= self.allowed  # False for NaN, too
+        y, gradient = chosen(fits, (self.end, gradient), (self.y, self.gradient))
+        largest = jnp.where(fits, 1, 2) * self.largest
+        allowed = jnp.where(begins, GROWTH * jnp.maximum(curvature, largest), largest)
+        grows_not = (self.products == 1) & fits
+        halved = ~begins & (optax.tree.norm(gradient) <= self.enough)
+        products = self.products + 1
+        return Trial(y, gradient, largest, allowed, self.enough, products, grows_not | halved | (products == TRIALS))
+
+
+def chosen(condition: Array, yes: Any, no: Any) -> Any:
+    """Return one of two trees of the same structure, by a condition."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
 
 
 class Measured(NamedTuple):
