@@ -410,7 +410,7 @@ def test_pairs_need_a_partner_each():
 
 @pytest.mark.slow
 def test_a_pairs_step_is_checked_against_a_batch():
-    """The step of a series on pairs is checked against the curvature of a batch.
+    """The step of a series on pairs is checked against the curvature of the samples of an estimate: a batch, or all.
 
     Sample s curves only y_s, by 8. The largest eigenvalue of all four samples is 2, and that of two samples is 4, or 8
     if one is drawn twice: 0.6·4 ≥ 2 > 0.6·2.
@@ -422,13 +422,15 @@ def test_a_pairs_step_is_checked_against_a_batch():
     problem = fb.Bilevel(lambda x, y, batch: jnp.mean(batch @ y), inner)
     clients, start = fb.Clients([np.eye(4)], [np.eye(4)]), (jnp.ones(4), jnp.ones(4))
 
-    def once(batch_size, paired):
-        hypergradient = fb.parts.LocalImplicit(solver=fb.parts.Neumann(step=0.6), paired=paired)
+    def once(batch_size, paired, all_samples=False):
+        series = fb.parts.Neumann(step=0.6)
+        hypergradient = fb.parts.LocalImplicit(solver=series, paired=paired, all_samples=all_samples)
         algorithm = fixed(fb.RABO(inner=fb.parts.LocalSGD(lr=0.1), hypergradient=hypergradient, batch_size=batch_size))
         fb.solve(algorithm, problem, clients, *start, rounds=1, engine=fb.Reference())
 
     once(2, paired=False)
     once(32, paired=True)  # a batch of all samples
+    once(2, paired=True, all_samples=True)
     with refuses("Neumann.step", 0.6, "below 2/ℓ = 0."):
         once(2, paired=True)
 
