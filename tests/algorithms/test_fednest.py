@@ -390,15 +390,21 @@ def test_a_hypergradient_of_all_samples(method, part):
 def test_a_round_on_all_samples():
     """With `all_samples` in both parts, batches play no role in a round with one local step on y and two on x.
 
-    The correction of the only step on y is 0, and q is the gradient of all samples.
+    The correction of the only step on y is 0, and q is the gradient of all samples. The curvature of f in x differs
+    between samples, so that the second step on x would show a batch of a single sample.
     """
     task = quadratic(clients=3, samples=(3, 5), noise=0.5)
+
+    def outer(x, y, batch):
+        return task.problem.outer(x, y, batch) + jnp.mean(batch["t"] ** 2) * jnp.sum(x**2)
+
+    problem = fb.Bilevel(outer, task.problem.inner)
 
     def ends(batch_size, on_y, on_x):
         inner = fb.parts.SVRG(local_steps=1, lr=0.1, all_samples=on_y)
         series = fb.parts.Implicit(solver=fb.parts.Neumann(terms=3, step=0.1), all_samples=on_x)
         method = fb.FedNest(inner=inner, hypergradient=series, outer_lr=0.1, outer_steps=2, batch_size=batch_size)
-        end = run(method, task, 1, engine=fb.Reference())
+        end = fb.solve(method, problem, task.clients, task.x0, task.y0, rounds=1, engine=fb.Reference())
         return np.concatenate([end.x, end.y])
 
     whole = ends(None, False, False)
