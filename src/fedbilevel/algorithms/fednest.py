@@ -132,7 +132,7 @@ class SVRG(InnerSteps):
     @phase(takes=("x", "y"), gives="y", measures=True)
     def gradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
         """Reply with the client's gradient ∇y g_i(x, y), in the shape of y; the mean of these replies is q."""
-        batch = client.inner_batch(key, None) if self.all_samples else client.inner_batch(key)
+        batch = client.inner_batch(key, None if self.all_samples else client.batch_size)
         loss, gradient = jax.value_and_grad(client.problem.inner, 1)(*at, batch)
         return Reply(gradient, metrics={"inner_loss": loss}, gradients=1)
 
