@@ -82,7 +82,11 @@ def comparable(problem: Problem) -> bool:
 
 
 class Spent(NamedTuple):
-    """Hold the cost of a run: its number of gradients, and their batch size (None: all samples of a client)."""
+    """Hold the cost of a run: its number of gradients, and their batch size (None: all samples of a client).
+
+    The batch size is that of the method. Gradients that a part of the method computes on all samples count as gradients
+    on a batch, too, so that the cost of such a run is larger than `passes` says.
+    """
 
     gradients: int
     batch_size: int | None
