@@ -180,6 +180,15 @@ def test_a_checkpoint_without_the_names_of_layers_is_compared_without_them(befor
     assert taken().differences(old) == {}
 
 
+def test_a_field_that_an_earlier_version_did_not_have_counts_with_its_default():
+    method, name = fixed(fb.FedNest()), "inner.all_samples"
+    made = taken(algorithm=method)
+    old = dataclasses.replace(made, stated={k: v for k, v in made.stated.items() if k != name})
+    assert made.differences(old) == {}
+    other = dataclasses.replace(method, inner=dataclasses.replace(method.inner, all_samples=True))
+    assert taken(algorithm=other).differences(old) == {name: (None, True)}
+
+
 def test_an_optimizers_own_functions_count():
     """A change of a function inside an optimizer is detected.
 

@@ -62,14 +62,19 @@ class Fingerprint:
     """Metric -> its hash. A resumed run may have more metrics or fewer, but no other metric under the same name."""
     versions: str = VERSIONS
     """Versions of the libraries. Another version may trace or compile the same function to another program."""
+    defaults: list[str] = field(default_factory=list)
+    """The names in `stated` of the method's fields that have their defaults, including those of its parts."""
 
     def differences(self, before: Fingerprint) -> ChangedValues:
         """Return what differs from the fingerprint `before`: name -> (value there, value here), or None for hashes.
 
-        Functions and metrics are not compared if other versions of the libraries traced them.
+        Functions and metrics are not compared if other versions of the libraries traced them. A field that an earlier
+        version did not have counts with its default.
         """
         old, new = before.stated, self.stated
-        old = {"layers": new.get("layers"), **old}  # earlier versions did not record the layers
+        parts = {name.rpartition(".")[0] for name in old}  # with fields of their own; "" is the method
+        missing = [name for name in self.defaults if name not in old and name.rpartition(".")[0] in parts]
+        old = {name: new.get(name) for name in ("layers", *missing)} | old  # earlier versions did not record the layers
         stated = {name: (old.get(name), new.get(name)) for name in _changed(old, new)}
         hashes = _changed(before.hashed, self.hashed)
         for name in sorted(before.by_round.keys() | self.by_round.keys()):
@@ -142,7 +147,9 @@ def take(
     if isinstance(clients, Clients):
         hashed["clients' numbers of samples"] = of_tree((clients.outer.size, clients.inner.size))
     stated = {**said, "problem": type(problem).__name__, "clients": len(clients), **stated}
-    return Fingerprint(stated, hashed, functions, by_round)
+    values = hyperparameters(algorithm)
+    defaults = [one.path for one in entries(algorithm) if one.path in values and values[one.path] == one.default]
+    return Fingerprint(stated, hashed, functions, by_round, defaults=defaults)
 
 
 def of_rules(own: Mapping[str, Values | None]) -> Hashes:
