@@ -189,6 +189,21 @@ def test_a_field_that_an_earlier_version_did_not_have_counts_with_its_default():
     assert taken(algorithm=other).differences(old) == {name: (None, True)}
 
 
+@pytest.mark.parametrize("adapts", [False, True])
+def test_another_class_of_a_part_within_a_part_is_named(adapts):
+    """A part within a part, and a part or an optimizer of a method within a layer, count as those of a method do."""
+    parts, path = fb.parts, "algorithm.hypergradient" if adapts else "hypergradient"
+    exact, differences = (
+        fb.AFBO(hypergradient=parts.LocalImplicit(second_order=order)) for order in (parts.Exact(), parts.Differences())
+    )
+    one, other = (taken(algorithm=fb.AdaptiveSteps(m) if adapts else fixed(m)) for m in (exact, differences))
+    assert other.differences(one) == {f"{path}.second_order": ("Exact", "Differences")}
+    assert other.differences(dataclasses.replace(one, parts={})) == {}
+    if adapts:
+        one, other = (taken(algorithm=fb.AdaptiveSteps(fb.SimFBO(server_optimizer=optax.sgd(lr)))) for lr in (0.5, 0.6))
+        assert other.differences(one) == {"algorithm.server_optimizer": None}
+
+
 def test_an_optimizers_own_functions_count():
     """A change of a function inside an optimizer is detected.
 

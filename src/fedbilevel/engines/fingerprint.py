@@ -64,6 +64,8 @@ class Fingerprint:
     """Versions of the libraries. Another version may trace or compile the same function to another program."""
     defaults: list[str] = field(default_factory=list)
     """The names in `stated` of the method's fields that have their defaults, including those of its parts."""
+    parts: dict[str, str] = field(default_factory=dict)
+    """The classes of parts within parts, by path. Checkpoints of earlier versions have none, and are not compared."""
 
     def differences(self, before: Fingerprint) -> ChangedValues:
         """Return what differs from the fingerprint `before`: name -> (value there, value here), or None for hashes.
@@ -76,6 +78,9 @@ class Fingerprint:
         missing = [name for name in self.defaults if name not in old and name.rpartition(".")[0] in parts]
         old = {name: new.get(name) for name in ("layers", *missing)} | old  # earlier versions did not record the layers
         stated = {name: (old.get(name), new.get(name)) for name in _changed(old, new)}
+        if before.parts:
+            was, now = before.parts, self.parts
+            stated |= {name: (was.get(name), now.get(name)) for name in _changed(was, now)}
         hashes = _changed(before.hashed, self.hashed)
         for name in sorted(before.by_round.keys() | self.by_round.keys()):
             was, now = before.by_round.get(name), self.by_round.get(name)
@@ -149,7 +154,10 @@ def take(
     stated = {**said, "problem": type(problem).__name__, "clients": len(clients), **stated}
     values = hyperparameters(algorithm)
     defaults = [one.path for one in entries(algorithm) if one.path in values and values[one.path] == one.default]
-    return Fingerprint(stated, hashed, functions, by_round, defaults=defaults)
+    parts = {
+        one.path: type(one.value).__name__ for one in entries(algorithm) if len(one.keys) > 1 and is_part(one.value)
+    }
+    return Fingerprint(stated, hashed, functions, by_round, defaults=defaults, parts=parts)
 
 
 def of_rules(own: Mapping[str, Values | None]) -> Hashes:
@@ -167,9 +175,9 @@ def of_method(algorithm: Algorithm) -> tuple[dict[str, Any], Hashes]:
     """Return (the method's name, its parts' names and its numbers; hashes of its schedules and optimizers, by name)."""
     parts = field_values(algorithm)
     functions = {f"schedule {path}": _of_schedule(schedule) for path, schedule in schedules(algorithm)}
-    for name, part in parts.items():
-        if isinstance(part, optax.GradientTransformation):
-            functions[name] = short(*_made_of(part))
+    for entry in entries(algorithm):
+        if isinstance(entry.value, optax.GradientTransformation):
+            functions[entry.path] = short(*_made_of(entry.value))
     kinds = {name: type(part).__name__ for name, part in parts.items() if is_dataclass(part)}
     layers = [type(layer).__name__ for layer in layers_at(algorithm) if layer.place not in WITH_FIELDS]
     return {"algorithm": algorithm.label, "layers": layers, **kinds, **hyperparameters(algorithm)}, functions
