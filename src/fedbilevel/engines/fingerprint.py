@@ -79,8 +79,9 @@ class Fingerprint:
         old = {name: new.get(name) for name in ("layers", *missing)} | old  # earlier versions did not record the layers
         stated = {name: (old.get(name), new.get(name)) for name in _changed(old, new)}
         if before.parts:
-            was, now = before.parts, self.parts
-            stated |= {name: (was.get(name), now.get(name)) for name in _changed(was, now)}
+            stated |= {
+                name: (before.parts.get(name), self.parts.get(name)) for name in _changed(before.parts, self.parts)
+            }
         hashes = _changed(before.hashed, self.hashed)
         for name in sorted(before.by_round.keys() | self.by_round.keys()):
             was, now = before.by_round.get(name), self.by_round.get(name)
