@@ -12,6 +12,7 @@ from fedbilevel.core.problem import Bilevel
 from fedbilevel.oracles.exact import dense_implicit, slopes, solve_inner, unrolled_gradient
 from fedbilevel.oracles.population import Population
 from fedbilevel.tasks.quadratic import quadratic, solution
+from refusals import refuses
 
 EPS = np.finfo(np.float64).eps
 CONDITION, STEPS, LR = 10.0, 7, 0.8
@@ -189,3 +190,13 @@ def test_the_inner_solution_is_that_of_all_samples_of_all_clients() -> None:
     clients = fb.Clients([np.zeros(1), np.zeros(1)], [np.array([1.0, 3.0]), np.array([7.0])], weights=[0.75, 0.25])
     found = fb.inner_solution(problem, clients, 0.5, 0.0)
     np.testing.assert_allclose(found.y, (0.75 * 2 + 0.25 * 7) / 1.5, rtol=4 * EPS)
+
+
+@pytest.mark.parametrize("named", [{"local": "x"}, {"own": lambda path: True}], ids=["local", "own"])
+def test_parts_that_clients_keep_are_refused(named) -> None:
+    """Every client has its own x or y here, and a loss that is given the parts of all clients takes wrong ones."""
+    pull = lambda x, y, a: jnp.mean((y[0] - a) ** 2) + x[0] * y[0] ** 2  # noqa: E731
+    problem, clients = fb.Bilevel(pull, pull, **named), fb.Clients([np.ones(1), np.ones(1)])
+    for compute in (fb.inner_solution, fb.check_hypergradient, fb.diagnose):
+        with refuses(f"Bilevel.{next(iter(named))}", next(iter(named.values()))):
+            compute(problem, clients, np.ones(2), np.zeros(2))

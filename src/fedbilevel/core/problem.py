@@ -190,8 +190,8 @@ class Problem(Shown):
         changed._keep_x_in(project_x)
         return changed
 
-    def with_own(self, own: IsOwn) -> Self:
-        """Return a copy of this problem in which `own` says which leaves of y are each client's own."""
+    def with_own(self, own: IsOwn | None) -> Self:
+        """Return a copy of this problem in which `own` says which leaves of y are each client's own; None: no leaf."""
         changed = copy.copy(self)
         vars(changed).update(own=own, key=None)
         return changed

@@ -39,7 +39,7 @@ from fedbilevel.core.tree import XYV, PyTree, is_floating, split
 from fedbilevel.engines import first_look
 from fedbilevel.engines.divergence import needs_ridge
 from fedbilevel.engines.progress import report_stage
-from fedbilevel.oracles.exact import solve_inner
+from fedbilevel.oracles.exact import require_shared, solve_inner
 from fedbilevel.oracles.operators import Extremes, conjugate_gradient, extreme_eigenvalues
 from fedbilevel.oracles.population import Population, WeightedLoss
 
@@ -266,7 +266,7 @@ def point(problem: object, clients: object, x: PyTree, y: PyTree) -> Differentia
         isinstance(problem, Bilevel), "problem", type(problem).__name__, "a Bilevel, Minimax or Compositional problem"
     )
     assert isinstance(problem, Bilevel)
-    require(problem.own is None, "Bilevel.own", problem.own, "None: diagnostics need one y for all clients")
+    require_shared(problem)
     clients = require_clients(clients)
     given = [leaf for leaf in jax.tree.leaves((x, y)) if is_floating(leaf)]
     (x, x_fixed), (y, y_fixed) = split(x), split(y)  # before JAX computes anything

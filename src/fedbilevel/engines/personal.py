@@ -58,7 +58,7 @@ def personalise(problem: Bilevel, result: Result, samples: PyTree, *, start: PyT
     def alone(loss: Loss) -> Any:
         return lambda x, own, batch: loss(join(x, x_fixed), join(join(shared, own), y_fixed), batch)
 
-    found = inner_solution(problem.with_losses(alone), Clients([samples]), x, first)
+    found = inner_solution(problem.with_losses(alone).with_own(None), Clients([samples]), x, first)
     if bool(found.negative_curvature) or nonfinite_leaves(found.y):
         raise NumericalError("personalise: the inner loss is not convex in the client's own leaves of y; add a ridge")
     return join(join(shared, found.y), y_fixed)

@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 
 from fedbilevel.core.client import Clients
-from fedbilevel.core.errors import require_count
+from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.forked import refuse_forked_child
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
@@ -141,9 +141,20 @@ def inner_solution(problem: Problem, clients: Clients, x: PyTree, y0: PyTree) ->
         clients: the population.
         x: a tree of arrays.
         y0: the start, a tree of arrays.
+
+    Raises:
+        ConfigurationError: clients keep x or leaves of y (`Bilevel.local`, `Bilevel.own`).
     """
     refuse_forked_child()
+    require_shared(problem)
     return solve_inner(Population.of(problem, clients), x, y0)
+
+
+def require_shared(problem: Problem) -> None:
+    """Refuse a problem whose clients keep x or leaves of y, since its losses need these parts of a single client."""
+    for name, variable in (("local", "x"), ("own", "y")):
+        kept = getattr(problem, name)
+        require(kept is None, f"Bilevel.{name}", kept, f"None: this needs one {variable} for all clients")
 
 
 class Slopes(NamedTuple):
