@@ -158,19 +158,36 @@ def test_samples_are_outer_or_inner_and_a_column_is_measured_once():
         solved(own={"error": METRICS["error"]}, metrics={"error.worst": lambda x, y: 0.0})
 
 
-def test_losses_that_take_all_samples_or_draw_are_metrics_too():
-    """A loss that takes all samples, or that draws, can be a metric: its mean over all of a client's samples.
-
-    The function inside such a loss takes one argument more.
-    """
-    whole = fb.WholeLoss(lambda x, y, samples, valid: jnp.sum(jnp.where(valid, samples["a"][:, 0], 0)) / jnp.sum(valid))
+def test_a_loss_that_draws_is_a_metric_too():
+    """The function inside such a loss takes one argument more."""
     drawn = fb.Bilevel(lambda x, y, batch, key: jnp.mean(batch["a"][:, 0]), lambda x, y, batch: y @ y).outer
-    rows = [np.array([[1.0], [3.0]]), np.array([[5.0], [7.0]])]
-    evaluate = PerClientEvaluation(
-        as_per_client({"whole": whole, "drawn": drawn}), fb.Clients([{"a": a} for a in rows]), (None, None)
-    )
-    for values in evaluate.each(jnp.ones(2), jnp.ones(3)).values():
-        np.testing.assert_allclose(values, [2.0, 6.0], rtol=1e-12)
+    rows = [{"a": np.array([[1.0], [3.0]])}, {"a": np.array([[5.0], [7.0]])}]
+    evaluate = PerClientEvaluation(as_per_client({"drawn": drawn}), fb.Clients(rows), (None, None))
+    np.testing.assert_allclose(evaluate.each(jnp.ones(2), jnp.ones(3))["drawn"], [2.0, 6.0], rtol=1e-12)
+
+
+@pytest.mark.parametrize("map_in", [False, True])
+def test_a_loss_of_all_samples_gets_all_samples_of_a_client(map_in, tmp_path):
+    """The largest value of a client is neither a mean over its samples, nor that of a block or of the padding."""
+
+    def largest(x, y, samples, valid):
+        return jnp.max(jnp.where(valid, samples["a"] @ y - x[0], -jnp.inf))
+
+    clients = population(tmp_path if map_in else None)
+    for name in ("outer", "inner"):
+        row = solved(clients=clients, own={"m": fb.PerClient(fb.WholeLoss(largest), name)}, eval_every=None)
+        x, y, rows = np.asarray(row.x), np.asarray(row.y), getattr(population(), name)
+        want = np.array([np.max(rows.row(i)["a"] @ y - x[0]) for i in range(4)])
+        assert row.history.rows[-1]["m.mean"] == pytest.approx(P @ want, rel=1e-12)
+        assert row.history.rows[-1]["m.worst"] == pytest.approx(want.max(), rel=1e-12)
+
+
+def test_each_client_has_its_own_leaves_in_a_loss_of_all_samples():
+    """Client i has y = i + 1 here, and the metric is y times the sum of its samples."""
+    whole = fb.WholeLoss(lambda x, y, samples, valid: y * jnp.sum(jnp.where(valid, samples, 0)))
+    clients = fb.Clients([np.array([1.0, 2.0]), np.array([5.0])])
+    evaluate = PerClientEvaluation({"m": PerClient(whole)}, clients, (None, None), own=lambda path: True)
+    np.testing.assert_allclose(evaluate.each(jnp.ones(()), np.array([1.0, 2.0]))["m"], [3.0, 10.0], rtol=1e-12)
 
 
 def test_of_several_processes_each_measures_its_share(monkeypatch):

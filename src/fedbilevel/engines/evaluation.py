@@ -23,6 +23,7 @@ from fedbilevel.core.inputs import explained, require_function
 from fedbilevel.core.metrics import Metric, MetricFunction, larger_is_better, require_direction
 from fedbilevel.core.on_disk import let_go
 from fedbilevel.core.own_y import IsOwn, parted_y
+from fedbilevel.core.problem import Padded, WholeLoss
 from fedbilevel.core.ragged import Ragged, check_finite
 from fedbilevel.core.tree import PyTree, join
 from fedbilevel.engines.history import Row
@@ -119,7 +120,8 @@ class PerClient:
     """Describe a metric that is measured on each client separately, on all its outer or all its inner samples.
 
     Args:
-        function: (x, y, batch) -> number, a mean over the samples of the batch, like a loss.
+        function: (x, y, batch) -> number, a mean over the samples of the batch, like a loss; or a `WholeLoss`, which
+            gets all samples of the client at once.
         samples: "outer" or "inner": the loss whose samples are used.
         larger_is_better: whether the client with the largest value is the best client; False: the client with the
             smallest value is the best. None: True for accuracies, False for other metrics.
@@ -202,7 +204,7 @@ class PerClientEvaluation:
 
     Samples are evaluated in blocks of BLOCK, and read from memory maps when they are needed. Each sample enters its
     client's mean once, and the mean is summed in float64, so that neither blocks nor unequal sizes influence the
-    result.
+    result. A `WholeLoss` gets one client's samples after the other's, each padded to the same length.
     """
 
     metrics: Mapping[str, PerClient]
@@ -234,7 +236,8 @@ class PerClientEvaluation:
         """Compute each client's mean over its samples, as float64 of shape (M,); several processes share the work."""
         bounds = np.arange(self.group.processes + 1) * len(self.clients) // self.group.processes
         own = slice(*bounds[self.group.process : self.group.process + 2])
-        mine = self.means(name, Ragged(rows.values, rows.start[own], rows.size[own]), int(own.start), x, y)
+        measure = self.at_once if isinstance(self.metrics[name].function, WholeLoss) else self.means
+        mine = measure(name, Ragged(rows.values, rows.start[own], rows.size[own]), int(own.start), x, y)
         return np.concatenate([np.asarray(part, np.float64) for part in self.group.gather(mine.tolist())])
 
     def means(self, name: str, rows: Ragged, first: int, x: PyTree, y: PyTree) -> np.ndarray:
@@ -259,16 +262,37 @@ class PerClientEvaluation:
             np.add.at(sums, owner, np.asarray(values, np.float64)[: len(places)])
         return sums / rows.size
 
+    def at_once(self, name: str, rows: Ragged, first: int, x: PyTree, y: PyTree) -> np.ndarray:
+        """Compute a `WholeLoss` of each row, as float64 of shape (rows,); `first` is the first row's client."""
+        what, found = f"Clients.{self.metrics[name].samples}", []
+        offset = np.arange(getattr(self.clients, self.metrics[name].samples).size.max())  # as long in all processes
+        y, every = parted_y(self.own, y)
+        for client, (start, size) in enumerate(zip(rows.start, rows.size, strict=True), first):
+            index = start + np.minimum(offset, size - 1)
+            whose = lambda i, of=client: f"in sample {i} of client {of}"  # noqa: E731
+            table = _taken(rows.values, index, what, whose)
+            own = jax.tree.map(lambda leaf, of=client: leaf[of], every)
+            let_go((rows.values, every))
+            given = x, y, own, Padded(table, offset < size)
+            if name not in self.programs:
+                self.programs[name] = _of_all(self.metrics[name].function, *self.fixed, *given)
+            found.append(float(self.programs[name](*given)))
+        return np.array(found)
+
 
 def _block(values: PyTree, index: np.ndarray, what: str, whose: Callable[[int], str]) -> PyTree:
-    """Take the samples at `index`, and add copies of the first sample, so that every block has BLOCK samples.
+    """Take the samples at `index`, and add copies of the first sample, so that every block has BLOCK samples."""
+    return _taken(values, np.concatenate([index, np.repeat(index[:1], BLOCK - len(index))]), what, whose)
+
+
+def _taken(values: PyTree, index: np.ndarray, what: str, whose: Callable[[int], str]) -> PyTree:
+    """Take the samples at `index`.
 
     `what` names the samples in messages, and `whose` returns in words the place of the i-th sample.
     """
-    whole = np.concatenate([index, np.repeat(index[:1], BLOCK - len(index))])
 
     def take(path: Any, leaf: Any) -> np.ndarray:
-        taken = np.asarray(leaf[whole])
+        taken = np.asarray(leaf[index])
         if isinstance(leaf, np.memmap):  # arrays in memory were checked when the population was made
             check_finite(f"{what}{jax.tree_util.keystr(path)}", taken, whose)
         return taken
@@ -291,3 +315,14 @@ def _over_samples(
         return jax.vmap(one)(own, block)
 
     return _kept(jax.make_jaxpr(each)(x, y, own, block), x, y, own, block)
+
+
+def _of_all(
+    function: Measure, x_fixed: PyTree, y_fixed: PyTree, x: PyTree, y: PyTree, own: PyTree, table: PyTree
+) -> Callable[..., Any]:
+    """Compile the function (x, y, own, table) -> a `WholeLoss` of one client, whose padded samples are the table."""
+
+    def whole(x: PyTree, y: PyTree, own: PyTree, table: PyTree) -> Any:
+        return function(join(x, x_fixed), join(join(y, own), y_fixed), table)
+
+    return _kept(jax.make_jaxpr(whole)(x, y, own, table), x, y, own, table)

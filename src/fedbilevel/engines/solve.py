@@ -97,9 +97,10 @@ def solve(
         metrics: a dict from names to functions (x, y) -> number, which are computed for every row of the history.
             `Metric(function, larger_is_better)` in place of a function says whether a larger number is better.
         metrics_per_client: a dict from names to functions (x, y, batch) -> number. A function returns a mean over the
-            samples of the batch. For every row of the history it is called for each client, with all outer samples of
-            this client as the batch. `PerClient(function, "inner")` passes the inner samples instead. The history gets
-            NAME.mean (the mean with the clients' weights), NAME.worst, NAME.best and the deciles NAME.p10 … NAME.p90.
+            samples of the batch. For every row of the history, each client's mean over all of its outer samples is
+            computed, from calls with single samples. A `WholeLoss` in place of a function gets all samples of a client
+            at once. `PerClient(function, "inner")` takes the inner samples instead. The history gets NAME.mean (the
+            mean with the clients' weights), NAME.worst, NAME.best and the deciles NAME.p10 … NAME.p90.
         best_by: the column of the history by which `result.best` is chosen, such as a metric on validation samples;
             None: "outer_loss", the mean of the outer loss over the rounds since the previous row. If the method does
             not measure this loss, `result.best` is None.
