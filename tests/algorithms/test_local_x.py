@@ -141,3 +141,18 @@ def test_a_client_keeps_its_row_alone():
     problem, _ = split_quadratic("x")
     kept = composed(fixed(fb.SimFBO()), problem).client_state(problem, jnp.asarray(START), jnp.zeros(DIM_Y))
     assert [leaf.shape for leaf in jax.tree.leaves(kept)] == [(1, DIM_X)]
+
+
+def test_a_metric_per_client_gets_the_block_of_its_client():
+    """As losses do, a metric of client i gets block i of x, with leaves of shape (1, ...)."""
+
+    def first(x, y, batch):
+        assert x.shape == (1, DIM_X)
+        return x[0, 0]
+
+    whole = fb.WholeLoss(lambda x, y, samples, valid: first(x, y, samples))
+    result = run(METHODS["SimFBO"], metrics_per_client={"alone": first, "whole": whole})
+    for name in ("alone", "whole"):
+        ends = [result.history[f"{name}.{kind}"][-1] for kind in ("best", "worst")]
+        np.testing.assert_allclose(ends, [np.min(result.x[:, 0]), np.max(result.x[:, 0])], rtol=1e-12)
+    assert ends[0] < ends[1]

@@ -301,9 +301,9 @@ class Bilevel(Problem):
             so that y*(x) is a single point.
         structure: which parts of x and y can be left out, for clients of limited capacity; None: no part.
         local: "x" if x has a block for each client, and a client's losses read only the client's own block. The leaves
-            of x then have the shape (M, ...), and losses get a client's block with leaves of shape (1, ...). Each
-            client keeps its block: no message contains a part of x, and the server of a federation never sees x. None:
-            the server has x.
+            of x then have the shape (M, ...). Losses, and metrics per client, get a client's block with leaves of
+            shape (1, ...). Each client keeps its block: no message contains a part of x, and the server of a
+            federation never sees x. None: the server has x.
         project_x: x -> the nearest point of a closed convex set, in which x stays; `fedbilevel.projections` has such
             functions, for example `projections.box(-8, 4)`. The server projects x at the end of every round. If x is a
             model, the function gets its floating arrays, with None in place of all other leaves. None: x is not

@@ -23,7 +23,7 @@ from fedbilevel.core.inputs import explained, require_function
 from fedbilevel.core.metrics import Metric, MetricFunction, larger_is_better, require_direction
 from fedbilevel.core.on_disk import let_go
 from fedbilevel.core.own_y import IsOwn, parted_y
-from fedbilevel.core.problem import Padded, WholeLoss
+from fedbilevel.core.problem import LocalVariable, Padded, WholeLoss
 from fedbilevel.core.ragged import Ragged, check_finite
 from fedbilevel.core.tree import PyTree, join
 from fedbilevel.engines.history import Row
@@ -212,6 +212,7 @@ class PerClientEvaluation:
     fixed: tuple[PyTree, PyTree]
     group: ProcessGroup = field(default_factory=current_group)
     own: IsOwn | None = None  # which leaves of y are each client's own; they have a leading axis of M clients
+    local: LocalVariable | None = None  # "x": x has a block for each client, and a metric gets the client's own block
     programs: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
     def __call__(self, round: int, x: PyTree, y: PyTree) -> Row:
@@ -240,11 +241,18 @@ class PerClientEvaluation:
         mine = measure(name, Ragged(rows.values, rows.start[own], rows.size[own]), int(own.start), x, y)
         return np.concatenate([np.asarray(part, np.float64) for part in self.group.gather(mine.tolist())])
 
+    def parted(self, x: PyTree, y: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        """Return the shared parts of x and y, and the clients' own parts (x, y), with a leading axis of M clients."""
+        y, own_y = parted_y(self.own, y)
+        if self.local is None:
+            return x, y, (jax.tree.map(lambda _: None, x), own_y)
+        return jax.tree.map(lambda _: None, x), y, (jax.tree.map(lambda leaf: leaf[:, None], x), own_y)
+
     def means(self, name: str, rows: Ragged, first: int, x: PyTree, y: PyTree) -> np.ndarray:
         """Compute the mean over each row's samples, as float64 of shape (rows,); `first` is the first row's client."""
         ends = np.cumsum(rows.size)
         sums = np.zeros(len(rows.size))
-        y, every = parted_y(self.own, y)
+        x, y, every = self.parted(x, y)
         for place in range(0, int(ends[-1]), BLOCK):
             places = np.arange(place, min(place + BLOCK, ends[-1]))
             owner = np.searchsorted(ends, places, side="right")
@@ -266,7 +274,7 @@ class PerClientEvaluation:
         """Compute a `WholeLoss` of each row, as float64 of shape (rows,); `first` is the first row's client."""
         what, found = f"Clients.{self.metrics[name].samples}", []
         offset = np.arange(getattr(self.clients, self.metrics[name].samples).size.max())  # as long in all processes
-        y, every = parted_y(self.own, y)
+        x, y, every = self.parted(x, y)
         for client, (start, size) in enumerate(zip(rows.start, rows.size, strict=True), first):
             index = start + np.minimum(offset, size - 1)
             whose = lambda i, of=client: f"in sample {i} of client {of}"  # noqa: E731
@@ -305,13 +313,16 @@ def _over_samples(
 ) -> Callable[..., Any]:
     """Compile the function (x, y, own, block) -> the metric on each sample of the block, an array of shape (BLOCK,).
 
-    `own` has, for each sample, the leaves of y that are its client's own. Of x, y, own and block only the shapes and
-    dtypes matter here.
+    `own` has, for each sample, the parts of x and y that are its client's own. Of x, y, own and block only the shapes
+    and dtypes matter here.
     """
 
     def each(x: PyTree, y: PyTree, own: PyTree, block: PyTree) -> Any:
         x, y = join(x, x_fixed), join(y, y_fixed)
-        one = lambda own, sample: function(x, join(y, own), jax.tree.map(lambda a: a[None], sample))  # noqa: E731
+
+        def one(own: PyTree, sample: PyTree) -> Any:
+            return function(join(x, own[0]), join(y, own[1]), jax.tree.map(lambda a: a[None], sample))
+
         return jax.vmap(one)(own, block)
 
     return _kept(jax.make_jaxpr(each)(x, y, own, block), x, y, own, block)
@@ -323,6 +334,6 @@ def _of_all(
     """Compile the function (x, y, own, table) -> a `WholeLoss` of one client, whose padded samples are the table."""
 
     def whole(x: PyTree, y: PyTree, own: PyTree, table: PyTree) -> Any:
-        return function(join(x, x_fixed), join(join(y, own), y_fixed), table)
+        return function(join(join(x, own[0]), x_fixed), join(join(y, own[1]), y_fixed), table)
 
     return _kept(jax.make_jaxpr(whole)(x, y, own, table), x, y, own, table)

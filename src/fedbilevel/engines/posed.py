@@ -15,9 +15,10 @@ from fedbilevel.algorithms.parts.linear_solvers import warn_without_minimum
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients, RemoteClients
 from fedbilevel.core.inputs import require_start
+from fedbilevel.core.local_x import check_split, local_block
 from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel
 from fedbilevel.core.projections import acts_on_entries
-from fedbilevel.core.tree import PyTree, split
+from fedbilevel.core.tree import PyTree, join, split
 from fedbilevel.engines.divergence import Met, curvature_needed, what_was_met
 from fedbilevel.engines.ends import Ends, Spent, affordable, affordable_gradients, outer_losses, trained
 from fedbilevel.engines.evaluation import Evaluation, PerClient, check_per_client
@@ -73,7 +74,11 @@ class PosedProblem:
             problem = problem.with_couples_x(not acts_on_entries(problem.project_x, x))
         if isinstance(problem, SimpleBilevel):  # the y of its results is an average of x
             y0, y_fixed = x0, x_fixed
-        measured = check_per_client(options.per_client, x0, y0, examples)
+        x_seen = x0
+        if options.per_client and problem.local is not None and isinstance(clients, Clients):
+            check_split(clients, x)
+            x_seen = join(local_block(x), x_fixed)  # a metric gets the block of its client
+        measured = check_per_client(options.per_client, x_seen, y0, examples)
         evaluation = Evaluation(options.metrics or {}, x_fixed, y_fixed)
         fixed = x_fixed, y_fixed
         return cls(problem, clients, x, y, fixed, programs, evaluation, options.per_client, measured)

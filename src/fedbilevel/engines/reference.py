@@ -242,7 +242,7 @@ class ReferenceRun:
         return fed, state
 
     def per_client(self, metrics: Mapping[str, PerClient], fixed: tuple[PyTree, PyTree]) -> PerClientRow:
-        return PerClientEvaluation(metrics, self.clients, fixed, own=self.problem.own)
+        return PerClientEvaluation(metrics, self.clients, fixed, own=self.problem.own, local=self.problem.local)
 
     def close(self) -> None:
         trim_heap()

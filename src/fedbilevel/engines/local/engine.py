@@ -339,7 +339,7 @@ class LocalRun:
         raise diverged(bad, round)
 
     def per_client(self, metrics: Mapping[str, PerClient], fixed: tuple[PyTree, PyTree]) -> PerClientRow:
-        return PerClientEvaluation(metrics, self.clients, fixed, self.group, self.problem.own)
+        return PerClientEvaluation(metrics, self.clients, fixed, self.group, self.problem.own, self.problem.local)
 
     def close(self) -> None:
         self.source.close()
