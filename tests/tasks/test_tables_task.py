@@ -143,12 +143,24 @@ def test_a_single_level_optimum_is_scikit_learns(outcome, tmp_path):
     assert np.abs(w).max() > 0.01
 
 
+@pytest.mark.parametrize("outcome", KINDS)
+def test_clients_measure_a_score_that_is_a_mean_over_rows(outcome, tmp_path):
+    """R² and concordance are no means over rows: of a single row, neither is defined."""
+    task = tables(folder=written(tmp_path, frames(outcome)), outcome=outcome, folds=2, test=0.0)
+    assert bool(task.metrics_per_client) == (outcome not in ("continuous", "survival"))
+    y = jnp.asarray(np.random.default_rng(1).normal(size=task.y0.shape))
+    for metric in task.metrics_per_client.values():
+        rows = jax.tree.map(jnp.asarray, task.clients.outer.row(0))
+        each = [metric.function(None, y, jax.tree.map(lambda leaf, j=j: leaf[j : j + 1], rows)) for j in range(14)]
+        assert float(metric.function(None, y, rows)) == pytest.approx(np.mean(each), rel=1e-5)
+
+
 @pytest.mark.parametrize("outcome", ["count", "continuous", "survival"])
 def test_scores_are_those_of_test_rows(outcome, tmp_path):
     """The scores are those of the rows of test.csv, overall and for each site that has such rows.
 
-    test.csv has rows of two sites. Site c has a single row, so that it has no pair of rows and no concordance. All test
-    rows count equally in the score and in the mean loss, whatever their weights and their sites' numbers of rows.
+    test.csv has rows of two sites. Site c has a single row, so it has no pair of rows, no concordance and no R². All
+    test rows count equally in the score and in the mean loss, whatever their weights and their sites' numbers of rows.
     """
     made = frames(outcome)
     tested = pd.concat([frames(outcome, seed=5)[name].assign(site=name) for name in ("a", "c")])
@@ -179,9 +191,8 @@ def test_scores_are_those_of_test_rows(outcome, tmp_path):
         t, e, n = c[:14], tested["event"].to_numpy()[:14], range(14)
         pairs = [(z[j] > z[k]) + (z[j] == z[k]) / 2 for j in n for k in n if e[j] and t[j] < t[k]]
         name, expected = "concordance", np.mean(pairs)
-        assert f"test_{name}.c" not in task.metrics
     assert float(task.metrics[f"test_{name}"](None, jnp.asarray(y))) == pytest.approx(expected, rel=1e-5)
-    assert f"test_{name}.b" not in task.metrics
+    assert (f"test_{name}.b" in task.metrics, f"test_{name}.c" in task.metrics) == (False, outcome == "count")
     if outcome != "survival":
         assert float(task.metrics["test_loss"](None, jnp.asarray(y))) == pytest.approx(loss, rel=1e-5)
 

@@ -21,7 +21,7 @@ from fedbilevel.core.metrics import Metric
 from fedbilevel.core.problem import Bilevel, SingleLevel, WholeLoss
 from fedbilevel.core.projections import box
 from fedbilevel.core.tree import PyTree
-from fedbilevel.tasks.outcomes import Batch, OutcomeKind, pairs
+from fedbilevel.tasks.outcomes import Batch, OutcomeKind
 from fedbilevel.tasks.task import Floats, Task
 
 LOG_PENALTY = -12.0, 0.0
@@ -149,7 +149,8 @@ def task_of(
 ) -> Task:
     """Make the task from the rows of sites.
 
-    The metrics are the mean loss and the score of all measured rows, and the score at each site that has measured rows.
+    The metrics are the mean loss and the score of all measured rows, and the score of each site whose measured rows
+    have one. Clients measure the score on their own rows if it is a mean over rows.
 
     Args:
         name: the name of the task.
@@ -172,7 +173,7 @@ def task_of(
         x0=x0,
         y0=y0,
         metrics=_metrics(model, [site for site in sites if site.measured], part),
-        metrics_per_client={} if model.outcome.whole else {f"client_{model.outcome.score}": own},
+        metrics_per_client={} if model.outcome.has_score else {f"client_{model.outcome.score}": own},
     )
 
 
@@ -183,12 +184,15 @@ def _metrics(model: Model, sites: list[SiteRows], part: str) -> dict[str, Callab
         return Metric(lambda x, y: model.score_of(model.used(x, y), rows), model.outcome.larger_is_better)
 
     each = {site.name: site.measured for site in sites if len(site.measured["row"])}
-    if model.outcome.whole:  # concordance needs two rows that can be compared
-        each = {name: rows for name, rows in each.items() if pairs(rows).any()}
     if not each:
         return {}
+    together = jax.tree.map(lambda *parts: np.concatenate(parts), *each.values())
+    has_score = model.outcome.has_score or (lambda rows: True)
+    known = {name: has_score(rows) for name, rows in each.items()}
+    if not any(known.values()) and not has_score(together):
+        return {}
+    everyone = jax.tree.map(jnp.asarray, together)
     tested: dict[str, Batch] = {name: jax.tree.map(jnp.asarray, rows) for name, rows in each.items()}
-    everyone = jax.tree.map(lambda *parts: jnp.concatenate(parts), *tested.values())
     shares = jnp.array([len(rows["row"]) / len(everyone["row"]) for rows in tested.values()])
 
     def loss(x: PyTree, y: PyTree) -> Array:
@@ -197,7 +201,7 @@ def _metrics(model: Model, sites: list[SiteRows], part: str) -> dict[str, Callab
     return {
         f"{part}_{score}": scored(everyone),
         f"{part}_loss": loss,
-        **{f"{part}_{score}.{name}": scored(rows) for name, rows in tested.items()},
+        **{f"{part}_{score}.{name}": scored(rows) for name, rows in tested.items() if known[name]},
     }
 
 

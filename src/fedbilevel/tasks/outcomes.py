@@ -36,6 +36,8 @@ class OutcomeKind(NamedTuple):
         scored: a function (z, batch) -> the score of one model; z has the shape (n,) or (n, classes).
         larger_is_better: whether a larger score is better.
         whole: whether the loss ℓ of a row depends on other rows of its site.
+        has_score: a function (rows) -> whether some rows have a score, which is then no mean over rows; None: all rows
+            have one, and it is the mean of the scores of single rows.
     """
 
     losses: Callable[[Array, Batch, Array], Array]
@@ -43,6 +45,7 @@ class OutcomeKind(NamedTuple):
     scored: Callable[[Array, Batch], Array]
     larger_is_better: bool = True
     whole: bool = False
+    has_score: Callable[[Mapping[str, np.ndarray]], bool] | None = None
 
 
 def _binary(z: Array, batch: Batch, seen: Array) -> Array:
@@ -109,6 +112,8 @@ OUTCOMES = {
     "binary": OutcomeKind(_binary, "accuracy", _accuracy),
     "classes": OutcomeKind(_classes, "accuracy", _accuracy_of_classes),
     "count": OutcomeKind(_count, "deviance", _deviance, larger_is_better=False),
-    "continuous": OutcomeKind(_continuous, "r2", _explained),
-    "survival": OutcomeKind(_survival, "concordance", _concordance, whole=True),
+    "continuous": OutcomeKind(_continuous, "r2", _explained, has_score=lambda rows: bool(np.ptp(rows["label"]))),
+    "survival": OutcomeKind(
+        _survival, "concordance", _concordance, whole=True, has_score=lambda rows: bool(pairs(rows).any())
+    ),
 }
