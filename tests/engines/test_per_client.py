@@ -1,5 +1,8 @@
 """Is a metric of a client the mean over its own samples, and do columns such as NAME.worst have the right numbers?"""
 
+import warnings
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -188,6 +191,27 @@ def test_each_client_has_its_own_leaves_in_a_loss_of_all_samples():
     clients = fb.Clients([np.array([1.0, 2.0]), np.array([5.0])])
     evaluate = PerClientEvaluation({"m": PerClient(whole)}, clients, (None, None), own=lambda path: True)
     np.testing.assert_allclose(evaluate.each(jnp.ones(()), np.array([1.0, 2.0]))["m"], [3.0, 10.0], rtol=1e-12)
+
+
+@pytest.mark.checked
+@pytest.mark.parametrize("name", ["root", "largest", "shared root", "mean", "accuracy", "whole", "drawing"])
+def test_a_metric_that_is_no_mean_over_samples_is_named(name):
+    """The mean of roots is not the root of the mean. A loss of all samples, or that draws, is no such metric."""
+    square = lambda x, y, batch: (batch["a"] @ y - x[0]) ** 2  # noqa: E731
+    metric = {
+        "root": lambda x, y, batch: jnp.sqrt(jnp.mean(square(x, y, batch))),
+        "largest": lambda x, y, batch: jnp.max(square(x, y, batch)),
+        "shared root": lambda x, y, batch: jnp.mean(jnp.sqrt(square(x, y, batch))),
+        "mean": lambda x, y, batch: jnp.mean(square(x, y, batch)) + y @ y,
+        "accuracy": fb.Metric(lambda x, y, batch: jnp.mean(batch["a"] @ y > 0), True),
+        "whole": fb.WholeLoss(lambda x, y, samples, valid: jnp.max(jnp.where(valid, square(x, y, samples), 0))),
+        "drawing": fb.Bilevel(lambda x, y, batch, key: jax.random.normal(key), PROBLEM.inner).outer,
+    }[name]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        solved(own={"m": metric})
+    named = [one for one in seen if "metrics_per_client['m']" in str(one.message)]
+    assert len(named) == (name in ("root", "largest"))
 
 
 def test_of_several_processes_each_measures_its_share(monkeypatch):

@@ -21,7 +21,7 @@ from fedbilevel.core.projections import acts_on_entries
 from fedbilevel.core.tree import PyTree, join, split
 from fedbilevel.engines.divergence import Met, curvature_needed, what_was_met
 from fedbilevel.engines.ends import Ends, Spent, affordable, affordable_gradients, outer_losses, trained
-from fedbilevel.engines.evaluation import Evaluation, PerClient, check_per_client
+from fedbilevel.engines.evaluation import Evaluation, PerClient, check_per_client, warn_of_no_means
 from fedbilevel.engines.first_look import first_look
 from fedbilevel.engines.options import RunOptions
 from fedbilevel.engines.process_group import current_group
@@ -89,11 +89,14 @@ class PosedProblem:
         return isinstance(self.clients, Clients)
 
     def look(self, method: Algorithm) -> None:
-        """Warn of losses that would lead to misleading results, if the samples are here (see `first_look`)."""
+        """Warn of losses and metrics that would mislead, if the samples are here (`first_look`, `warn_of_no_means`)."""
         if isinstance(clients := self.clients, Clients) and clients is not _seen.get():
 
             def warn_here() -> None:
                 first_look(self.problem, clients, self.x, self.y, self.programs)
+                x = self.x if self.problem.local is None else local_block(self.x)
+                y = self.x if isinstance(self.problem, SimpleBilevel) else self.y
+                warn_of_no_means(self.per_client, clients, x, y, self.fixed)
                 if curvature_needed(method) == 0:
                     warn_without_minimum(self.problem, clients, self.x, self.y)
 
