@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from pathlib import Path
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 from command_line import outcome
 
 from fedbilevel import experiments, solve
-from fedbilevel.core.errors import NonFiniteError
+from fedbilevel.core.errors import DataWarning, NonFiniteError
 from fedbilevel.experiments.runner import build, task_of
 from fedbilevel.experiments.series import TaskCache, comparison_specs
 from refusals import refuses
@@ -202,3 +203,23 @@ def test_one_client_that_holds_everything_is_the_same_problem() -> None:
         task = parts.task
         found.append(solve(parts.algorithm, task.problem, task.clients, task.x0, task.y0, rounds=5).state.iterate)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), *found)
+
+
+@pytest.mark.parametrize(
+    ("task", "settings", "fact"),
+    [
+        ("quadratic", ["clients=3", "samples=[4, 4]"], "weights"),
+        ("quadratic", ["clients=3", "samples=[2, 9]", "weighted=false"], "samples"),
+        ("tables", ["outcome=survival"], "at once"),
+        ("quadratic", ["clients=3", "samples=[4, 4]", "weighted=false"], ""),
+        ("quadratic", ["clients=1"], ""),
+    ],
+)
+def test_a_pooled_run_warns_if_it_solves_another_problem(task: str, settings: list[str], fact: str) -> None:
+    spec = experiments.configure(task=task, settings=[*settings, "run.pooled=true"])
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        task_of(spec)
+    found = [str(one.message) for one in seen if isinstance(one.message, DataWarning)]
+    assert len(found) == bool(fact)
+    assert all(fact in text for text in found)

@@ -178,7 +178,7 @@ class Clients(Shown):
         """Return a population of one client that has the samples of all clients: the same problem without a federation.
 
         Every sample has the same weight. The problem is therefore the same only if the weights of clients are
-        proportional to their numbers of samples.
+        proportional to their numbers of samples, and if no loss is a `WholeLoss`, which gets all samples at once.
 
         Raises:
             ConfigurationError: one of the clients' own numbers, such as `local_steps`, differs between clients or

@@ -177,7 +177,7 @@ def task_of(spec: Spec, **party: str | int) -> Task:
         task = task.with_own(own=numbers, capacity=capacity)
     if spec.run.x_bounds is not None:
         task = replace(task, problem=task.problem.with_x_in(_box(task.x0, spec.run.x_bounds)))
-    return replace(task, clients=task.population.pooled()) if spec.run.pooled else task
+    return task.pooled() if spec.run.pooled else task
 
 
 def _box(x0: PyTree, bounds: Sequence[float] | Mapping[str, Any]) -> Project:

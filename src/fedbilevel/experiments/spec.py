@@ -142,7 +142,7 @@ class RunPlan:
         time: a budget in place of rounds, in seconds of the clock.
         cohort: the number of clients per round; None: all clients.
         replacement: whether cohorts are drawn with replacement: a client may then take part several times in a round.
-        pooled: whether a single client gets all samples, which is the same problem without a federation.
+        pooled: whether a single client gets all samples; a warning says if this changes the problem that is solved.
         seed: the seed of the draws of cohorts and mini-batches (the task has a seed of its own).
         eval_every: the number of rounds between two rows of the history; None, with a budget: about fifty rows are
             made.

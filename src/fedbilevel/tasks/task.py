@@ -11,13 +11,14 @@ import numpy as np
 
 from fedbilevel.core.card import Card, Shown, described, listed
 from fedbilevel.core.client import Clients, RemoteClients, with_own
-from fedbilevel.core.errors import ConfigurationError, require
+from fedbilevel.core.errors import ConfigurationError, DataWarning, require, warn
 from fedbilevel.core.metrics import MetricFunction
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 
 Floats = np.ndarray[Any, np.dtype[Any]]
 """Floating-point arrays of NumPy. Docstrings give the shapes."""
+SAME = 1e-6  # weights are proportional to numbers of samples if their quotients differ by at most this share
 OBJECTS = 2000  # the bytes of the Python objects of a client's samples, without the numbers
 
 
@@ -70,6 +71,18 @@ class Task(Shown):
     def with_own(self, **numbers: Any) -> Task:
         """Return this task with changed `local_steps`, `own` or `capacity` of its clients; see `Clients`."""
         return replace(self, clients=with_own(self.clients, **numbers))
+
+    def pooled(self) -> Task:
+        """Return this task with a single client that has all samples; warn if that is another problem."""
+        clients, why = self.population, ""
+        for name, rows in (("outer", clients.outer), ("inner", clients.inner)):
+            if np.ptp(clients.weights / rows.size) > SAME * np.max(clients.weights / rows.size):
+                why = f"the clients' weights are not proportional to their numbers of {name} samples"
+        if self.problem.whole:
+            why = "a loss takes all samples of a client at once"
+        if why and len(clients) > 1:
+            warn(DataWarning(f"the pooled run solves another problem than the clients together: {why}"))
+        return replace(self, clients=clients.pooled())
 
 
 def require_memory(each: float, **count: int) -> None:
