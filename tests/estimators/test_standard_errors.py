@@ -55,6 +55,12 @@ def test_of_linear_regression(penalised):
     np.testing.assert_allclose(made.standard_errors_, np.sqrt(variance) * sandwich(products, penalty), rtol=1e-6)
 
 
+def test_a_constant_target_leaves_no_residuals_and_so_no_errors():
+    made = Ridge(penalties=PENALTIES).fit(X, np.full(90, 3.5), groups=SITE)
+    np.testing.assert_allclose([*made.coef_, made.intercept_], [0, 0, 0, 3.5], atol=1e-12)
+    np.testing.assert_allclose(made.standard_errors_, 0, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_of_cox_regression():
     """Standard errors of Cox regression are those of the information of the stratified partial likelihood.

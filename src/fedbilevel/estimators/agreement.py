@@ -177,6 +177,7 @@ class Agreement:
         )
         if study.estimator == "ridge":
             estimator._mean, estimator._unit = target["mean"], deviation(target)
+            estimator._varies = target["squares"] > 0
         elif study.estimator == "logistic":
             classes = list(target["categories"])
             require(len(classes) == 2, f"classes of {study.target!r}", classes, "two")

@@ -88,6 +88,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
     ledgers_: list[Any]
     penalties_: Any
     _mean, _unit = 0.0, 1.0  # the target's mean and standard deviation, if the model standardises the target
+    _varies = True  # False: the target is the same in all rows, so that its deviation is 0, and `_unit` is 1
     _target: Any  # (y) -> (arrays for `_losses`, each row's stratum for the folds, 0 or 1)
     _encoded: Any  # (y of some rows) -> arrays for `_losses`, after `fit` has seen all rows
     _losses: Any  # (z, rows, valid) -> ℓ of each row of a site at z = a_jᵀw + b; any number where not `valid`
@@ -302,7 +303,7 @@ class Ridge(RegressorMixin, Penalised):  # type: ignore[misc]
         target = column_or_1d(numbers("y", y), warn=True)
         require_sizes("y", target, "leave rows without a target out")
         self._mean, squares = moments("y", target)
-        self._unit = float(np.sqrt(squares / len(target))) or 1.0
+        self._unit, self._varies = float(np.sqrt(squares / len(target))) or 1.0, bool(squares > 0)
         return self._encoded(target)
 
     def _encoded(self, target: Numbers) -> Columns:
@@ -317,11 +318,13 @@ class Ridge(RegressorMixin, Penalised):  # type: ignore[misc]
     def _dispersion(self, minimum: Minimum) -> float:
         """Return twice the residual variance.
 
-        It follows from gradient and Hessian, since the loss of a standardised target is 1 at w = 0 and quadratic in w.
+        It follows from gradient and Hessian, since the loss of a standardised target is quadratic in w, and at w = 0 it
+        is 1, or 0 if the target is constant.
         """
         w, gradient, hessian, *_, rows = minimum
         freedom = float(np.sum(minimum.inverse * hessian))
-        return 2 * float(1 + gradient @ w - w @ hessian @ w / 2) * rows / max(rows - freedom, 1.0)
+        residual = max(float(self._varies + gradient @ w - w @ hessian @ w / 2), 0.0)  # of a perfect fit, by rounding
+        return 2 * residual * rows / max(rows - freedom, 1.0)
 
 
 class LogisticRegression(ClassifierMixin, Penalised):  # type: ignore[misc]
