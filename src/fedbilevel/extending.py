@@ -16,6 +16,7 @@ from fedbilevel.core.errors import (
     require_count,
     unknown,
     warn,
+    warnings_in,
 )
 from fedbilevel.core.writing import write_text
 from fedbilevel.reading import parse_json, read_bytes
@@ -35,5 +36,6 @@ __all__ = [
     "require_count",
     "unknown",
     "warn",
+    "warnings_in",
     "write_text",
 ]

@@ -310,8 +310,17 @@ def test_a_wrong_value_in_a_file_is_reported_with_its_field(tmp_path):
 
 
 def test_a_column_to_leave_out_may_be_missing_at_a_site():
-    with pytest.warns(DataWarning, match="north .*'dose'"):
+    with pytest.warns(DataWarning, match="has no column 'dose'"):
         SiteTable(study("logistic", drop=("dose", "days", "died")), "north", table(0).drop(columns="dose"))
+
+
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+def test_a_warning_about_a_table_names_the_site():
+    frames = tables()
+    frames["south"].loc[[1, 2], "dose"] = -999.0
+    with pytest.warns(DataWarning, match="^table of south: .*column 'dose'") as warned:
+        study("ridge", rounds=3).fit(frames)
+    assert sum("table of" in str(one.message) for one in warned) == 1
 
 
 @pytest.mark.parametrize(("wrong", "told"), [([True, False], 2), (["yes", "no"], 2), ([1, 2], 1)])

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial, wraps
 from numbers import Integral, Real
 from pathlib import Path
@@ -396,8 +397,23 @@ def diverged(names: Sequence[str], round: int, during: str = "", client: int | N
     return error
 
 
+_PLACE: ContextVar[str] = ContextVar("_PLACE", default="")
+
+
+@contextmanager
+def warnings_in(place: str) -> Iterator[None]:
+    """Begin the messages of warnings that `warn` issues in the block with `place`, such as the table of a site."""
+    before = _PLACE.set(place)
+    try:
+        yield
+    finally:
+        _PLACE.reset(before)
+
+
 def warn(warning: Warning) -> None:
     """Issue a warning that points at the line outside this library that made the call."""
+    if place := _PLACE.get():
+        warning.args = (f"{place}: {warning}",)
     frame, level = inspect.currentframe(), 1
     while frame and frame.f_back and frame.f_code.co_filename.startswith(HERE):
         frame, level = frame.f_back, level + 1

@@ -51,7 +51,7 @@ class SiteTable:
         self.absent = [name for name in study.drop if name not in kept]
         if self.absent:
             names = ", ".join(map(repr, self.absent))
-            warn(DataWarning(f"the table of {site} has no column {names}, which the study leaves out (drop)"))
+            warn(DataWarning(f"the table has no column {names}, which the study leaves out (drop)"))
         others = kept.drop(columns=[*study.not_features, *study.drop], errors="ignore")
         features = kept[list(study.columns)] if study.columns else others
         if study.offsets:

@@ -45,6 +45,7 @@ from fedbilevel.extending import (
     require,
     require_count,
     unknown,
+    warnings_in,
     write_text,
 )
 
@@ -214,7 +215,7 @@ class Study:
             require(name in tables, f"table of site {name!r}", "missing", "a data frame for each of the study's sites")
         own, statistics = {}, []
         for site in self.sites:
-            with errors_in(f"table of {site}"):
+            with errors_in(f"table of {site}"), warnings_in(f"table of {site}"):
                 own[site] = SiteTable(self, site, tables[site])
                 statistics.append(own[site].statistics())
         agreement = Agreement.of(self, statistics)
