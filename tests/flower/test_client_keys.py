@@ -78,6 +78,20 @@ def test_nodes_without_keys_are_nobody(keys):
         solve(InProcess(ONLINE, 6), keys)
 
 
+def test_a_node_that_is_online_but_silent_is_not_called_offline(keys):
+    """A site that needs longer for its start than the server waits is told so; the keys say which node it is."""
+
+    def slow():
+        grid = InProcess(ONLINE, 6, delay=lambda client, message: 1e5 if client == 4 else 0.0)
+        grid.leave(5)
+        return grid
+
+    for of, found in ((keys, {4: Code.LATE, 5: Code.ABSENT}), (None, {4: Code.LATE, 5: Code.LATE})):
+        with raises_with(ExchangeError, "has not answered the server's greeting", replies=4, needed=6) as told:
+            solve(registered(slow(), keys, range(6)), of, quorum=1.0)
+        assert codes(told) == found
+
+
 @pytest.mark.usefixtures("posed_once")
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_a_study_asks_a_site_with_another_key_no_question(files, keys, tmp_path):

@@ -220,9 +220,20 @@ class Roster:
         self.refusals.pop(node, None)
 
     def why_absent(self, client: int) -> Refusal:
-        """Return why a client has no node: a node that claims its id was refused, or the client is not online."""
-        said = [refusal for refusal in self.refusals.values() if refusal.client == client]
-        return said[-1] if said else Refusal(Code.ABSENT, "it is not online", client)
+        """Return why a client has no node.
+
+        A node that claims its id was refused, or its node has not answered the greeting yet, or it is not online.
+        """
+        if said := [refusal for refusal in self.refusals.values() if refusal.client == client]:
+            return said[-1]
+        silent = self.grid.online - set(self.nodes.values()) - self.refusals.keys()
+        if self.keys and silent:
+            registered = self.grid.registered()
+            silent = {node for node in silent if der_of(registered.get(node, b"")) == self.keys[client]}
+            why = "its SuperNode is online, but has not answered the server's greeting yet"
+        else:
+            why = "a SuperNode that is online, and may be this client, has not answered the server's greeting yet"
+        return Refusal(Code.LATE, why, client) if silent else Refusal(Code.ABSENT, "it is not online", client)
 
     def wait(self, clients: Collection[int], hoped: int, needed: int) -> None:
         """Wait until `hoped` of these clients are registered, for at most `terms.join` seconds.
