@@ -79,7 +79,8 @@ def rows_of(file: Path, separator: str) -> Iterator[list[str]]:
         raise unreadable(file, in_a_line(error)) from error
     except UnicodeDecodeError as error:
         place = f"{file}, line {_line_that_is_not_utf_8(file)}"
-        raise DataError(f"{place}: the file is not a text in UTF-8.", path=place) from error
+        how = 'save it in UTF-8, which spreadsheets call "CSV UTF-8"'
+        raise DataError(f"{place}: the file is not a text in UTF-8; {how}.", path=place) from error
     except csv.Error as error:
         place = f"{file}, line {before + 1}"
         raise DataError(f"{place}: the row cannot be read ({error}); {QUOTES}.", path=place) from error

@@ -144,8 +144,10 @@ def _warn_of_codes(field: str, column: NDArray[np.float64]) -> None:
         if share > SHARE:
             rare = ", ".join(f"{number:g}" for number in np.unique(column[far])[:3])
             text = f"{far.sum()} of {len(column)} numbers of {field}, such as {rare}, cause {share:.0%} of its variance"
-            how = "If they are codes for gaps, replace them by NaN; if not, the logarithm may be a better feature"
-            warn(DataWarning(f"{text}. {how}"))
+            how = "leave these entries empty (NaN), or list the codes in the setting `gaps` of a study"
+            warn(
+                DataWarning(f"{text}. If they are codes for gaps, {how}; if not, the logarithm may be a better feature")
+            )
 
 
 def labels(field: str, given: Any, count: int, allowed: str) -> tuple[NDArray[Any], NDArray[np.intp]]:
@@ -207,7 +209,8 @@ def warn_of_words(column: str, rows: Mapping[str, int]) -> None:
     if not _warn_of_numerals(column, rows) and len(rows) >= MANY and 2 * single > len(rows):
         text = f"column {column!r} has {len(rows)} texts as categories, {single} of them in a single row each"
         how = "convert dates and texts with units to numbers, and leave out columns that identify a row"
-        warn(DataWarning(f"{text}, and each text becomes a feature: {how}"))
+        feature = "each text becomes a feature (in a study, each text that is not hidden)"
+        warn(DataWarning(f"{text}, and {feature}: {how}"))
 
 
 def _warn_of_numerals(column: str, words: Collection[str]) -> bool:
@@ -218,13 +221,17 @@ def _warn_of_numerals(column: str, words: Collection[str]) -> bool:
         text = f"column {column!r} has {len(words)} texts as categories; {len(words) - len(others)} are numbers{but}"
         gaps = f"na_values={others[:5]}" if others else ""
         commas = [word for word in words if "," in word and word not in others]
+        points = any("." in word for word in commas)
         if commas:
-            marks = ', thousands="."' if any("." in word for word in commas) else ""
+            marks = ', thousands="."' if points else ""
             how = f'read_csv(…, decimal=","{marks}{gaps and ", "}{gaps})'
         else:
             how = f"read_csv(…, {gaps}) or pd.to_numeric" if gaps else "pd.to_numeric"
+        in_file = ["write them with a decimal point" + " and without points between thousands" * points] * bool(commas)
+        in_file += ["leave gaps empty, or list their codes in the setting `gaps` of a study"] * bool(others)
+        corrected = f"correct the file ({'; '.join(in_file)}), or " * bool(in_file)
         codes = "if they are codes, name the column in `categorical`"
-        warn(DataWarning(f"{text}. {how} converts them to numbers; {codes}"))
+        warn(DataWarning(f"{text}. If they are measurements, {corrected}use {how}; {codes}"))
         return True
     return False
 
