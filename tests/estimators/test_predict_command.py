@@ -96,7 +96,7 @@ WRONG = {
         r"no column 'dose' of the study; it has age, code, doses, kind; did you mean 'doses'",
     ),
     "a new category": ("words.csv", "age,dose,kind,code\n50,1,a,3\n", r"category '3' of column 'code'"),
-    "a word": ("word.csv", "age,dose,kind,code\nold,1,a,1\n", r"type of column 'age'"),
+    "a word": ("word.csv", "age,dose,kind,code\nold,1,a,1\n", r"column 'age' .*'old'.* 1 row;"),
 }
 
 
@@ -121,6 +121,17 @@ def test_a_warning_about_the_table_appears_once(tmp_path, capsys):
     table.assign(kind=[kind, f"{kind} "]).to_csv(tmp_path / "table.csv", index=False)
     assert main(["predict", str(tmp_path / "model.json"), str(tmp_path / "table.csv"), "--site", "south"]) == 0
     assert capsys.readouterr().err.count("differ only by blanks") == 1
+
+
+def test_numbers_that_are_far_from_those_of_the_study_are_warned_of(saved, tmp_path, capsys):
+    """A code for a gap, or another unit, changes a prediction, but is a number like any other."""
+    frame = tables()["south"].head(3)
+    frame.assign(age=[700.0, -999.0, 50.0]).to_csv(tmp_path / "far.csv", index=False)
+    frame.assign(age=[70.0, np.nan, 50.0]).to_csv(tmp_path / "near.csv", index=False)
+    for file, said in (("near.csv", []), ("far.csv", [("age", "-999, 700", "2 rows")])):
+        assert main(["predict", str(saved / "ridge.json"), str(tmp_path / file), "--site", "south"]) == 0
+        warned = re.findall(r"warning: column '(\w+)' has numbers .* \((.*)\) in (2 rows)", capsys.readouterr().err)
+        assert warned == said
 
 
 def test_an_unknown_site_and_a_model_that_is_none_are_refused(saved, tmp_path, capsys):

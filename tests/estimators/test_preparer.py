@@ -114,6 +114,25 @@ def test_what_few_rows_tell_is_left_out(tmp_path):
         both.save(tmp_path / "sum.json", min_count=0)
 
 
+def test_a_category_that_is_treated_as_a_gap_is_warned_of(tmp_path):
+    """A misspelt category changes a prediction. If a site has hidden rare categories, it is no error, but a warning."""
+    Preparer().fit(pd.DataFrame({"sex": ["f"] * 7 + ["m"] * 8})).save(tmp_path / "a.json")
+    preparer, rows = Preparer.load(tmp_path / "a.json"), pd.DataFrame({"sex": ["m", "man", "man", None]})
+    with pytest.warns(DataWarning, match=r"column 'sex' .*'man'.* 2 rows: .* gaps.* known are: m$"):
+        made = preparer.transform(rows)
+    assert made["sex_m"].tolist() == [1, 0, 0, 0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        preparer.transform(rows[::3])
+
+
+def test_texts_in_a_column_of_numbers_are_shown():
+    preparer = Preparer().fit(pd.DataFrame({"age": [50.0, 60.0]}))
+    with refuses("column 'age'", ["26,5", "old"], "decimal point") as told:
+        preparer.transform(pd.DataFrame({"age": ["50", "26,5", None, "old", "old"]}))
+    assert "3 rows" in str(told.value)
+
+
 def test_numbers_are_standardised_and_gaps_filled():
     """Numbers are standardised, gaps are filled with means, and categories become indicators.
 
@@ -161,7 +180,8 @@ def test_pandas_own_types_and_constant_columns():
     [
         (site().drop(columns="sex"), "column 'sex' of X", "missing", "['age', 'pain']", ""),
         (site(aeg=[1, 2]), "column of X", "aeg", "age", "age"),
-        (site(age=["50", "old"]), "type of column 'age'", ANY, "numbers", ""),  # ANY: it depends on pandas' version
+        (site(age=["50", "old"]), "column 'age'", ["old"], "number", ""),
+        (site(age=["50", "51"]), "type of column 'age'", ANY, "numbers", ""),  # ANY: it depends on pandas' version
         (site(age=[np.inf, 1]), "column 'age', row 0", np.inf, "from -1e+100 to 1e+100", ""),
         (site(sex=["w", "m"]), "category of column 'sex'", "w", "['f', 'm']", ""),
         (np.zeros((2, 3)), "X", "ndarray", "pandas.DataFrame", ""),

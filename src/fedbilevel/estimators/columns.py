@@ -112,6 +112,15 @@ def require_values(name: str, values: Any, fits: Any, allowed: str) -> None:
         raise refusal(f"column {name!r}", has, examples, allowed)
 
 
+def require_numerals(name: str, column: Any) -> None:
+    """Refuse a column of numbers that has texts. The message shows some of the texts that are not numbers."""
+    texts = column.to_numpy(object)
+    fits = np.array(
+        [_is_gap(one) or not isinstance(one, str) or (_is_numeral(one) and "," not in one) for one in texts]
+    )
+    require_values(name, texts, fits, "a number with a decimal point, or an empty entry")
+
+
 def moments(field: str, column: NDArray[np.float64]) -> tuple[float, float]:
     """Return the mean of a column and the sum of squared differences from the mean.
 

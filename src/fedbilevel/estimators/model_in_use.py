@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from fedbilevel.data.columns import deviation
-from fedbilevel.errors import ConfigurationError
-from fedbilevel.extending import missing, require
+from fedbilevel.errors import ConfigurationError, DataWarning
+from fedbilevel.extending import missing, require, warn
 
 COLUMNS = {"logistic": ("probability", "class"), "ridge": ("number",), "cox": ("log_hazard",)}
 """The names of the columns that `predictions` returns, by estimator."""
+FAR = 10  # a number is far from those of the study if it is this many standard deviations away from their mean
 RATIOS = {"logistic": "odds ratio", "cox": "hazard ratio"}
 INTERCEPT = "(intercept)"
 
@@ -43,6 +44,26 @@ def predictions(model: Any, frame: Any, site: str = "") -> Any:
     values.append(model.estimator.predict(rows))
     made = {"row": np.arange(1, len(frame) + 1), **dict(zip(COLUMNS[kind], values, strict=True))}
     return type(frame)(made)
+
+
+def warn_of_far_numbers(features: Mapping[str, dict[str, Any]], frame: Any) -> None:
+    """Warn of numbers of a table that are far from the numbers of a study, by which the model was fitted.
+
+    Args:
+        features: the statistics of the features of all sites together, by column.
+        frame: a data frame with these columns.
+    """
+    for name, one in features.items():
+        if one.get("squares") and frame[name].dtype.kind in "iuf":
+            numbers = frame[name].to_numpy(float, na_value=np.nan)
+            far = numbers[np.abs(numbers - one["mean"]) > FAR * deviation(one)]
+            if far.size:
+                such = ", ".join(f"{number:g}" for number in np.unique(far)[:3])
+                rows = f"{far.size} row{'s' * (far.size > 1)}"
+                text = f"column {name!r} has numbers that are far from those of the study ({such}) in {rows}"
+                mean = f"the mean of the study is {one['mean']:g}, and the standard deviation {deviation(one):g}"
+                what = "Correct a wrong unit; leave an entry empty if its number is a code for a gap"
+                warn(DataWarning(f"{text}; {mean}. {what}"))
 
 
 def data_frame(columns: Mapping[str, Any]) -> Any:

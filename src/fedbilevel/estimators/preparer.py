@@ -27,8 +27,15 @@ from sklearn.utils.validation import check_is_fitted
 
 from fedbilevel.data import DataError
 from fedbilevel.data.columns import Summaries, added, checked, names_of, prepared, without_rare
-from fedbilevel.errors import ConfigurationError
-from fedbilevel.estimators.columns import moments, require_frame, require_sizes, warn_of_spellings, warn_of_words
+from fedbilevel.errors import ConfigurationError, DataWarning
+from fedbilevel.estimators.columns import (
+    moments,
+    require_frame,
+    require_numerals,
+    require_sizes,
+    warn_of_spellings,
+    warn_of_words,
+)
 from fedbilevel.extending import (
     errors_in,
     in_a_line,
@@ -37,6 +44,7 @@ from fedbilevel.extending import (
     require,
     require_count,
     unknown,
+    warn,
     write_text,
 )
 
@@ -154,6 +162,7 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
             if others := set(words.dropna()) - summary["categories"].keys():
                 if not summary["rarer"]:
                     raise unknown(f"category of column {name!r}", min(others), summary["categories"])
+                _warn_of_unknown(name, words, others, summary["categories"])
                 warn_of_spellings(f"column {name!r}", [*summary["categories"], *sorted(others)])
             table[name] = words.astype(object).where(words.notna(), None).to_numpy()
         return type(X)(prepared(self.columns_, table), index=X.index)
@@ -208,8 +217,19 @@ def _require_columns(place: str, names: Collection[str], known: Collection[str])
         require(name in names, f"column {name!r} of {place}", "missing", f"present, as the columns {[*names]} are")
 
 
+def _warn_of_unknown(name: str, words: Any, others: Collection[str], known: Collection[str]) -> None:
+    """Warn of categories that no site has named, and that are treated as gaps because a site has hidden rare ones."""
+    count = int(words.isin(list(others)).sum())
+    such = ", ".join(repr(one) for one in sorted(others)[:5])
+    text = f"column {name!r} has categories that are not known ({such}) in {count} row{'s' * (count > 1)}"
+    what = "they may be rare categories that a site has hidden, and are treated as gaps"
+    warn(DataWarning(f"{text}: {what}. Correct them if they are misspelt; known are: {', '.join(known) or 'none'}"))
+
+
 def _numbers(X: Any, name: str) -> Any:
     """Return the values of a column of numbers, with NaN in gaps."""
+    if X[name].dtype.kind in "OSU":
+        require_numerals(name, X[name])
     require(
         X[name].dtype.kind in NUMBERS,
         f"type of column {name!r}",

@@ -16,10 +16,9 @@ import numpy as np
 from fedbilevel.data.columns import deviation
 from fedbilevel.estimators.agreement import SITE
 from fedbilevel.estimators.model_card import MODELS
-from fedbilevel.estimators.model_in_use import data_frame, in_units
+from fedbilevel.estimators.model_in_use import FAR, data_frame, in_units
 from fedbilevel.extending import printable
 
-FAR = 10  # the largest distance from the mean for which rounding is bounded, in standard deviations
 DECIMALS, SHOWN = 5, 3  # the numbers of decimals of terms and of results, if the unit of S is 1
 Cells = Sequence[tuple[str, ...]]
 

@@ -32,7 +32,12 @@ from fedbilevel.estimators.columns import require_in_frame
 from fedbilevel.estimators.evaluation import AskSites, Report, evaluated
 from fedbilevel.estimators.measures import CELLS
 from fedbilevel.estimators.model_card import StudyCosts, card
-from fedbilevel.estimators.model_in_use import coefficient_table, fitted_pipeline, intercept_error
+from fedbilevel.estimators.model_in_use import (
+    coefficient_table,
+    fitted_pipeline,
+    intercept_error,
+    warn_of_far_numbers,
+)
 from fedbilevel.estimators.preparer import read_saved
 from fedbilevel.estimators.scoring_sheet import sheet
 from fedbilevel.estimators.site_table import SiteTable
@@ -325,6 +330,7 @@ class StudyModel:
         require_in_frame([name for name in columns if not (study.offsets and name == SITE)], frame)
         if study.offsets:
             frame = frame.assign(**{SITE: site if site in study.fitted_sites else None})
+        warn_of_far_numbers(self.agreement.features, frame)
         return self.agreement.preparer.transform(frame[columns])
 
     def predict(self, frame: Any, site: str = "") -> Any:
