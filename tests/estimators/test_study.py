@@ -9,7 +9,7 @@ import pytest
 
 from fedbilevel.errors import ConfigurationError, DataWarning
 from fedbilevel.estimators import CoxRegression, LogisticRegression, Preparer, Ridge, Study, StudyModel
-from fedbilevel.estimators.agreement import Agreement, DifferentColumnsError
+from fedbilevel.estimators.agreement import Agreement, DifferentColumnsError, _other_units
 from fedbilevel.estimators.site_table import SiteTable
 from refusals import raises_with, refuses
 from representatives import slow_but
@@ -162,11 +162,39 @@ def test_sites_that_differ_from_the_others_take_part():
     frames = tables()
     frames["north"] = frames["north"].assign(ill="yes", age=61.0, code=np.nan)
     frames["south"] = frames["south"].assign(ill=frames["south"].ill.where(frames["south"].index > 9))
-    model = study("logistic").fit(frames)
+    with pytest.warns(DataWarning, match="north: all rows .* same class.* site = 'north'"):
+        model = study("logistic").fit(frames)
     assert model.agreement.rows == 40 + 64 + 74
     assert np.isfinite(model.estimator.coef_).all()
     offsets = dict(zip(model.agreement.names, model.estimator.coef_, strict=True))
     assert offsets["site_north"] > max(offsets["site_south"], offsets["site_west"])
+
+
+@pytest.mark.parametrize(
+    ("means", "deviations", "suspect"),
+    [
+        ((62, 65, 58, 878), (11, 11, 12, 130), ["d"]),  # years and months
+        ((80, 0.9, 85), (30, 0.3, 25), ["b"]),  # creatinine in µmol/l and in mg/dl
+        ((60, 720), (10, 120), ["a", "b"]),
+        ((250, 0, 230), (40, 0, 45), ["b"]),  # 0 was not measured
+        ((62, 70, 45), (11, 9, 12), []),
+        ((0.02, 1.0, 0.5), (0.14, 0.0, 0.5), []),
+        ((1, 1), (0, 0), []),
+        ((4.0, 100.0, 5.0), (3.0, 80.0, 4.0), ["b"]),  # a site with much sicker patients is asked, too
+    ],
+)
+def test_a_site_with_another_unit_is_found(means, deviations, suspect):
+    given = [{"count": 50, "mean": float(m), "squares": 50.0 * s**2} for m, s in zip(means, deviations, strict=True)]
+    found = _other_units(dict(zip("abcd", given, strict=False)))
+    assert [name for name in found if len(name) == 1] == suspect
+
+
+def test_a_site_with_another_unit_is_warned_of():
+    frames = tables()
+    frames["west"] = frames["west"].assign(age=frames["west"].age * 12)
+    statistics = [SiteTable(study("ridge"), site, frame).statistics() for site, frame in frames.items()]
+    with pytest.warns(DataWarning, match=r"column 'age' differ strongly between sites: [\d.]+ \(west\) and .* \(med"):
+        Agreement.of(study("ridge"), statistics)
 
 
 HERE = "table of north"
@@ -188,7 +216,7 @@ HERE = "table of north"
         (lambda one: one.assign(ill="perhaps"), "classes of 'ill'", ["no", "perhaps", "yes"], "two", ""),
         (lambda one: one.assign(site="x"), "column 'site'", "a feature", "offsets = false", HERE),
         (lambda one: one.iloc[:7], "the number of rows with a target", 7, "8 or more", HERE),
-        (lambda one: one.assign(patient=np.nan), "patient, entry 0", "a gap", "", HERE),
+        (lambda one: one.assign(patient=np.nan), "column 'patient'", "a gap", "the patient of each row", HERE),
         (
             lambda one: one.join(one[["age"]], rsuffix="2").rename(columns={"age2": "age"}),
             "X",

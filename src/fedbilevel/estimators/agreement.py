@@ -20,6 +20,7 @@ from fedbilevel.extending import is_count, parse_json, printable, require, unkno
 
 KINDS: dict[str, type[Penalised]] = {"logistic": LogisticRegression, "ridge": Ridge, "cox": CoxRegression}
 SITE = "site"  # the column of the sites' offsets
+APART = 5  # how far apart the means of a column may be at two sites, in standard deviations, without a warning
 UNCOUNTED = 1e-250
 """The weight of a site that is held out, in rows.
 
@@ -56,6 +57,51 @@ def require_columns(columns: Sequence[str], tables: Mapping[str, Collection[str]
     for name in columns:
         if without := [site for site, known in tables.items() if name not in known]:
             raise DifferentColumnsError(", ".join(without), printable(name), columns)
+
+
+def _warn_of_sites(study: Any, features: Mapping[str, Summaries], target: Mapping[str, Summaries]) -> None:
+    """Warn of sites whose rows all have the same class, and of columns that may have another unit at some sites.
+
+    Args:
+        features: the statistics of the features of each site, by the site's name.
+        target: the statistics of the target of each site.
+    """
+    alike = [
+        site for site in study.fitted_sites for one in target[site].values() if len(one.get("categories", ())) == 1
+    ]
+    if study.estimator == "logistic" and study.offsets and alike and len(study.fitted_sites) > 1:
+        text = f"{', '.join(alike)}: all rows to which the model is fitted have the same class"
+        then = "the offset of such a site is determined by its penalty alone, so that its interval means nothing"
+        how = (
+            f"and predictions with site = {alike[0]!r} are close to 0 or 1. Leave the site out, or set offsets to false"
+        )
+        warn(DataWarning(f"{text}. Then {then}, {how}"))
+    for name in next(iter(features.values())):
+        if means := _other_units({site: features[site][name] for site in study.fitted_sites}):
+            said = " and ".join(f"{mean:.4g} ({site})" for site, mean in means.items())
+            ask = "Do all sites use the same unit, and do they leave gaps empty?"
+            warn(DataWarning(f"the means of column {name!r} differ strongly between sites: {said}. {ask}"))
+
+
+def _other_units(summaries: Mapping[str, dict[str, Any]]) -> dict[str, float]:
+    """Return the means of a column at sites that may use another unit, with the median of the means of all sites.
+
+    With two sites, each is compared with the other. With more sites, each is compared with the medians of all means and
+    of all standard deviations. A mean is suspect if it is away by more than APART of the larger standard deviation, or
+    of the smaller one if the deviations differ by this factor, too. Shares from 0 to 1 are not compared.
+    """
+    known = {site: one for site, one in summaries.items() if one.get("count")}
+    if len(known) < 2:
+        return {}
+    means = np.array([one["mean"] for one in known.values()])
+    spreads = np.array([(one["squares"] / one["count"]) ** 0.5 for one in known.values()])
+    two = len(known) == 2
+    centre, spread = (one[::-1] if two else np.full(len(one), np.median(one)) for one in (means, spreads))
+    away, large, small = np.abs(means - centre), np.maximum(spreads, spread), np.minimum(spreads, spread)
+    suspect = (away > APART * large) | ((small > 0) & (away > APART * small) & (large > APART * small))
+    shares = (means >= 0) & (means <= 1) & (centre >= 0) & (centre <= 1)
+    found = {site: float(mean) for site, mean, bad in zip(known, means, suspect & ~shares, strict=True) if bad}
+    return found if two or not found else {**found, "median of all sites": float(centre[0])}
 
 
 def _sum(parts: Mapping[str, Summaries]) -> Summaries:
@@ -114,6 +160,7 @@ class Agreement:
                 raise error
         made = cls(study, sum(one["rows"] for one in statistics), features, target)
         made.estimator()._check_folds(made.rows)
+        _warn_of_sites(study, parts["features"], parts["target"])
         require(len(made.names) > 0, "features", "none", "at least one column for which some site sends statistics")
         unused = [name for name, one in features.items() if not one.get("categories") and not one.get("count")]
         if unused:

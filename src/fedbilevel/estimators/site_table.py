@@ -13,7 +13,14 @@ from fedbilevel.errors import DataWarning
 from fedbilevel.estimators import coefficient_errors
 from fedbilevel.estimators.agreement import SITE, Agreement, require_columns
 from fedbilevel.estimators.coefficient_errors import SCORES
-from fedbilevel.estimators.columns import labels, numbers_asked, require_frame, require_in_frame, require_values
+from fedbilevel.estimators.columns import (
+    labels,
+    numbers_asked,
+    refusal,
+    require_frame,
+    require_in_frame,
+    require_values,
+)
 from fedbilevel.estimators.evaluation import answered, held_out
 from fedbilevel.estimators.fold_models import WIDE
 from fedbilevel.estimators.preparer import NUMBERS, Preparer, Summaries, words_of
@@ -40,6 +47,12 @@ class SiteTable:
         kept = frame[frame[targets].notna().all(axis=1)].reset_index(drop=True)
         self.left_out = len(frame) - len(kept)
         self._require_values(kept)
+        if study.patient:
+            gaps = int(kept[study.patient].isna().sum())
+            each = "the patient of each row; a row of an unknown patient needs an identifier of its own"
+            if gaps:
+                has = f"a gap in {gaps} row{'s' * (gaps > 1)}"
+                raise refusal(f"column {study.patient!r}", has, "a gap", each)
         patients = (
             labels("patient", kept[study.patient], len(kept), "the patient of each row")[1] if study.patient else None
         )
