@@ -9,7 +9,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from fedbilevel.estimators import StudyModel
-from fedbilevel.estimators.evaluation import _bounded, _check, _root, held_out
+from fedbilevel.estimators.evaluation import Report, _bounded, _check, _root, held_out
 from fedbilevel.estimators.site_table import SiteTable
 from refusals import refuses
 from site_tables import study, tables
@@ -356,6 +356,19 @@ def test_mean_squares_below_0_are_refused(squares):
 def test_the_root_of_any_mean_square_has_a_finite_interval():
     found = _root({"value": 1e-300, "high": 1.0})
     assert 0 <= found["low"] <= found["value"] <= found["high"] < np.inf
+
+
+def test_perfect_predictions_are_pointed_out():
+    """A column that contains the outcome predicts all rows; a reader of the report should not believe the model."""
+
+    def content(*values):
+        sites = {f"s{i}": {"rows": 9, "auroc": {"value": value}} for i, value in enumerate(values)}
+        return {"estimator": "logistic", "target": "ill", "holdout": 0.5, "undefined": {}, "sites": sites}
+
+    for values, said in (((1.0, 1.0), True), ((1.0, 0.99), False), ((), False)):
+        assert ("no column contains the outcome" in str(Report(content(*values)))) == said
+    errors = {"s": {"rows": 9, "r2": {"value": 1.0}}}
+    assert "outcome" not in str(Report(content() | {"estimator": "ridge", "sites": errors}))
 
 
 def test_names_of_columns_end_no_line_of_the_report():

@@ -269,6 +269,10 @@ def _evaluation(content: Mapping[str, Any]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
     lines += [f"{printable(site)}: undefined, {why}" for site, why in content["undefined"].items()]
+    sites = content.get("sites", {}).values()
+    ranked = [one[name]["value"] for one in sites for name in ("auroc", "concordance") if name in one]
+    if ranked and min(ranked) == 1:
+        lines.append(PERFECT)
     for name, one in content.get("overall", {}).items():
         least, most = (
             f"{one[bound]:.3f}" if isinstance(one, dict) and bound in one else "" for bound in ("least", "most")
@@ -283,6 +287,10 @@ def _evaluation(content: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+PERFECT = (
+    "at each site, all pairs of held-out rows are predicted in the right order: "
+    "check that no column contains the outcome, or was recorded after it"
+)
 MEASURES = "rows", "positive", "events", "auroc", "auprc", "concordance", "rmse", "bias", "r2", "intercept", "slope"
 
 
