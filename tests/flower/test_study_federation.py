@@ -100,7 +100,7 @@ def test_a_site_that_is_not_there_ends_the_study_with_its_name(files, tmp_path):
     place = tmp_path / "run"
     with raises_with(ExchangeError, "sites: 0 north, 1 south, 2 west", replies=2, needed=3) as error:
         serve(given, grid, {"out": str(place), "deadline": 2.0, "join": 1.0, "attempts": 2})
-    assert codes(error) == {1: Code.ABSENT}
+    assert codes(error) == {1: Code.LATE}
     assert not (place / "model.json").exists()
     status = Status.of(Folder(place))
     said, ended = status.lines, status.ended
