@@ -436,5 +436,5 @@ def test_what_is_refused_beside_a_run():
         run(SIMFBO, rounds=1).own(4)
     with refuses("personalise: problem", MIXED):
         fb.personalise(MIXED, shared, SAMPLES[0])
-    with refuses("Bilevel.own", ANY, "diagnostics"):
+    with refuses("Bilevel.own", ANY, "one y for all clients"):
         fb.check_hypergradient(MIXED, POPULATION, X0, START)
