@@ -35,6 +35,7 @@ LONGER = {
     "fism-3",
     "fism-table-1",
     "simfbo-2",
+    "fednest-2a-published",
     "fednest-2a",
     "fednest-2b",
     "fednest-2bc-published",
@@ -102,7 +103,7 @@ def test_every_figure_says_what_was_found_and_how_long_it_takes(figure: Figure) 
 def test_every_figure_and_table_is_there() -> None:
     papers = {
         "afbo": "1 2 3 4",
-        "fednest": "2a 2b 2bc-published 2c 3-published 3 4",
+        "fednest": "2a-published 2a 2b 2bc-published 2c 3-published 3 4",
         "fism": "2 3 table-1",
         "rabo": "2 3 4 5 6 table-2 table-3",
         "simfbo": "2 3 4 5",
