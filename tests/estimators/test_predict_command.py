@@ -3,6 +3,7 @@
 import io
 import re
 import sys
+import warnings
 
 import numpy as np
 import pandas as pd
@@ -12,6 +13,7 @@ from fedbilevel.cli import main
 from fedbilevel.data import DataError
 from fedbilevel.data.table_files import read_table
 from fedbilevel.estimators import StudyModel
+from fedbilevel.estimators.model_in_use import warn_of_far_numbers
 from refusals import raises_with
 from representatives import slow_but
 from site_tables import TARGETS, fitted, tables
@@ -132,6 +134,16 @@ def test_numbers_that_are_far_from_those_of_the_study_are_warned_of(saved, tmp_p
         assert main(["predict", str(saved / "ridge.json"), str(tmp_path / file), "--site", "south"]) == 0
         warned = re.findall(r"warning: column '(\w+)' has numbers .* \((.*)\) in (2 rows)", capsys.readouterr().err)
         assert warned == said
+
+
+@pytest.mark.parametrize(("number", "rows"), [(1.0, []), (0.5, []), (2.0, ["2"]), (-9.0, ["-9"])])
+def test_a_rare_one_is_not_far_from_a_column_of_zeros(number, rows):
+    """Three of 1,000 patients have 1, which is 18 standard deviations from the mean, but neither a code nor a unit."""
+    statistics = {"dialysis": {"count": 1000, "mean": 0.003, "squares": 1000 * 0.003 * 0.997}}
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        warn_of_far_numbers(statistics, pd.DataFrame({"dialysis": [0.0, number]}))
+    assert [re.search(r"\((.*?)\)", str(one.message))[1] for one in seen] == rows
 
 
 def test_an_unknown_site_and_a_model_that_is_none_are_refused(saved, tmp_path, capsys):

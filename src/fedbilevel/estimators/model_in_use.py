@@ -49,6 +49,8 @@ def predictions(model: Any, frame: Any, site: str = "") -> Any:
 def warn_of_far_numbers(features: Mapping[str, dict[str, Any]], frame: Any) -> None:
     """Warn of numbers of a table that are far from the numbers of a study, by which the model was fitted.
 
+    If the mean of the study is from 0 to 1, numbers from 0 to 1 are never far: the column may have only 0 and 1.
+
     Args:
         features: the statistics of the features of all sites together, by column.
         frame: a data frame with these columns.
@@ -57,6 +59,8 @@ def warn_of_far_numbers(features: Mapping[str, dict[str, Any]], frame: Any) -> N
         if one.get("squares") and frame[name].dtype.kind in "iuf":
             numbers = frame[name].to_numpy(float, na_value=np.nan)
             far = numbers[np.abs(numbers - one["mean"]) > FAR * deviation(one)]
+            if 0 <= one["mean"] <= 1:  # a rare 1 in a column of 0 and 1 is no other unit and no code
+                far = far[(far < 0) | (far > 1)]
             if far.size:
                 such = ", ".join(f"{number:g}" for number in np.unique(far)[:3])
                 rows = f"{far.size} row{'s' * (far.size > 1)}"
