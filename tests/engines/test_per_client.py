@@ -214,6 +214,22 @@ def test_a_metric_that_is_no_mean_over_samples_is_named(name):
     assert len(named) == (name in ("root", "largest"))
 
 
+@pytest.mark.checked
+@pytest.mark.parametrize("function", [jnp.mean, jnp.max])
+def test_rounding_to_sixteen_bits_makes_no_warning(function):
+    """A mean in bfloat16 differs by up to 1/128 from the mean of its values; the largest value differs by much more."""
+
+    def metric(x, y, batch):
+        half = (batch["a"].astype(jnp.bfloat16) @ y.astype(jnp.bfloat16) - x[0].astype(jnp.bfloat16)) ** 2
+        return function(half)
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        solved(own={"m": metric})
+    named = [one for one in seen if "metrics_per_client['m']" in str(one.message)]
+    assert len(named) == (function is jnp.max)
+
+
 def test_of_several_processes_each_measures_its_share(monkeypatch):
     """Each of several processes measures its share of the clients, and reads no other samples.
 

@@ -26,7 +26,7 @@ from fedbilevel.core.on_disk import let_go
 from fedbilevel.core.own_y import IsOwn, parted_y
 from fedbilevel.core.problem import DrawingLoss, LocalVariable, Padded, WholeLoss
 from fedbilevel.core.ragged import Ragged, check_finite
-from fedbilevel.core.tree import PyTree, join, near, on_device
+from fedbilevel.core.tree import PyTree, epsilon, join, near, on_device
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.process_group import ProcessGroup, current_group
 from fedbilevel.machinery.kept import compiled
@@ -209,9 +209,11 @@ def warn_of_no_means(
             return jax.vmap(lambda pair: (function(x, y, pair), alone(pair)))(pairs)
 
         given = on_device((*near((x, y), rng), pairs))
-        whole, alone = (np.asarray(value, np.float64) for value in compiled(seen, *given, quickly=True)(*given))
+        values = compiled(seen, *given, quickly=True)(*given)
+        inexact = max(INEXACT, 4 * epsilon(values, x, y))  # numbers of 16 bits have large rounding errors
+        whole, alone = (np.asarray(value, np.float64) for value in values)
         with np.errstate(invalid="ignore"):  # comparisons with NaN are False
-            off = np.abs(whole - alone.mean(1)) > INEXACT * np.maximum(np.abs(whole), np.abs(alone).max(1))
+            off = np.abs(whole - alone.mean(1)) > inexact * np.maximum(np.abs(whole), np.abs(alone).max(1))
         if np.sum(off) >= FEWEST:
             text = f"metrics_per_client[{name!r}] is not a mean over the samples of its batch, but a client's value is "
             how = "the mean of its values on single samples: wrap it in fb.WholeLoss, which gets all samples at once"
