@@ -108,7 +108,7 @@ class Incremental(DecreasingSteps):
             g = jax.grad(problem.inner, 0)(z, None, sample(j))
             at = scaled(penalty, problem.preference(z)[1]) if self.anew else h
             new = problem.project(move(z, -gamma, optax.tree.add(g, at)))
-            return new if full else jax.tree.map(lambda a, b: jnp.where(j < n, a, b), new, z)
+            return new if full else optax.tree.where(j < n, new, z)
 
         z = lax.fori_loop(0, bound, step, x)
         update: Any = scaled(1 / (n * unit(gamma)), optax.tree.sub(z, x)), 1.0 / n

@@ -15,27 +15,23 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 from jax.extend.core import ClosedJaxpr
 
 from fedbilevel.core.client import Clients
-from fedbilevel.core.errors import NonFiniteError, NumericalWarning, require, warn
+from fedbilevel.core.errors import NonFiniteError, require
 from fedbilevel.core.inputs import explained, require_function
 from fedbilevel.core.metrics import Metric, MetricFunction, larger_is_better, require_direction
 from fedbilevel.core.on_disk import let_go
 from fedbilevel.core.own_y import IsOwn, parted_y
-from fedbilevel.core.problem import DrawingLoss, LocalVariable, Padded, WholeLoss
+from fedbilevel.core.problem import LocalVariable, Padded, WholeLoss
 from fedbilevel.core.ragged import Ragged, check_finite
-from fedbilevel.core.tree import PyTree, epsilon, join, near, on_device
+from fedbilevel.core.tree import PyTree, join
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.process_group import ProcessGroup, current_group
 from fedbilevel.machinery.kept import compiled
 
 BLOCK = 256  # the number of samples that are evaluated together, by vmap
 DECILES = tuple(range(10, 100, 10))
-PAIRS = 16  # the number of pairs of samples on which a metric per client is compared with a mean
-INEXACT = 1e-4  # because of rounding, a metric of two samples may differ by this share from the mean of its values
-FEWEST = 2  # the least number of pairs that must differ; a single pair may differ by rounding
 
 ARGUMENTS = "x, y, batch"
 ONE_NUMBER = "one real number"
@@ -178,46 +174,6 @@ def check_per_client(
             found[name] = jax.make_jaxpr(metric.function)(x, y, batch)
         _require_one_number(f"metrics_per_client[{name!r}]", found[name])
     return found
-
-
-def warn_of_no_means(
-    metrics: Mapping[str, PerClient], clients: Clients, x: PyTree, y: PyTree, fixed: tuple[PyTree, PyTree]
-) -> None:
-    """Warn of metrics per client that are no means over samples, such as the root of a mean, by pairs of samples.
-
-    If there are several processes, only samples of the first process's clients are read.
-
-    Args:
-        metrics: the metrics by name.
-        clients: the population, whose samples are on this machine.
-        x, y: the floating arrays of the start, as a client has them.
-        fixed: the other leaves of x and y.
-    """
-    rng, share = np.random.default_rng(0), len(clients) // current_group().processes
-    for name, metric in metrics.items():
-        rows: Ragged = getattr(clients, metric.samples)
-        several = np.flatnonzero(rows.size[:share] > 1)
-        if isinstance(metric.function, WholeLoss | DrawingLoss) or not several.size:
-            continue
-        ids = np.resize(rng.choice(several, min(len(several), PAIRS), replace=False), PAIRS)
-        places = np.stack([rows.start[i] + rng.choice(rows.size[i], 2, replace=False) for i in ids])
-        pairs = jax.tree.map(lambda leaf, at=places: np.asarray(leaf[at]), rows.values)
-
-        def seen(x: PyTree, y: PyTree, pairs: PyTree, function: Measure = metric.function) -> tuple[Array, Array]:
-            x, y = join(x, fixed[0]), join(y, fixed[1])
-            alone = jax.vmap(lambda one: function(x, y, jax.tree.map(lambda leaf: leaf[None], one)))
-            return jax.vmap(lambda pair: (function(x, y, pair), alone(pair)))(pairs)
-
-        given = on_device((*near((x, y), rng), pairs))
-        values = compiled(seen, *given, quickly=True)(*given)
-        inexact = max(INEXACT, 4 * epsilon(values, x, y))  # numbers of 16 bits have large rounding errors
-        whole, alone = (np.asarray(value, np.float64) for value in values)
-        with np.errstate(invalid="ignore"):  # comparisons with NaN are False
-            off = np.abs(whole - alone.mean(1)) > inexact * np.maximum(np.abs(whole), np.abs(alone).max(1))
-        if np.sum(off) >= FEWEST:
-            text = f"metrics_per_client[{name!r}] is not a mean over the samples of its batch, but a client's value is "
-            how = "the mean of its values on single samples: wrap it in fb.WholeLoss, which gets all samples at once"
-            warn(NumericalWarning(text + how))
 
 
 def is_one_number(value: Any) -> bool:

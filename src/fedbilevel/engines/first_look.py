@@ -1,9 +1,9 @@
-"""Evaluate the losses before the first round, to detect mistakes that would lead to plausible but wrong numbers.
+"""Evaluate losses and metrics before the first round, to detect mistakes that lead to plausible but wrong numbers.
 
 The questions are: Does x change y*, and does y change the outer loss? Does every leaf of x move? Is a loss the mean of
 its values on single samples? Are samples used as indices beyond the end of an axis? If leaves of y are each client's
-own, is the derivative in y the gradient of one function (symmetry.py)? Everything is computed at random points near the
-start, on a few samples of a few clients.
+own, is the derivative in y the gradient of one function (symmetry.py)? Is a metric per client a mean? Everything is
+computed at random points near the start, on a few samples of a few clients.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from fedbilevel.core.card import counted, listed
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import ConfigurationError, DataWarning, InfluenceWarning, NumericalWarning, warn
 from fedbilevel.core.local_x import local_block
-from fedbilevel.core.problem import BLOCKED, Padded, Problem, why_it_vanishes
+from fedbilevel.core.problem import BLOCKED, DrawingLoss, Padded, Problem, WholeLoss, why_it_vanishes
 from fedbilevel.core.ragged import Ragged
-from fedbilevel.core.tree import PyTree, epsilon, near, on_device
+from fedbilevel.core.tree import PyTree, epsilon, join, near, on_device
+from fedbilevel.engines.evaluation import Measure, PerClient
 from fedbilevel.engines.process_group import current_group
 from fedbilevel.engines.symmetry import check_symmetry
 from fedbilevel.machinery.indexing import indexed_axes
@@ -334,3 +335,43 @@ def check_indices(name: str, program: ClosedJaxpr, rows: Ragged) -> None:
         if axis.operation == "gather" and beyond:
             raise ConfigurationError(text, where=where)
         warn(DataWarning(f"{where}: {text}"))  # a warning only: the user may want entries from the end, or none
+
+
+def warn_of_no_means(
+    metrics: Mapping[str, PerClient], clients: Clients, x: PyTree, y: PyTree, fixed: tuple[PyTree, PyTree]
+) -> None:
+    """Warn of metrics per client that are no means over samples, such as the root of a mean, by pairs of samples.
+
+    If there are several processes, only samples of the first process's clients are read.
+
+    Args:
+        metrics: the metrics by name.
+        clients: the population, whose samples are on this machine.
+        x, y: the floating arrays of the start, as a client has them.
+        fixed: the other leaves of x and y.
+    """
+    rng, share = np.random.default_rng(0), len(clients) // current_group().processes
+    for name, metric in metrics.items():
+        rows: Ragged = getattr(clients, metric.samples)
+        several = np.flatnonzero(rows.size[:share] > 1)
+        if isinstance(metric.function, WholeLoss | DrawingLoss) or not several.size:
+            continue
+        ids = np.resize(rng.choice(several, min(len(several), PAIRS), replace=False), PAIRS)
+        places = np.stack([rows.start[i] + rng.choice(rows.size[i], 2, replace=False) for i in ids])
+        pairs = jax.tree.map(lambda leaf, at=places: np.asarray(leaf[at]), rows.values)
+
+        def seen(x: PyTree, y: PyTree, pairs: PyTree, function: Measure = metric.function) -> tuple[Array, Array]:
+            x, y = join(x, fixed[0]), join(y, fixed[1])
+            alone = jax.vmap(lambda one: function(x, y, jax.tree.map(lambda leaf: leaf[None], one)))
+            return jax.vmap(lambda pair: (function(x, y, pair), alone(pair)))(pairs)
+
+        given = on_device((*near((x, y), rng), pairs))
+        values = compiled(seen, *given, quickly=True)(*given)
+        inexact = max(TOLERANCE, 4 * epsilon(values, x, y))  # numbers of 16 bits have large rounding errors
+        whole, alone = (np.asarray(value, np.float64) for value in values)
+        with np.errstate(invalid="ignore"):  # comparisons with NaN are False
+            off = np.abs(whole - alone.mean(1)) > inexact * np.maximum(np.abs(whole), np.abs(alone).max(1))
+        if np.sum(off) >= FEWEST:
+            text = f"metrics_per_client[{name!r}] is not a mean over the samples of its batch, but a client's value is "
+            how = "the mean of its values on single samples: wrap it in fb.WholeLoss, which gets all samples at once"
+            warn(NumericalWarning(text + how))

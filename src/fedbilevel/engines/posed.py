@@ -21,8 +21,8 @@ from fedbilevel.core.projections import acts_on_entries
 from fedbilevel.core.tree import PyTree, join, split
 from fedbilevel.engines.divergence import Met, curvature_needed, what_was_met
 from fedbilevel.engines.ends import Ends, Spent, affordable, affordable_gradients, outer_losses, trained
-from fedbilevel.engines.evaluation import Evaluation, PerClient, check_per_client, warn_of_no_means
-from fedbilevel.engines.first_look import first_look
+from fedbilevel.engines.evaluation import Evaluation, PerClient, check_per_client
+from fedbilevel.engines.first_look import first_look, warn_of_no_means
 from fedbilevel.engines.options import RunOptions
 from fedbilevel.engines.process_group import current_group
 

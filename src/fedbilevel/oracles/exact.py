@@ -124,7 +124,7 @@ def solve_inner(
             too_long, shorter, (jnp.asarray(2.0), now.y, jnp.full_like(now.gradient_norm, jnp.inf))
         )
         moved = norm < now.gradient_norm
-        z = jax.tree.map(lambda a, b: jnp.where(moved, a, b), z, now.y)
+        z = optax.tree.where(moved, z, now.y)
         norm = jnp.where(moved, norm, now.gradient_norm)
         spent = now.products + system.iterations + 1  # one more product for the residual
         return _Newton(Inner(z, norm, now.iterations + 1, spent, system.negative_curvature >= 0), moved)

@@ -504,7 +504,7 @@ def descended_head(support: Array, start: PyTree, ridge: float) -> PyTree:
         value, slope = jax.value_and_grad(loss)(head)
         new = optax.tree.add_scale(head, -size, slope)
         lower = loss(new) <= value - size / 2 * optax.tree.vdot(slope, slope)
-        return jax.tree.map(lambda a, b: jnp.where(lower, a, b), (new, 1.5 * size), (head, size / 2))
+        return optax.tree.where(lower, (new, 1.5 * size), (head, size / 2))
 
     return lax.fori_loop(0, HEAD_STEPS, step, (start, jnp.ones((), support.dtype)))[0]
 

@@ -117,12 +117,12 @@ class PowerMethod(NamedTuple):
                 return g + added.outer * client.problem.outer(x, y, client.outer_batch(draw, batch_size))
 
             is_power = n < powers
-            at, along = chosen(is_power, (y, found.vector), (trial.end, trial.gradient))
+            at, along = optax.tree.where(is_power, (y, found.vector), (trial.end, trial.gradient))
             gradient, product = value_and_derivative(jax.grad(loss), at, along)
             norm = optax.tree.norm(product).astype(self.largest.dtype)
             powered = found._replace(vector=unit(product), largest=norm)
             begun = Trial.begin(y, gradient, (norm + added.constant).astype(norm.dtype))
-            return n + 1, *chosen(is_power, (powered, begun), (found, trial.after(gradient, norm)))
+            return n + 1, *optax.tree.where(is_power, (powered, begun), (found, trial.after(gradient, norm)))
 
         begin = jnp.zeros((), "int32"), self._replace(vector=start), Trial.begin(y, y, self.largest)
         products, found, trial = jax.lax.while_loop(goes_on, once, begin)
@@ -166,18 +166,13 @@ class Trial(NamedTuple):
         begins = self.products == 0
         curvature = over(norm, optax.tree.norm(self.gradient)).astype(norm.dtype)
         fits = curvature <= self.allowed  # False for NaN, too
-        y, gradient = chosen(fits, (self.end, gradient), (self.y, self.gradient))
+        y, gradient = optax.tree.where(fits, (self.end, gradient), (self.y, self.gradient))
         largest = jnp.where(fits, 1, 2) * self.largest
         allowed = jnp.where(begins, GROWTH * jnp.maximum(curvature, largest), largest)
         grows_not = (self.products == 1) & fits
         halved = ~begins & (optax.tree.norm(gradient) <= self.enough)
         products = self.products + 1
         return Trial(y, gradient, largest, allowed, self.enough, products, grows_not | halved | (products == TRIALS))
-
-
-def chosen(condition: Array, yes: Any, no: Any) -> Any:
-    """Return one of two trees of the same structure, by a condition."""
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
 
 
 class Measured(NamedTuple):

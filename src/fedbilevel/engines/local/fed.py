@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array, lax
 
 from fedbilevel.core.algorithm import Algorithm
@@ -212,7 +213,7 @@ class LocalFed(Means):
             if self.pace.lasts is None:
                 return replied
             nothing = jax.tree.map(jnp.zeros_like, replied[0]), state  # the reply of clients that are never available
-            return jax.tree.map(lambda a, b: jnp.where(member.counts > 0, a, b), replied, nothing)
+            return optax.tree.where(member.counts > 0, replied, nothing)
 
         return name, respond
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -217,7 +218,7 @@ class Rounds:
         good, rows = jnp.all(finite), members[0].state[where]
         after = carry.round + 1, state, underway.now, underway.states
         before = carry.round, carry.state, carry.now, states
-        number, state, now, states = jax.tree.map(lambda new, old: jnp.where(good, new, old), after, before)
+        number, state, now, states = optax.tree.where(good, after, before)
         # the states of clients outside of the cohort are not copied
         clients = jax.tree.map(lambda full, kept: full.at[rows].set(kept[where]), carry.clients, states)
         return Carry(number, state, clients, now, carry.queues, carry.local_x), round_costs, finite
