@@ -91,7 +91,7 @@ def test_few_products_a_round_follow_a_hessian_that_turns_and_grows():
     for place, x in enumerate(np.linspace(0, 3, 300)):
         kept, largest, hvps = asked(kept, x)
         assert 0.97 < float(largest) / 10**x < 1 + 1e-6
-        # SimFBO's own two, and those of the measurement, with two for the trial of the first step
+        # two products of SimFBO, and the products of the measurement; two of these try the first step
         assert int(hvps) == 2 + (12 if place == 0 else 3)
 
 

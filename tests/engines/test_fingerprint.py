@@ -191,7 +191,7 @@ def test_a_field_that_an_earlier_version_did_not_have_counts_with_its_default():
 
 @pytest.mark.parametrize("adapts", [False, True])
 def test_another_class_of_a_part_within_a_part_is_named(adapts):
-    """A part within a part, and a part or an optimizer of a method within a layer, count as those of a method do."""
+    """A change is detected in a part within a part, and in a part or optimizer of a method within a layer."""
     parts, path = fb.parts, "algorithm.hypergradient" if adapts else "hypergradient"
     exact, differences = (
         fb.AFBO(hypergradient=parts.LocalImplicit(second_order=order)) for order in (parts.Exact(), parts.Differences())

@@ -84,8 +84,8 @@ def comparable(problem: Problem) -> bool:
 class Spent(NamedTuple):
     """Hold the cost of a run: its number of gradients, and their batch size (None: all samples of a client).
 
-    The batch size is that of the method. Gradients that a part of the method computes on all samples count as gradients
-    on a batch, too, so that the cost of such a run is larger than `passes` says.
+    The batch size is a field of the method. A part of the method may compute gradients on all samples. Each of them
+    counts as a gradient on a batch here, so that `passes` is then too small.
     """
 
     gradients: int

@@ -63,7 +63,7 @@ class Fingerprint:
     versions: str = VERSIONS
     """Versions of the libraries. Another version may trace or compile the same function to another program."""
     defaults: list[str] = field(default_factory=list)
-    """The names in `stated` of the method's fields that have their defaults, including those of its parts."""
+    """The names in `stated` of fields of the method and of its parts that have their defaults."""
     parts: dict[str, str] = field(default_factory=dict)
     """The classes of parts within parts, by path. Checkpoints of earlier versions have none, and are not compared."""
 

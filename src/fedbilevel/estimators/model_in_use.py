@@ -16,7 +16,7 @@ from fedbilevel.extending import missing, require, warn
 
 COLUMNS = {"logistic": ("probability", "class"), "ridge": ("number",), "cox": ("log_hazard",)}
 """The names of the columns that `predictions` returns, by estimator."""
-FAR = 10  # a number is far from those of the study if it is this many standard deviations away from their mean
+FAR = 10  # a number is far away if its distance from the mean of the study is this many standard deviations
 RATIOS = {"logistic": "odds ratio", "cox": "hazard ratio"}
 INTERCEPT = "(intercept)"
 
