@@ -23,6 +23,7 @@ from fedbilevel.tasks.few_shot import (
     head_logits,
     held_out_characters,
     prototype_logits,
+    smaller,
     support_loss,
 )
 from implicit import implicit_gradient
@@ -460,6 +461,18 @@ def test_held_out_characters_are_measured_and_not_trained_on(characters) -> None
     assert held <= {drawing.tobytes() for drawing in found.train.images.reshape(-1, 28, 28)}
 
 
+def test_pixels_of_smaller_images_are_means_of_squares(characters) -> None:
+    """With a side of 7, each pixel is the mean of 4 × 4 pixels, and pixels are divided by the deviation of these."""
+    found = smaller(characters, 7)
+    image = characters.train.images[3, 2]
+    by_hand = [[np.rint(image[4 * i : 4 * i + 4, 4 * j : 4 * j + 4].mean()) for j in range(7)] for i in range(7)]
+    np.testing.assert_array_equal(found.train.images[3, 2], by_hand)
+    assert found.test.images.shape == (*characters.test.images.shape[:2], 7, 7)
+    assert found.std == pytest.approx(np.std(found.train.images / 255))
+    task = few_shot(**SMALL, side=7)
+    assert task.clients.outer.values["image"].shape[-2:] == (7, 7)
+
+
 def drawings(part) -> np.ndarray:
     """Return all images of the outer or of the inner samples."""
     return np.asarray(part.values["image"]).reshape(-1, 28, 28)
@@ -514,6 +527,7 @@ def test_units_are_the_backbones_and_the_head_shares_its_last_ones() -> None:
         ({"objective": "protonets"}, ("objective", "protonets", "", "protonet")),
         ({"partition_by": "alphabets", "clients": 6}, ("clients", 6, "at most 5")),
         ({"adaptation_lr": "x"}, ("adaptation_lr", "x")),
+        ({"side": 13}, ("side", 13, "divisor of 28")),
         ({"hidden": 4}, ("hidden", 4)),
         ({"head_hidden": 4}, ("head_hidden", 4)),
         ({"head_hidden": (4, 0)}, ("head_hidden", (4, 0))),

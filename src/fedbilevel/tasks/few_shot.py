@@ -18,7 +18,7 @@ The features are φ = z/√(1 + mean z²), where z is the output of the backbone
 of g in y would grow during training, until every step size is too large. Single-level objectives use the same φ, so
 that results can be compared.
 
-Images of B tasks have the shape (B, way, n, 28, 28) and are uint8.
+Images of B tasks have the shape (B, way, n, side, side) and are uint8.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from fedbilevel.core.ragged import Ragged
 from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree
 from fedbilevel.data import Characters, Drawings, iid, load_characters, pack_arrays
-from fedbilevel.data.characters import by_alphabet
+from fedbilevel.data.characters import SIDE, by_alphabet
 from fedbilevel.tasks import networks
 from fedbilevel.tasks.images import NETWORKS
 from fedbilevel.tasks.networks import EVALUATION_BATCH, cross_entropy, in_passes
@@ -54,6 +54,7 @@ Objective = Literal["bilevel", "joint", "protonet", "maml", "fomaml"]
 def few_shot(
     *,
     data: str = "strokes",
+    side: int = SIDE,
     network: str = "conv4",
     hidden: Sequence[int] = (32,),
     head_hidden: Sequence[int] = (),
@@ -78,6 +79,8 @@ def few_shot(
 
     Args:
         data: "strokes" (generated) or "omniglot".
+        side: the number of pixels along an image's edge, a divisor of 28. If it is smaller than 28, each pixel is the
+            mean of a square of pixels. A network with convolutions then needs less time.
         network: "conv4", or another network of hyper_representation.
         hidden: for "conv4" one number of channels or four; for another network as in hyper_representation.
         head_hidden: the widths of the hidden layers of each head, with ReLU. Submodels can leave out units of these
@@ -122,7 +125,8 @@ def few_shot(
     require(isinstance(shared, bool), "shared", shared, "True or False")
     require(not shared or objective in ("bilevel", "joint"), "shared", shared, "True only for 'bilevel' and 'joint'")
     require(is_number(holdout) and 0 <= holdout < 1, "holdout", holdout, "at least 0 and below 1")
-    characters = load_characters(data)
+    require(is_count(side) and SIDE % side == 0, "side", side, f"a divisor of {SIDE}")
+    characters = smaller(load_characters(data), side)
     if holdout:
         characters = held_out_characters(characters, holdout, seed)
     part = "validation" if holdout else "test"
@@ -289,6 +293,19 @@ def _standardising(net: networks.Network, characters: Characters) -> Features:
     return features
 
 
+def smaller(characters: Characters, side: int) -> Characters:
+    """Replace squares of pixels by their means, so that the images have the shape (side, side)."""
+    if side == SIDE:
+        return characters
+
+    def part(drawings: Drawings) -> Drawings:
+        squares = drawings.images.reshape(*drawings.images.shape[:2], side, SIDE // side, side, SIDE // side)
+        return replace(drawings, images=squares.mean((3, 5)).round().astype(np.uint8))
+
+    train, test = part(characters.train), part(characters.test)
+    return replace(characters, train=train, test=test, std=float((train.images / 255).std()))
+
+
 def held_out_characters(characters: Characters, share: float, seed: int) -> Characters:
     """Take a random share of the training characters for testing, in place of the test characters."""
     train, total = characters.train, len(characters.train.images)
@@ -344,9 +361,9 @@ HEAD_STEPS = 300  # the number of steps that fit a head to the support images of
 EPISODES_AT_A_TIME = 10  # the number of test episodes that are evaluated together, which bounds memory
 
 Features = Callable[[PyTree, Array], Array]
-"""A function from a backbone and uint8 images of shape (..., 28, 28) to features of shape (..., width)."""
+"""A function from a backbone and uint8 images of shape (..., side, side) to features of shape (..., width)."""
 Adapt = Callable[[PyTree, Array], PyTree]
-"""A function from x and support images of shape (way, shot, 28, 28) to the adapted x."""
+"""A function from x and support images of shape (way, shot, side, side) to the adapted x."""
 
 
 def bounded(features: Features) -> Features:
@@ -362,13 +379,13 @@ def bounded(features: Features) -> Features:
 class Episodes(NamedTuple):
     """The images of test episodes, and the episodes as indices of images."""
 
-    images: np.ndarray  # uint8 of shape (images, 28, 28)
+    images: np.ndarray  # uint8 of shape (images, side, side)
     support: np.ndarray  # indices of images, of shape (episodes, way, shot)
     query: np.ndarray  # indices of images, of shape (episodes, way, queries)
 
 
 def draw_episodes(images: np.ndarray, count: int, way: int, shot: int, queries: int, seed: int) -> Episodes:
-    """Draw episodes from images of shape (characters, drawings, 28, 28).
+    """Draw episodes from images of shape (characters, drawings, side, side).
 
     For each episode, `way` characters are drawn, then drawings of each character.
     """
@@ -442,7 +459,7 @@ def prototype_logits(support: Array, query: Array) -> Array:
 
 
 def plain_loss(features: Features, x: tuple[PyTree, PyTree], images: Array) -> Array:
-    """Return the mean cross entropy of an episode's images, of shape (way, n, 28, 28), for x = (backbone, head)."""
+    """Return the mean cross entropy of an episode's images, of shape (way, n, side, side), for x = (backbone, head)."""
     return cross_entropy(plain_logits(features, x, images), labels_of(*images.shape[:2]))
 
 
