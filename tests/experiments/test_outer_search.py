@@ -72,6 +72,24 @@ def test_trials_begin_at_x0_and_go_on_from_the_best_y(trials):
     assert min(losses) == pytest.approx(validation_loss(result.x, result.y), rel=1e-9)
 
 
+def test_the_outer_loss_may_need_all_samples_of_a_client():
+    """A search measures a `WholeLoss` on each client's own samples, and not as a mean over single samples.
+
+    F is the mean of the clients' root mean square errors, computed again with NumPy. Clients have 2 and 3 samples.
+    """
+    samples = [np.array([0.0, 4.0]), np.array([1.0, 2.0, 9.0])]
+
+    def root(x, y, rows, valid):
+        return jnp.sqrt(jnp.sum(jnp.where(valid, (y - rows) ** 2, 0)) / jnp.sum(valid))
+
+    problem = fb.Bilevel(fb.WholeLoss(root), lambda x, y, rows: jnp.mean((y - rows) ** 2) + jnp.exp(x) * y**2)
+    clients = fb.Clients(samples, samples)
+    task = replace(TASK, problem=problem, clients=clients, x0=jnp.zeros(()), y0=jnp.zeros(()), metrics={})
+    result = searched(Random(**BOUNDS, trial_exchanges=4, batch_size=None), 18, task)
+    losses = [np.sqrt(np.mean((float(result.y) - rows) ** 2)) for rows in samples]
+    assert min(result.history["outer_loss"][1:]) == pytest.approx(np.dot(clients.weights, losses), rel=1e-9)
+
+
 def test_every_exchange_is_counted():
     """The ledger of a search has the costs of all exchanges, those that train y and those that measure the outer loss.
 

@@ -263,10 +263,6 @@ def refuse_search(spec: Spec, task: Task) -> None:
     require_optuna(name)
     kind, bilevel = type(task.problem).__name__, isinstance(task.problem, Bilevel) and task.problem.local is None
     require(bilevel, "problem", kind, f"a Bilevel problem with x on the server for {name}, which searches over x")
-    mean = "outer" not in task.problem.whole
-    require(
-        mean, "outer", "a WholeLoss", f"a mean over samples for {name}, so that each client can measure it on its own"
-    )
     allowed = f"given for {name}, or run.bytes or run.evaluations: its trials share this budget"
     require(spec.run.budget[0] in SHARED, "run.exchanges", None, allowed)
     start, low, high = np.asarray(ravel_pytree(task.x0)[0]), method.low, method.high
