@@ -80,6 +80,8 @@ def _run(options: argparse.Namespace) -> int:
         run.bytes=2e9 run.evaluations=1e6 run.time=200        a budget of traffic, of work, or of virtual seconds
         clock.network=1.0 clock.compute=0.1                   seconds for a message, and for a gradient or product
         clock.stragglers=5 clock.slowdown=5.0                 5 clients are 5 times slower than the others
+        compression=top_k layers.compression.share=0.2        clients send a fifth of the entries of each reply
+        rule=median                                           a robust rule in place of the mean of replies
         run.pooled=true                                       one client that holds every sample
         privacy.clip=1 privacy.noise_multiplier=30 privacy.delta=1e-5 privacy.budget=4
                                                               differential privacy of each client's replies

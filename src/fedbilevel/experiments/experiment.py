@@ -17,7 +17,8 @@ from fedbilevel.engines.foreseen import cost_of_round
 from fedbilevel.engines.history import ENDLESS, Callback, Result, cost
 from fedbilevel.engines.progress import MEASURING, report_stage
 from fedbilevel.engines.solve import solve
-from fedbilevel.experiments.spec import RunPlan, Spec
+from fedbilevel.experiments.plans import RunPlan
+from fedbilevel.experiments.spec import Spec
 from fedbilevel.tasks import Task
 
 ROWS = 50  # the number of rows of a history, if the spec does not set `eval_every`

@@ -67,7 +67,8 @@ from fedbilevel.engines.solve import solve
 from fedbilevel.engines.tracking import TrackedRun, Tracking
 from fedbilevel.experiments.experiment import PROBE, Experiment, cohort_of, experiment_with
 from fedbilevel.experiments.loader import label
-from fedbilevel.experiments.spec import RunPlan, Spec
+from fedbilevel.experiments.plans import RunPlan
+from fedbilevel.experiments.spec import Spec
 from fedbilevel.tasks import Task
 from fedbilevel.wording import missing
 

@@ -148,8 +148,8 @@ def algorithm_of(spec: Spec) -> Algorithm:
         raise ConfigurationError(path="spec", got="of a finished run", allowed=remedy, message=message)
     if spec.submodels != UnitPolicy():
         algorithm = Submodels(algorithm, **asdict(spec.submodels))
-    waits = spec.asynchronous.wait_for is None
-    return algorithm if waits else layered(algorithm, Asynchronous(**asdict(spec.asynchronous)))
+    late = None if spec.asynchronous.wait_for is None else Asynchronous(**asdict(spec.asynchronous))
+    return layered(algorithm, late, spec.layers.compression, spec.layers.rule)
 
 
 def task_of(spec: Spec, **party: str | int) -> Task:

@@ -242,7 +242,7 @@ def bounded(rivals: Mapping[str, Spec], search_box: tuple[float, float] | None) 
     return {key: spec.replace(algorithm={"low": low, "high": high}) for key, spec in rivals.items()}
 
 
-OF_A_METHOD = "clients", "submodels", "asynchronous", "privacy"
+OF_A_METHOD = "clients", "submodels", "asynchronous", "layers", "privacy"
 """The sections of a spec that can be set for one method of a comparison, as in NAME.clients.local_steps=3."""
 
 

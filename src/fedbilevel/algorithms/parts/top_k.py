@@ -38,6 +38,7 @@ class TopK(Compressor):
         share: the share of a reply's entries that are sent, above 0 and at most 1.
     """
 
+    kind = "top_k"
     tells = (
         "the client sends the largest entries of the difference between its new reply and what the server has received "
         f"of its earlier replies, and says which entries these are, {COUNTS}"
