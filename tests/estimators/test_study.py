@@ -180,6 +180,8 @@ def test_sites_that_differ_from_the_others_take_part():
         ((62, 70, 45), (11, 9, 12), []),
         ((0.02, 1.0, 0.5), (0.14, 0.0, 0.5), []),
         ((1, 1), (0, 0), []),
+        ((2019, 2021), (0, 0), []),  # the year of a study
+        ((2019, 2021, 2021), (0, 0, 0), []),
         ((4.0, 100.0, 5.0), (3.0, 80.0, 4.0), ["b"]),  # a site with much sicker patients is asked, too
     ],
 )

@@ -88,7 +88,8 @@ def _other_units(summaries: Mapping[str, dict[str, Any]]) -> dict[str, float]:
 
     With two sites, each is compared with the other. With more sites, each is compared with the medians of all means and
     of all standard deviations. A mean is suspect if it is away by more than APART of the larger standard deviation, or
-    of the smaller one if the deviations differ by this factor, too. Shares from 0 to 1 are not compared.
+    of the smaller one if the deviations differ by this factor, too. Neither shares from 0 to 1 nor numbers without any
+    deviation, such as the year of a study, are compared.
     """
     known = {site: one for site, one in summaries.items() if one.get("count")}
     if len(known) < 2:
@@ -98,7 +99,7 @@ def _other_units(summaries: Mapping[str, dict[str, Any]]) -> dict[str, float]:
     two = len(known) == 2
     centre, spread = (one[::-1] if two else np.full(len(one), np.median(one)) for one in (means, spreads))
     away, large, small = np.abs(means - centre), np.maximum(spreads, spread), np.minimum(spreads, spread)
-    suspect = (away > APART * large) | ((small > 0) & (away > APART * small) & (large > APART * small))
+    suspect = ((large > 0) & (away > APART * large)) | ((small > 0) & (away > APART * small) & (large > APART * small))
     shares = (means >= 0) & (means <= 1) & (centre >= 0) & (centre <= 1)
     found = {site: float(mean) for site, mean, bad in zip(known, means, suspect & ~shares, strict=True) if bad}
     return found if two or not found else {**found, "median of all sites": float(centre[0])}
