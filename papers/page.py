@@ -203,7 +203,7 @@ def title_and_short(head: str) -> tuple[str, str]:
 
 
 def in_all(figures: Sequence[Figure], heads: Mapping[str, str]) -> list[str]:
-    """Return the outcomes of all papers for the README of the repository: a sentence on all, and one for each paper.
+    """Return the outcomes of all papers for the README of the repository: a sentence on all, and a line for each paper.
 
     Args:
         heads: the head of each paper's page, by its folder.
@@ -211,11 +211,17 @@ def in_all(figures: Sequence[Figure], heads: Mapping[str, str]) -> list[str]:
     counts, own = decisions(figures)
     said = [f"{counts[name]} {words}" for name, words in IN_ALL.items() if counts[name]]
     linked = f"[{counts.total()} statements](papers/README.md)"
-    told = [(paper, *title_and_short(head)) for paper, head in heads.items() if paper != THEORY]
-    papers = [f"- [{title}](papers/{paper}/README.md): {short}" for paper, title, short in told]
+    papers = [in_a_line(paper, head, figures) for paper, head in heads.items() if paper != THEORY]
     sentence = f"The papers of the methods make {linked} that were tried at small scale: {enumerated(said)}."
     further = f" Another {own} statements, such as corrections of printed formulas, are ours and are not counted."
     return [sentence + further * bool(own), "", *papers]
+
+
+def in_a_line(paper: str, head: str, figures: Sequence[Figure]) -> str:
+    """Return how many statements of a paper hold, and the short summary of its page, as an item of a list."""
+    counts, _ = decisions([figure for figure in figures if figure.file.parent.name == paper])
+    title, short = title_and_short(head)
+    return f"- [{title}](papers/{paper}/README.md) ({counts['for']} of {counts.total()} statements hold): {short}"
 
 
 def statement_table(figures: Sequence[Figure]) -> Iterator[str]:
