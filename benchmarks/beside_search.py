@@ -7,6 +7,9 @@ y is a linear model. x has d entries in [-12, 0], from -6, whose meaning depends
   to the patients' 13. "Survival" is Cox's model of AIDS patients in four states.
 - A weight for each client. Every second client has a random label in half of its training samples. Training losses are
   multiplied by exp(x), over the mean of these; all penalties are exp(-7).
+- Loss tuning, with rare classes: digit k remains in the training samples with probability 0.1^(k/9), so that a tenth of
+  the nines remains. Validation and test samples have all digits equally often. In the training loss, the logit of class
+  k is shifted by (x_k + 6)/2. With d = 20 it is also multiplied by exp((x_{10 + k} + 6)/6). All penalties are exp(-7).
 
 An exchange uses all samples of all clients, or of as many clients as --cohort says, drawn anew for each exchange.
 SimFBO has its default steps. The search TPE spends the budget on trials of 40 exchanges. A trial trains y at a fixed x,
@@ -61,6 +64,7 @@ NOISE = 40
 CLIENTS = 18  # of the data sets that are dealt out; "hospitals" and "survival" have a client for each site
 SAMPLES = {"covtype": 160, "digits": 79}  # per client; half for validation
 TESTED = {"covtype": 5000, "digits": 360}  # test samples, drawn in each split
+RARE = 0.1  # the share of the training samples of the rarest class that remains
 DRAWN_ANEW = "covtype"  # the data set of which each split draws other samples; other sets are divided again
 QUICK = {"problems": ["hospitals"], "splits": [0, 1], "budgets": [100]}
 Batch = dict[str, Any]
@@ -86,6 +90,7 @@ PROBLEMS: dict[str, dict[int, list[int]]] = {  # by data set and d: the entry of
     "covtype": {1: sized(54), 4: sized(3, 7, 4, 40), 13: sized(*[1] * 10, 4, 20, 20), 54: [*range(54)]},
     "digits": {1: blocks(8), 4: blocks(4), 16: blocks(2), 64: blocks(1)},
     "digits, wrong labels": {CLIENTS: [*range(CLIENTS)]},
+    "digits, rare classes": {10: [*range(10)], 20: [*range(20)]},
 }
 
 
@@ -163,8 +168,11 @@ def rows_of(name: str) -> Any:
     return load_rows(name, 0.0, 0).standardised()
 
 
-def dealt(name: str, wrong: bool, split: int) -> Iterator[list[Batch]]:
-    """Yield the training and validation samples of each client, and its share of the test samples."""
+def dealt(name: str, changed: str, split: int) -> Iterator[list[Batch]]:
+    """Yield the training and validation samples of each client, and its share of the test samples.
+
+    If `changed` is "wrong labels" or "rare classes", training samples are changed as the docstring of the file says.
+    """
     found, rng = rows_of(name), np.random.default_rng(split)
     rows, labels = with_one(found.train_images), found.train_labels
     tested, truth = with_one(found.test_images), found.test_labels
@@ -173,8 +181,11 @@ def dealt(name: str, wrong: bool, split: int) -> Iterator[list[Batch]]:
     for client, (mine, unseen) in enumerate(zip(drawn, test, strict=True)):
         train, valid = np.array_split(mine, 2)
         own = labels[train].copy()
-        if wrong and client % 2:
+        if changed == "wrong labels" and client % 2:
             own[::2] = rng.permutation(labels)[: len(own[::2])]
+        if changed == "rare classes":
+            remains = rng.random(len(own)) < RARE ** (own / 9)
+            train, own = train[remains], own[remains]
         yield [
             {"row": rows[train], "label": own, "client": np.full(len(own), client)},
             {"row": rows[valid], "label": labels[valid]},
@@ -198,7 +209,7 @@ def outer(x: Any, y: Any, batch: Batch, valid: Any = None) -> Any:
 
 @cache
 def posed(data: str, d: int) -> fb.Bilevel:
-    """Return a problem of penalties or weights."""
+    """Return a problem of penalties, of weights, or of loss tuning."""
 
     def penalised(x: Any, y: Any, batch: Batch, valid: Any = None) -> Any:
         penalties = jnp.exp(jnp.append(x[np.array(PROBLEMS[data][d])], INTERCEPT))
@@ -207,8 +218,14 @@ def posed(data: str, d: int) -> fb.Bilevel:
     def weighted(x: Any, y: Any, batch: Batch) -> Any:
         return weights(x)[batch["client"][0]] * outer(x, y, batch) + jnp.exp(INTERCEPT) * jnp.sum(y**2)
 
+    def tuned(x: Any, y: Any, batch: Batch) -> Any:
+        shift, factor = (x[:10] - START) / 2, jnp.exp((x[10:] - START) / 6) if d == 20 else 1
+        z = jax.nn.log_softmax(factor * logits(y, batch["row"]) + shift)
+        loss = -jnp.mean(jnp.sum(jax.nn.one_hot(batch["label"], 10) * z, axis=1))
+        return loss + jnp.exp(INTERCEPT) * jnp.sum(y**2)
+
     whole = fb.WholeLoss if data == "survival" else lambda loss: loss
-    inner = weighted if data.endswith("wrong labels") else penalised
+    inner = {"digits, wrong labels": weighted, "digits, rare classes": tuned}.get(data, penalised)
     return fb.Bilevel(whole(outer), whole(inner), project_x=fb.projections.box(LOW, HIGH))
 
 
@@ -218,7 +235,8 @@ def setting(data: str, d: int, split: int, cohort: int = 0) -> Setting:
     elif data == "survival":
         clients = states(split)
     else:
-        clients = dealt(data.partition(",")[0], data.endswith("wrong labels"), split)
+        name, _, changed = data.partition(", ")
+        clients = dealt(name, changed, split)
     train, valid, test = map(list, zip(*clients, strict=True))
     for one in train + valid:
         one.pop("sample", None)
