@@ -10,7 +10,7 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.core.problem import Padded
 from fedbilevel.engines import ends
-from fedbilevel.engines.ends import BLOCK, blocks, outer_losses, reread, trained
+from fedbilevel.engines.ends import BLOCK, blocks, descent, losses_at, reread
 from fedbilevel.errors import NumericalWarning
 from fedbilevel.tasks import quadratic
 from refusals import warns_with
@@ -106,9 +106,9 @@ def test_y_is_trained_on_all_samples(monkeypatch, held):
     problem = fb.Bilevel(
         squares, lambda x, y, batch: jnp.sum((y["a"] - x - batch) ** 2 * jnp.array([1, 30])) / len(batch)
     )
-    found = trained(problem.prepared(), clients, np.array(2.0), {"a": np.zeros(2)}, evaluations=100)
+    found = descent(problem.prepared(), clients, np.array(2.0), {"a": np.zeros(2)}, evaluations=100)
     expected = clients.weights @ [own.mean(0) for own in samples] + 2
-    np.testing.assert_allclose(found["a"], expected, rtol=1e-4)
+    np.testing.assert_allclose(found.y["a"], expected, rtol=1e-4)
 
 
 def test_stacks_are_held_up_to_their_size_with_padding(monkeypatch):
@@ -142,10 +142,10 @@ def test_training_stops_at_its_limit():
 
     problem = fb.Bilevel(squares, counted).prepared()
     clients, x, y = fb.Clients(np.zeros((1, 1, 1))), jnp.zeros(()), jnp.zeros(10)
-    assert trained(problem, clients, x, y, evaluations=2) is y
+    assert not descent(problem, clients, x, y, evaluations=2).settled
     jax.effects_barrier()
     assert 2 <= len(calls) <= 10
-    np.testing.assert_allclose(trained(problem, clients, x, y, evaluations=500), 1, rtol=1e-3)
+    np.testing.assert_allclose(descent(problem, clients, x, y, evaluations=500).y, 1, rtol=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
@@ -252,7 +252,7 @@ def test_where_it_is_not_computed(options, monkeypatch):
     Under privacy, a client sends no loss without noise. In a short run, the two evaluations would take longer than the
     run.
     """
-    monkeypatch.setattr("fedbilevel.engines.posed.outer_losses", pytest.fail)
+    monkeypatch.setattr("fedbilevel.engines.posed.losses_at", pytest.fail)
     assert "of all clients" not in str(solve(**options).remarks)
 
 
@@ -261,13 +261,13 @@ def out_of_memory(*_):
 
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
-@pytest.mark.parametrize("outer_losses", [out_of_memory, lambda *_: [np.nan, 1.0]], ids=["memory", "not finite"])
-def test_a_result_is_not_lost_by_it(outer_losses, monkeypatch):
+@pytest.mark.parametrize("losses_at", [out_of_memory, lambda *_: [np.nan, 1.0]], ids=["memory", "not finite"])
+def test_a_result_is_not_lost_by_it(losses_at, monkeypatch):
     """If the comparison runs out of memory, or meets a NaN in a sample that no round has read, the result is not lost.
 
     There is then no remark that the run ended worse.
     """
-    monkeypatch.setattr("fedbilevel.engines.posed.outer_losses", outer_losses)
+    monkeypatch.setattr("fedbilevel.engines.posed.losses_at", losses_at)
     result = solve(key=1)
     assert result.round == 60
     assert "of all clients" not in str(result.remarks)
@@ -296,7 +296,7 @@ def test_the_outer_losses_of_unequal_clients():
     problem = fb.Bilevel(lambda x, y, batch: jnp.mean((batch @ y - x) ** 2), lambda x, y, batch: jnp.sum(y**2))
     points = [(np.array(rng.normal()), rng.normal(size=2)) for _ in range(2)]
     expected = [np.dot(clients.weights, [np.mean((own @ y - x) ** 2) for own in samples]) for x, y in points]
-    np.testing.assert_allclose(outer_losses(problem.prepared(), clients, points), expected, rtol=1e-12)
+    np.testing.assert_allclose(losses_at(problem.prepared(), clients, "outer", points), expected, rtol=1e-12)
     lengths = {
         jax.tree.leaves(stacked)[0].shape[1] for _, stacked, _ in blocks(clients, "outer", whole=False, variables=24)
     }
@@ -336,7 +336,7 @@ def test_few_long_clients_do_not_pad_many_short_ones():
     whole = fb.WholeLoss(lambda x, y, batch, valid: jnp.sum(valid * (batch - y) ** 2) / jnp.sum(valid))
     for outer in (whole, lambda x, y, batch: jnp.mean((batch - y) ** 2)):
         problem = fb.Bilevel(outer, lambda x, y, batch: y**2).prepared()
-        np.testing.assert_allclose(outer_losses(problem, clients, [(np.zeros(()), np.zeros(()))]), [expected])
+        np.testing.assert_allclose(losses_at(problem, clients, "outer", [(np.zeros(()), np.zeros(()))]), [expected])
 
 
 def test_the_outer_losses_of_whole_clients():
@@ -347,11 +347,12 @@ def test_the_outer_losses_of_whole_clients():
     problem = fb.Bilevel(whole, lambda x, y, batch: y**2)
     clients = fb.Clients(samples)
     expected = np.mean([own.max() for own in samples]) * 2
-    np.testing.assert_allclose(outer_losses(problem.prepared(), clients, [(np.zeros(()), np.array(2.0))]), [expected])
+    points = [(np.zeros(()), np.array(2.0))]
+    np.testing.assert_allclose(losses_at(problem.prepared(), clients, "outer", points), [expected])
     root = fb.Bilevel(lambda x, y, batch: y * jnp.sqrt(jnp.mean(batch**2)), lambda x, y, batch: y**2)
     equal = fb.Clients(np.stack([samples[0][:40], samples[0][40:80]]))
     expected = np.mean([np.sqrt(np.mean(samples[0][i : i + 40] ** 2)) for i in (0, 40)]) * 2
-    np.testing.assert_allclose(outer_losses(root.prepared(), equal, [(np.zeros(()), np.array(2.0))]), [expected])
+    np.testing.assert_allclose(losses_at(root.prepared(), equal, "outer", [(np.zeros(()), np.array(2.0))]), [expected])
 
 
 def test_the_outer_losses_where_each_client_has_its_own_x():
@@ -359,7 +360,9 @@ def test_the_outer_losses_where_each_client_has_its_own_x():
     samples, x = rng.normal(size=(300, 4)), rng.normal(size=300)
     problem = fb.Bilevel(lambda x, y, batch: jnp.mean((x[0] * y - batch) ** 2), lambda x, y, batch: y**2, local="x")
     expected = np.mean((x[:, None] * 2 - samples) ** 2)
-    np.testing.assert_allclose(outer_losses(problem.prepared(), fb.Clients(samples), [(x, np.array(2.0))]), [expected])
+    np.testing.assert_allclose(
+        losses_at(problem.prepared(), fb.Clients(samples), "outer", [(x, np.array(2.0))]), [expected]
+    )
 
 
 def test_padding_is_left_out():

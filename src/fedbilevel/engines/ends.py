@@ -110,45 +110,59 @@ def affordable_gradients(clients: Clients, spent: Spent) -> int:
     return min(EVALUATIONS, int(spent.passes(clients.inner) / 6))
 
 
-def outer_losses(problem: Problem, clients: Clients, points: list[tuple[PyTree, PyTree]]) -> list[float]:
-    """Compute the outer loss Σ p_i f_i of all clients at each point (x, y), in blocks of samples, summed in float64.
+def losses_at(problem: Problem, clients: Clients, name: str, points: list[tuple[PyTree, PyTree]]) -> list[float]:
+    """Compute Σ p_i f_i or Σ p_i g_i over all clients at each point (x, y), in blocks of samples, summed in float64.
 
     Args:
         problem: the prepared problem, whose losses take only the floating arrays of x and y.
         clients: the population.
+        name: the loss, "outer" or "inner".
         points: points (x, y) of the same shapes.
     """
-    local = problem.local is not None
+    local, loss = problem.local is not None, getattr(problem, name)
 
     def each(x: PyTree, y: PyTree, stacked: PyTree) -> Array:
-        return jax.vmap(problem.outer, (0 if local else None, None, 0))(x, y, stacked)
+        return jax.vmap(loss, (0 if local else None, None, 0))(x, y, stacked)
 
     sums, programs = np.zeros(len(points)), {}
     x, y = points[0]
     variables = nbytes(y) + nbytes(x) // (len(clients) if local else 1)
-    for owner, stacked, weights in blocks(clients, "outer", "outer" in problem.whole, variables):
+    for owner, stacked, weights in blocks(clients, name, name in problem.whole, variables):
         for place, (x, y) in enumerate(points):
             own = jax.tree.map(lambda leaf, owner=owner: leaf[owner][:, None], x) if local else x
             given = on_device((own, y, stacked))
             if (kind := kind_of(stacked)) not in programs:
-                key = problem.key and ("outer losses of blocks", kind, problem.key)
+                key = problem.key and (name, "losses of blocks", kind, problem.key)
                 programs[kind] = compiled(each, *given, key=key)
             sums[place] += np.vdot(weights, np.asarray(programs[kind](*given), np.float64))
     return sums.tolist()
 
 
-def trained(problem: Problem, clients: Clients, x: PyTree, y: PyTree, evaluations: int) -> PyTree:
-    """Train y at a fixed x on all samples of all clients, by nonlinear conjugate gradients, and return the trained y.
+class Descent(NamedTuple):
+    """Hold the end of a descent in y at a fixed x.
 
-    If the norm of the gradient is not reduced to a tenth, for example because the loss has no minimum, y is returned
-    unchanged.
+    Args:
+        y: the last y.
+        first: the inner loss Σ p_i g_i of all clients at the first y.
+        last: this loss at the last y.
+        settled: whether the norm of the gradient has fallen to a tenth, so that y counts as trained.
+    """
+
+    y: PyTree
+    first: float
+    last: float
+    settled: bool
+
+
+def descent(problem: Problem, clients: Clients, x: PyTree, y: PyTree, evaluations: int) -> Descent:
+    """Lower the inner loss of all clients in y at a fixed x on all samples, by nonlinear conjugate gradients.
 
     Args:
         problem: the prepared problem, whose losses take only the floating arrays of x and y; clients share x.
         clients: the population.
         x: the fixed x.
-        y: the y at which training starts.
-        evaluations: the number of gradients after which training stops at the end of a step.
+        y: the first y.
+        evaluations: the number of gradients after which the descent stops at the end of a step.
     """
     from scipy.optimize import minimize  # rarely used; its import takes a fifth of the library's
 
@@ -179,10 +193,12 @@ def trained(problem: Problem, clients: Clients, x: PyTree, y: PyTree, evaluation
             raise StopIteration
 
     first = np.asarray(start, float)
-    steep = np.linalg.norm(slope(first)[1])
+    begin, gradient = slope(first)
+    steep = np.linalg.norm(gradient)
     options = {"norm": 2, "gtol": TRAINED * steep, "maxiter": evaluations}
     found = minimize(slope, first, jac=True, method="CG", callback=stop_at_limit, options=options)
-    return shaped(jnp.asarray(found.x, start.dtype)) if np.linalg.norm(found.jac) <= SETTLED * steep else y
+    settled = bool(np.linalg.norm(found.jac) <= SETTLED * steep)
+    return Descent(shaped(jnp.asarray(found.x, start.dtype)), begin, float(found.fun), settled)
 
 
 def reread(clients: Clients, name: str, whole: bool, variables: int) -> Callable[[], Iterable[tuple[PyTree, Array]]]:

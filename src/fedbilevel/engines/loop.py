@@ -268,7 +268,7 @@ class Loop:
             advice = self.rescue.advice(result, method)
             tells = self.measurements.judged_by != "outer_loss" or comparable(self.execution.posed.problem)
             of_ends = self.measurements.remark(result, advice, self.ends) if tells else ""
-            remarks = of_ends, *method.remarks(result.state)
+            remarks = of_ends, self.uneven(), *method.remarks(result.state)
         return replace(result, stopped=reason, remarks=tuple(filter(None, remarks)))
 
     def ends(self, before: tuple[PyTree, PyTree] | None) -> Ends | None:
@@ -277,10 +277,19 @@ class Loop:
         The result is None if a layer hides the clients' losses, which would be revealed without noise. It is also None
         for runs that were continued by force with other arguments, since they may have had another start.
         """
-        method, result = self.execution.method, self.result
-        hidden = any(layer.hides_losses for layer in layers_at(method))
-        if hidden or self.saver.other_arguments:
+        if self.hidden or self.saver.other_arguments:
             return None
-        return self.execution.posed.ends(
-            before, (result.x, result.y), Spent(result.ledger.gradients, method.batch_size)
-        )
+        return self.execution.posed.ends(before, (self.result.x, self.result.y), self.spent)
+
+    def uneven(self) -> str:
+        """Return a remark if y is far from trained and columns of samples differ in scale (see uneven.py), or ""."""
+        return "" if self.hidden else self.execution.posed.uneven((self.result.x, self.result.y), self.spent)
+
+    @property
+    def hidden(self) -> bool:
+        """Return whether a layer hides the clients' losses, which a remark would reveal without noise."""
+        return any(layer.hides_losses for layer in layers_at(self.execution.method))
+
+    @property
+    def spent(self) -> Spent:
+        return Spent(self.result.ledger.gradients, self.execution.method.batch_size)

@@ -20,11 +20,12 @@ from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel
 from fedbilevel.core.projections import acts_on_entries
 from fedbilevel.core.tree import PyTree, join, split
 from fedbilevel.engines.divergence import Met, curvature_needed, what_was_met
-from fedbilevel.engines.ends import Ends, Spent, affordable, affordable_gradients, outer_losses, trained
+from fedbilevel.engines.ends import Ends, Spent, affordable, affordable_gradients, descent, losses_at
 from fedbilevel.engines.evaluation import Evaluation, PerClient, check_per_client
 from fedbilevel.engines.first_look import first_look, warn_of_no_means
 from fedbilevel.engines.options import RunOptions
 from fedbilevel.engines.process_group import current_group
+from fedbilevel.engines.uneven import untrained
 
 _seen: ContextVar[Clients | None] = ContextVar("clients whose losses need no further check", default=None)
 
@@ -132,15 +133,36 @@ class PosedProblem:
             return None
         x, y = (self.x, self.y) if before is None else (split(before[0])[0], split(before[1])[0])
         try:
-            first, last = outer_losses(problem, clients, [(x, y), (split(end[0])[0], split(end[1])[0])])
+            first, last = losses_at(problem, clients, "outer", [(x, y), (split(end[0])[0], split(end[1])[0])])
             found = Ends(first, last, first)
             evaluations = affordable_gradients(clients, spent)
             if found.above and math.isfinite(first) and self.trains and evaluations > 0:
-                there = trained(problem, clients, x, y, evaluations)
-                found = found._replace(trained=outer_losses(problem, clients, [(x, there)])[0])
+                there = descent(problem, clients, x, y, evaluations)
+                trained = losses_at(problem, clients, "outer", [(x, there.y)])[0] if there.settled else first
+                found = found._replace(trained=trained)
         except (jax.errors.JaxRuntimeError, MemoryError):  # the run has ended well, and its result must not be lost
             return None
         return found if math.isfinite(found.start) else None
+
+    def uneven(self, end: tuple[PyTree, PyTree], spent: Spent) -> str:
+        """Warn if y is far from trained and the columns of the samples differ in scale; return the warning, or "".
+
+        See uneven.py. It takes at most a sixth of the run's gradients, and only in simulations in one process.
+
+        Args:
+            end: (x, y) at the end of the run.
+            spent: the cost of the run.
+        """
+        clients, problem = self.clients, self.problem
+        if not isinstance(clients, Clients) or current_group().processes > 1:
+            return ""
+        if problem.own is not None or not self.trains or not problem.inner_is_mean:
+            return ""
+        try:
+            x, y = split(end[0])[0], split(end[1])[0]
+            return untrained(problem, clients, x, self.y, y, affordable_gradients(clients, spent))
+        except (jax.errors.JaxRuntimeError, MemoryError):  # the run has ended well, and its result must not be lost
+            return ""
 
     @property
     def trains(self) -> bool:

@@ -1,0 +1,117 @@
+"""Does a run say that y is far from trained because columns of the samples differ in scale, and is it silent else?"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.engines.uneven import spread_of
+from refusals import warns_with
+
+pytestmark = pytest.mark.checked
+D = 4
+
+
+def samples(scales, target=1.0, weights=None):
+    """Return five clients, of 20 to 40 rows with features of these scales and a target that depends on all features."""
+    rng = np.random.default_rng(3)
+    rows = []
+    for count in (20, 25, 30, 35, 40):
+        features = rng.normal(size=(count, D))
+        value = target * (features @ [1.0, -1.0, 0.5, 2.0] + 0.1 * rng.normal(size=count))
+        rows.append(np.column_stack([features * scales, value]))
+    return fb.Clients(rows, rows, weights=weights)
+
+
+def outer(x, y, rows):
+    return jnp.mean((rows[:, :D] @ y - rows[:, D]) ** 2)
+
+
+def inner(x, y, rows):
+    return outer(x, y, rows) + jnp.sum(10**x * y**2)
+
+
+PROBLEM, START = fb.Bilevel(outer, inner), (np.full(D, -6.0), np.zeros(D))
+
+
+def solve(clients, method=None, rounds=60, **given):
+    return fb.solve(method or fb.SimFBO(batch_size=None), PROBLEM, clients, *START, rounds=rounds, **given)
+
+
+def least(clients, x):
+    """Return the least inner loss of all clients at x: in a ridge regression it has a closed form."""
+    each = [p / len(rows) for p, rows in zip(clients.weights, map(clients.inner.row, range(len(clients))), strict=True)]
+    whole = np.concatenate([np.sqrt(p) * clients.inner.row(i) for i, p in enumerate(each)])
+    features, value = whole[:, :D], whole[:, D]
+    y = np.linalg.solve(features.T @ features + np.diag(10.0 ** np.asarray(x)), features.T @ value)
+    return float(np.sum((features @ y - value) ** 2) + np.sum(10.0 ** np.asarray(x) * y**2))
+
+
+@pytest.mark.parametrize("scales", [(1, 100, 1, 1), (1e-4, 1, 1, 30), (2000, 2000, 0.01, 1)])
+@pytest.mark.parametrize("weights", [None, [1, 2, 3, 4, 5]])
+def test_a_run_on_columns_of_different_scales_says_so(scales, weights):
+    """The remark has the inner loss of all clients at the end, and a loss between the least one and 1.1 times it."""
+    clients = samples(np.array(scales), weights=weights)
+    with warns_with(fb.errors.NumericalWarning, "differ in scale"):
+        result = solve(clients)
+    (said,) = [one for one in result.remarks if "differ in scale" in one]
+    loss = float(
+        np.dot(clients.weights, [inner(result.x, result.y, clients.inner.row(i)) for i in range(len(clients))])
+    )
+    assert f" {loss:.4g}," in said
+    reached = float(said.partition("can fall to ")[2].split()[0])
+    start = float(np.dot(clients.weights, [inner(result.x, START[1], clients.inner.row(i)) for i in range(5)]))
+    lowest = least(clients, result.x)
+    assert lowest * 0.999 <= reached <= lowest + 0.9 * (loss - lowest)
+    assert loss - lowest > 0.1 * (start - lowest)
+
+
+@pytest.mark.parametrize("scales", [(1, 1, 1, 1), (3, 1, 2, 0.7)])
+def test_a_run_on_columns_of_similar_scales_is_silent(scales):
+    assert not [one for one in solve(samples(np.array(scales))).remarks if "differ in scale" in one]
+
+
+def test_a_column_that_does_not_slow_y_is_no_reason_for_a_remark():
+    """A target that is a thousand times as large as the features changes no curvature, so that y is trained."""
+    clients = samples(np.ones(D), target=1000.0)
+    assert spread_of(clients.inner) > 100
+    assert not [one for one in solve(clients).remarks if "differ in scale" in one]
+
+
+def test_a_short_run_is_not_judged():
+    """Six gradients of each client pay for one gradient of the check, and fewer than ten decide nothing."""
+    assert not [one for one in solve(samples(np.array([1, 100, 1, 1])), rounds=3).remarks if "differ in scale" in one]
+
+
+def test_noise_for_privacy_hides_the_losses_also_here():
+    method = fb.SimFBO(batch_size=None, server_lr=1e-6, client_lr=1e-6)
+    terms = fb.Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
+    result = solve(samples(np.array([1, 100, 1, 1])), method, privacy=terms)
+    assert not [one for one in result.remarks if "differ in scale" in one]
+
+
+def test_a_result_is_not_lost_by_the_check(monkeypatch):
+    def out_of_memory(*given):
+        raise MemoryError
+
+    monkeypatch.setattr("fedbilevel.engines.uneven.descent", out_of_memory)
+    result = solve(samples(np.array([1, 100, 1, 1])))
+    assert np.all(np.isfinite(result.y))
+    assert not [one for one in result.remarks if "differ in scale" in one]
+
+
+@pytest.mark.parametrize(
+    ("columns", "spread"),
+    [
+        ({"age": np.array([50.0, 70.0]), "pay": np.array([5000.0, 7000.0])}, 100),
+        (np.array([[1.0, 0.0, 3.0], [-1.0, 0.0, -3.0]]), 3),  # a column of zeros has no scale
+        (np.array([[1.0, 0.0], [1.0, 0.0], [1.0, 1.0]]), 1),  # a category that is rare
+        ({"image": np.ones((2, 3, 3)), "label": np.array([1, 700])}, 1),  # neither images nor classes are columns
+        (np.array([[1.0, 2019.0], [2.0, 2021.0]]), 2020 / np.sqrt(2.5)),  # numbers that are far from 0
+    ],
+)
+def test_the_spread_of_columns(columns, spread):
+    clients = fb.Clients([columns], [columns])
+    assert spread_of(clients.inner) == pytest.approx(spread, rel=1e-3)
