@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from fedbilevel.algorithms.parts.layers import layers_at
 from fedbilevel.core import interrupts
 from fedbilevel.core.errors import ExchangeError, NonFiniteError, NumericalError
 from fedbilevel.core.own_y import own_paths
-from fedbilevel.core.tree import PyTree, join, split
+from fedbilevel.core.tree import join, split
 from fedbilevel.display import Display, Silent
-from fedbilevel.engines.ends import Ends, Spent, comparable
+from fedbilevel.engines.ends import Spent, comparable
 from fedbilevel.engines.engine import Carry
 from fedbilevel.engines.execution import Execution
 from fedbilevel.engines.history import Callback, Result, Row
-from fedbilevel.engines.measurements import RunMeasurements
+from fedbilevel.engines.measurements import Compare, RunMeasurements
 from fedbilevel.engines.process_group import LostProcess, current_group
 from fedbilevel.engines.rescue import Rescue
 from fedbilevel.engines.saver import Saver
@@ -261,35 +262,18 @@ class Loop:
 
     def ended(self, reason: str) -> Result:
         """Return the result of a run that ends at the current carry, with remarks about its end."""
-        method, result = self.execution.method, self.result
+        method, result, posed = self.execution.method, self.result, self.execution.posed
         self.rescue.warn_of_growth(result, method)
         remarks: tuple[str, ...] = ()
         if not self.rescue.gave_up:
+            end, spent = (result.x, result.y), Spent(result.ledger.gradients, method.batch_size)
+            hidden = any(layer.hides_losses for layer in layers_at(method))  # remarks would reveal them without noise
+            ends: Compare = partial(posed.ends, end=end, spent=spent)
+            if hidden or self.saver.other_arguments:  # a run that was continued by force may have had another start
+                ends = lambda before: None  # noqa: E731
             advice = self.rescue.advice(result, method)
-            tells = self.measurements.judged_by != "outer_loss" or comparable(self.execution.posed.problem)
-            of_ends = self.measurements.remark(result, advice, self.ends) if tells else ""
-            remarks = of_ends, self.uneven(), *method.remarks(result.state)
+            tells = self.measurements.judged_by != "outer_loss" or comparable(posed.problem)
+            of_ends = self.measurements.remark(result, advice, ends) if tells else ""
+            uneven = "" if hidden else posed.uneven(end, spent)
+            remarks = of_ends, uneven, *method.remarks(result.state)
         return replace(result, stopped=reason, remarks=tuple(filter(None, remarks)))
-
-    def ends(self, before: tuple[PyTree, PyTree] | None) -> Ends | None:
-        """Compare the outer loss at the end with the loss at an earlier point (x, y); None: at the start.
-
-        The result is None if a layer hides the clients' losses, which would be revealed without noise. It is also None
-        for runs that were continued by force with other arguments, since they may have had another start.
-        """
-        if self.hidden or self.saver.other_arguments:
-            return None
-        return self.execution.posed.ends(before, (self.result.x, self.result.y), self.spent)
-
-    def uneven(self) -> str:
-        """Return a remark if y is far from trained and columns of samples differ in scale (see uneven.py), or ""."""
-        return "" if self.hidden else self.execution.posed.uneven((self.result.x, self.result.y), self.spent)
-
-    @property
-    def hidden(self) -> bool:
-        """Return whether a layer hides the clients' losses, which a remark would reveal without noise."""
-        return any(layer.hides_losses for layer in layers_at(self.execution.method))
-
-    @property
-    def spent(self) -> Spent:
-        return Spent(self.result.ledger.gradients, self.execution.method.batch_size)
