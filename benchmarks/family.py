@@ -153,8 +153,12 @@ def loss(kind: str, y: Any, batch: dict[str, Any]) -> Any:
 
 
 @cache
-def problem_of(kind: str) -> fb.Bilevel:
-    """Return the problem of a kind, with its two losses."""
+def problem_of(kind: str, batches: bool) -> fb.Bilevel:
+    """Return the problem of a kind, with its two losses.
+
+    The loss of Cox regression is not a mean over samples. Without batches, the losses of a group with such members are
+    therefore those of all of a client's samples at once.
+    """
 
     def outer(x: Any, y: Any, batch: dict[str, Any]) -> Any:
         return loss(kind, x @ y if kind == "representation" else y, batch)
@@ -170,12 +174,19 @@ def problem_of(kind: str) -> fb.Bilevel:
         penalties = jnp.exp(x * batch["log base"][0])
         return outer(x, y, batch) + jnp.sum((penalties[:, None] if y.ndim == 2 else penalties) * y**2)
 
-    return fb.Bilevel(outer, inner)
+    if kind != "mix" or batches:
+        return fb.Bilevel(outer, inner)
+    return fb.Bilevel(of_all_samples(outer), of_all_samples(inner))
+
+
+def of_all_samples(loss: Any) -> fb.WholeLoss:
+    """Wrap a loss for clients whose samples are all their own; here all clients have equally many samples."""
+    return fb.WholeLoss(lambda x, y, samples, valid: loss(x, y, samples))
 
 
 def member(group: int, number: int, family: int = FAMILY) -> Member:
     """Draw a member of the family."""
-    kind, d, clients, n, *_ = GROUPS[group]
+    kind, d, clients, n, _, batch_size, *_ = GROUPS[group]
     r = np.random.default_rng([family, group, number])
     model = ("ridge", "logistic", "cox")[number % 3] if kind == "mix" else kind
     base = r.choice([np.e, 10.0, 100.0])
@@ -219,7 +230,7 @@ def member(group: int, number: int, family: int = FAMILY) -> Member:
         x0 = np.full(clients * n, r.uniform(-3, 2))
     if kind == "representation":
         x0, y0 = r.normal(size=(d, 4)) * 10 ** r.uniform(-1, 0.5) / np.sqrt(d), np.zeros(4)
-    return Member(problem_of(kind), outer, inner, weights / weights.sum(), x0, y0)
+    return Member(problem_of(kind, batch_size is not None), outer, inner, weights / weights.sum(), x0, y0)
 
 
 def method(name: str, group: int) -> Any:
