@@ -98,3 +98,20 @@ def test_a_scalar_x_may_have_another_dtype_than_y_and_the_samples(x0, y_dtype):
     result = fb.solve(fixed(fb.SimFBO(batch_size=None)), problem, fb.Clients(rows, rows), x0, y0, rounds=20)
     assert (result.x.dtype, result.y.dtype) == (np.asarray(x0).dtype, y_dtype)
     assert result.x < 0  # the target has no noise, so that a smaller penalty is better
+
+
+FIVE = fb.FedAvg(local_steps=5, lr=1.0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("method", [FIVE, fb.Asynchronous(FIVE, wait_for=1000)])
+def test_the_mean_of_many_replies_of_16_bits_has_one_rounding_error(dtype, method):
+    """The mean of many replies of 16 bits has one rounding error.
+
+    All 1,000 clients change x by 5. If the terms 5/1000 were added in bfloat16, their sum would not grow beyond 2.
+    """
+    problem = fb.SingleLevel(lambda x, rows: -jnp.sum(x.astype(jnp.float32)) * rows.mean())
+    clients = fb.Clients(np.ones((1000, 1), np.float32))
+    result = fb.solve(method, problem, clients, jnp.zeros(2, dtype), rounds=1, engine=fb.Local(chunk=1))
+    assert result.x.dtype == dtype
+    np.testing.assert_allclose(result.x.astype(float), 5.0, rtol=2.0**-9)

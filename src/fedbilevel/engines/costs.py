@@ -17,7 +17,7 @@ from jax import Array
 
 from fedbilevel.core.card import Card, Shown, counted, listed
 from fedbilevel.core.fed import Reply, Total, decoded
-from fedbilevel.core.tree import PyTree, nbytes
+from fedbilevel.core.tree import PyTree, is_floating, nbytes
 from fedbilevel.engines.virtual_time import TICK
 from fedbilevel.wording import printable, require_object
 
@@ -176,10 +176,33 @@ class Sent:
     bytes: int
 
 
-class Sums(NamedTuple):
-    """Hold weighted sums over the clients' replies in an exchange. The server receives nothing but these sums."""
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Dtypes:
+    """Hold the dtypes of the leaves of a reply's update, in the order of the leaves."""
 
-    update: PyTree  # Σ p_i u_i, with the weight p_i and the update u_i of client i
+    of_leaves: tuple[np.dtype[Any], ...]
+
+    @classmethod
+    def of(cls, tree: PyTree) -> Dtypes:
+        """Return the dtypes of a tree's leaves."""
+        return cls(tuple(np.dtype(leaf.dtype) for leaf in jax.tree.leaves(tree)))
+
+    def rounded(self, tree: PyTree) -> PyTree:
+        """Return a tree with as many leaves, rounded to these dtypes."""
+        leaves, structure = jax.tree.flatten(tree)
+        each = zip(leaves, self.of_leaves, strict=True)
+        return jax.tree.unflatten(structure, [leaf.astype(dtype) for leaf, dtype in each])
+
+
+class Sums(NamedTuple):
+    """Hold weighted sums over the clients' replies in an exchange. The server receives nothing but these sums.
+
+    Leaves of less than 32 bits are summed in float32, and the sum is rounded. If terms were added in bfloat16, a sum
+    would stop growing as soon as it is 256 times as large as a term, as with some hundreds of clients.
+    """
+
+    update: PyTree  # Σ p_i u_i, with the weight p_i and the update u_i of client i, in float32 or wider
     weight: Array  # Σ p_i
     metrics: dict[str, Array]  # Σ p_i m_i, with the metric m_i of client i, by name
     responders: Array
@@ -187,10 +210,20 @@ class Sums(NamedTuple):
     hvps: Array
     held: PyTree = None  # with submodels: for each entry of the update, Σ p_i over the clients that hold it
     sent: Sent | None = None  # bytes from each client; None in sums over clients that sent different numbers of bytes
+    dtypes: Dtypes | None = None  # the dtypes of the updates u_i
 
     def total(self, population: Any, rows: Any = None) -> Total:
         """Return these sums in the form that a method's program on the server gets: without metrics and work."""
-        return Total(self.update, self.weight, self.responders, population, self.held, rows)
+        held = self.held if self.held is None else self._rounded(self.held)
+        return Total(self.rounded, self.weight, self.responders, population, held, rows)
+
+    @property
+    def rounded(self) -> PyTree:
+        """Return Σ p_i u_i, rounded to the dtypes of the updates."""
+        return self._rounded(self.update)
+
+    def _rounded(self, tree: PyTree) -> PyTree:
+        return tree if self.dtypes is None else self.dtypes.rounded(tree)
 
     @property
     def row(self) -> tuple[PyTree, Array]:
@@ -199,7 +232,8 @@ class Sums(NamedTuple):
         A place without a client, which only fills up an array, has the weight 0.
         """
         weight = jnp.where(self.weight > 0, self.weight, 1)
-        return jax.tree.map(lambda leaf: leaf / weight.astype(leaf.dtype), self.update), self.weight
+        update = jax.tree.map(lambda leaf: leaf / weight.astype(leaf.dtype), self.update)
+        return self._rounded(update), self.weight
 
 
 def weigh(reply: Reply, weight: Array, counts: Array) -> Sums:
@@ -207,16 +241,19 @@ def weigh(reply: Reply, weight: Array, counts: Array) -> Sums:
     weight = weight * counts
 
     def weighted(leaf: Array) -> Array:
-        return leaf * weight.astype(leaf.dtype)
+        wide = leaf.astype(jnp.float32) if is_floating(leaf) and leaf.dtype.itemsize < 4 else leaf
+        return wide * weight.astype(wide.dtype)
 
+    update = decoded(reply.update)
     return Sums(
-        jax.tree.map(weighted, decoded(reply.update)),
+        jax.tree.map(weighted, update),
         weight,
         {name: weight * value for name, value in (reply.metrics or {}).items()},
         counts.astype(jnp.int32),
         (counts * reply.gradients).astype(jnp.int32),
         (counts * reply.hvps).astype(jnp.int32),
         sent=Sent(nbytes(reply.update)),
+        dtypes=Dtypes.of(update),
     )
 
 

@@ -121,7 +121,7 @@ class Recorder(Means):
     def sum_first(
         self, n: int, phase: Phase, message: PyTree, key: Array, *, max_staleness: int | None = None
     ) -> PyTree:
-        return self.asked(phase, message, key, None, early=True).update
+        return self.asked(phase, message, key, None, early=True).rounded
 
     def asked(self, phase: Phase, message: PyTree, key: Array, fresh: Any, early: bool) -> Sums:
         name = self.algorithm.phase_name(phase)

@@ -116,7 +116,7 @@ class ReferenceFed(PythonFed):
         self.queues, total, age = in_flight.counted(queues, plan, name, total_of)
         self.now = self.now.later(self.run.pace, plan.ticks)
         self.book.enter(name, [(message, total, jnp.sum(plan.asked))], plan.ticks, age)
-        return total.update
+        return total.rounded
 
     def question(self, name: str, message: PyTree, key: Array, fresh: Any) -> AskClient:
         """Return the function (client, its own numbers) -> (weighted sums, reply) that runs a phase."""

@@ -23,7 +23,7 @@ from fedbilevel.core.problem import Problem, SingleLevel, check_losses
 from fedbilevel.core.submodel import ClientSlot, UnitLayout, Units
 from fedbilevel.core.tree import PyTree
 from fedbilevel.core.weights import WeightLayout
-from fedbilevel.engines.costs import RoundCosts, Sums
+from fedbilevel.engines.costs import Dtypes, RoundCosts, Sums
 from fedbilevel.engines.recorder import CapacityClass
 from fedbilevel.machinery.kept import kept
 
@@ -290,7 +290,9 @@ def put_back(unit_layout: UnitLayout, phase: Phase, sums: Sums, units: Units) ->
     """
     gives = takes_and_gives(phase)[1]
     held = unit_layout.held(gives, sums.update, units, sums.weight)
-    return sums._replace(update=unit_layout.put(gives, sums.update, units), held=held)
+    put = partial(unit_layout.put, gives)
+    dtypes = Dtypes.of(jax.eval_shape(put, sums.rounded, units))
+    return sums._replace(update=put(sums.update, units), held=held, dtypes=dtypes)
 
 
 def covered(round_costs: RoundCosts, holders: list[Holders]) -> RoundCosts:

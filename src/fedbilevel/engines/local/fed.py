@@ -198,7 +198,7 @@ class LocalFed(Means):
         queues, total, age = in_flight.counted(queues, plan, name, rows.total)
         self.underway = ExchangeState(states, self.underway.now.later(self.pace, plan.ticks), queues)
         self.book.enter(name, [(message, total, jnp.sum(plan.asked))], plan.ticks, age)
-        return total.update
+        return total.rounded
 
     def question(self, phase: Phase, message: PyTree, key: Array) -> tuple[str, ClientFunction]:
         """Return a phase's name, and the function that runs it on a client."""

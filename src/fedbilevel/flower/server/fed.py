@@ -105,7 +105,7 @@ class FlowerFed(PythonFed):
         queues.exchanges[name] += 1
         queues.resumed.pop(name, None)
         self.record(exchange, sums, {**self.measured(replies), "staleness": (np.asarray(stale), sums.weight)})
-        return jax.tree.map(jnp.asarray, sums.update)
+        return jax.tree.map(jnp.asarray, sums.rounded)
 
     def early(self, phase: str, replies: list[CountedReply]) -> tuple[Sums, float]:
         """Return the weighted sums of these replies and of replies from a checkpoint, and the sum of p_i·e_i.
