@@ -281,6 +281,13 @@ def test_rules_are_those_written_out():
     np.testing.assert_allclose(parts.CentredClipping(radius=0.8).of(of, weights), v, rtol=1e-12)
 
 
+@pytest.mark.parametrize("count", [10, 18, 50])
+def test_the_median_of_an_even_number_of_equal_weights_is_the_lower_middle_one(count):
+    """The median of an even number of equal weights is the lower middle one, in spite of rounding errors in float32."""
+    weights, ranks = jnp.full(count, 1 / count, jnp.float32), jnp.arange(count, dtype=jnp.float32)[:, None]
+    assert parts.Median().of(ranks, weights) == count / 2 - 1
+
+
 def test_a_reply_that_is_not_finite_is_a_bad_one_as_well():
     """Each rule leaves out a reply that is not finite, and gives NaN if there are fewer replies than it needs."""
     of, weights = rows()

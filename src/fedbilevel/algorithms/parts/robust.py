@@ -29,6 +29,7 @@ from fedbilevel.core.errors import require
 from fedbilevel.core.fed import Total
 from fedbilevel.core.field_types import Number
 
+ROUNDING = 16  # the largest relative error of a sum of weights, in units of the machine precision
 SINGLE = "the client sends what it would also send without this layer, and the server "
 
 
@@ -104,7 +105,8 @@ class Median(RobustRule):
     def of(self, rows: Array, weights: Array) -> Array:
         order = jnp.argsort(rows, axis=0)
         below = jnp.cumsum(weights[order], axis=0)
-        half = jnp.argmax(below >= below[-1:] / 2, axis=0)
+        rounding = ROUNDING * jnp.finfo(below.dtype).eps  # else five of ten weights of 0.1 may be less than half
+        half = jnp.argmax(below >= below[-1:] * (0.5 - rounding), axis=0)
         return jnp.take_along_axis(jnp.take_along_axis(rows, order, 0), half[None], 0)[0]
 
 
