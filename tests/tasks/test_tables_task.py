@@ -197,6 +197,23 @@ def test_scores_are_those_of_test_rows(outcome, tmp_path):
         assert float(task.metrics["test_loss"](None, jnp.asarray(y))) == pytest.approx(loss, rel=1e-5)
 
 
+def test_times_that_are_equal_in_float32_keep_their_order(tmp_path):
+    """Times that are equal in float32, such as seconds since 1970, keep their order.
+
+    They give the same risk sets and the same concordance as times that count from another day.
+    """
+    made, found = frames("survival"), []
+    for name, begin in (("late", 1_800_000_000), ("early", 0)):
+        (tmp_path / name).mkdir()
+        folder = written(
+            tmp_path / name, {site: one.assign(outcome=one["outcome"] + begin) for site, one in made.items()}
+        )
+        task = tables(folder=folder, outcome="survival", test=0.4, folds=2)
+        y = jnp.asarray(np.random.default_rng(1).normal(size=task.y0.shape))
+        found.append([task.clients.inner.row(0)["last"].tolist(), float(task.metrics["test_concordance"](None, y))])
+    assert found[0] == found[1]
+
+
 def test_folds_and_test_rows_of_a_site_depend_on_no_other_site():
     whole, two = (tables(folds=3, sites=sites) for sites in ([], ["west", "south"]))
     for name, (i, j) in {"south": (1, 1), "west": (2, 0)}.items():

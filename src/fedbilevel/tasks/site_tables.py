@@ -325,7 +325,8 @@ def samples_of(
     weight = table.weight / (table.weight.mean() if len(table) else 1.0)
     arrays = {"row": rows, "weight": weight}
     if columns.outcome == "survival":
-        return {name: column.astype(np.float32) for name, column in (arrays | table.target).items()}
+        arrays |= {"time": _distinct(table.target["time"]), "event": table.target["event"]}
+        return {name: column.astype(np.float32) for name, column in arrays.items()}
     label = table.target["label"]
     if columns.outcome in WORDS:
         classes = classes_of(target, columns)
@@ -339,6 +340,15 @@ def samples_of(
         label = (label - target["mean"]) / deviation(target)
     kind = np.int32 if columns.outcome in WORDS else np.float32
     return {**{name: array.astype(np.float32) for name, array in arrays.items()}, "label": label.astype(kind)}
+
+
+def _distinct(times: np.ndarray) -> np.ndarray:
+    """Return times that stay different in float32: their ranks, if float32 would make different times equal.
+
+    Only the order of times within a site matters for losses and scores.
+    """
+    known, rank = np.unique(times, return_inverse=True)
+    return times if len(np.unique(known.astype(np.float32))) == len(known) else rank
 
 
 def ordered(samples: dict[str, Floats], columns: ColumnRoles) -> dict[str, Floats]:
