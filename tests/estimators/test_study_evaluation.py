@@ -9,7 +9,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from fedbilevel.estimators import StudyModel
-from fedbilevel.estimators.evaluation import Report, _bounded, _check, _root, held_out
+from fedbilevel.estimators.evaluation import Report, _bounded, _check, _root, _said, _share, held_out
 from fedbilevel.estimators.site_table import SiteTable
 from refusals import refuses
 from site_tables import study, tables
@@ -351,6 +351,15 @@ def test_an_answer_of_another_form_is_refused(answer):
 def test_mean_squares_below_0_are_refused(squares):
     with refuses("evaluation of south", "dict"):
         _check("south", {"squares": squares}, ("squares",))
+
+
+def test_a_perfect_order_has_no_interval():
+    """An AUROC of 1 has no interval. From 1 to 1, it would contain the true AUROC in no case in which this is below 1.
+
+    With 8 positive and 8 negative rows and a true AUROC of 0.95, every fourth sample has the AUROC 1.
+    """
+    assert _share(1.0, 0.0) == {"value": 1.0}
+    assert _said({"auroc": _share(1.0, 0.0)}, "auroc") == "1.000"
 
 
 def test_the_root_of_any_mean_square_has_a_finite_interval():

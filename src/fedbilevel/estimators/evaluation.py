@@ -306,8 +306,8 @@ def _said(measured: Mapping[str, Any], name: str) -> str:
 
 
 def _estimate(value: float, error: float, share: bool = False) -> dict[str, float]:
-    low, high = measures.interval(value, error, share)
-    return {"value": value, "low": low, "high": high}
+    found = measures.interval(value, error, share)
+    return {"value": value, **dict(zip(("low", "high"), found or (), strict=False))}
 
 
 def _share(value: float, error: float) -> dict[str, float]:

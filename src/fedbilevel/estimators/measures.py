@@ -52,15 +52,16 @@ def standard_error(influence: Numbers, patients: Numbers | None) -> float:
     return float(np.sqrt(np.sum(each**2) * len(each) / max(len(each) - 1, 1)))
 
 
-def interval(value: float, error: float, share: bool = False) -> tuple[float, float]:
+def interval(value: float, error: float, share: bool = False) -> tuple[float, float] | None:
     """Return the 95 % interval of a value with a standard error.
 
-    The interval of a share is computed for its log odds, so that it lies between 0 and 1.
+    The interval of a share is computed for its log odds, so that it lies between 0 and 1. A share of 0 or 1 has no
+    interval: its standard error is 0 for any number of rows, since no row has an influence.
     """
     if not share:
         return value - NORMAL * error, value + NORMAL * error
     if not 0 < value < 1:
-        return value, value
+        return None
     low, high = expit(logit(value) + np.array([-1, 1]) * NORMAL * error / (value * (1 - value)))
     return float(low), float(high)
 
