@@ -14,6 +14,7 @@ from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 
 from fedbilevel.data import DataError
+from fedbilevel.data.table_files import read_table
 from fedbilevel.errors import ConfigurationError, DataWarning
 from fedbilevel.estimators import Preparer
 from refusals import ANY, raises_with, refuses
@@ -307,7 +308,7 @@ def test_names_of_other_sites_do_nothing_to_the_terminal_that_shows_them(files, 
 @pytest.mark.parametrize(
     ("column", "words"),
     [
-        (["M", "M ", "m"], r"column 'a' has names that differ only by blanks or case, .* different: 'M', 'M ', 'm'\."),
+        (["M", "M ", "m"], r"column 'a' has names that differ only by blanks, .* different: 'M', 'M ', 'm'\."),
         (["New York", "NewYork\u200b", "x"], r"'New York', 'NewYork\\u200b'\."),
         (["e\u0301", "\xe9", "x"], "'e\u0301', '\xe9'"),
         (pd.Categorical(["M", "m", "x"]), "'M', 'm'"),
@@ -377,6 +378,15 @@ def test_spellings_of_other_sites_and_later_rows_are_warned_of(tmp_path):
         Preparer.load(tmp_path / "one", tmp_path / "other")
     with pytest.warns(DataWarning, match="column 'sex' .*: 'M', 'M '"):
         assert Preparer.load(tmp_path / "one").transform(pd.DataFrame({"sex": ["M "]}))["sex_M"].tolist() == [0]
+
+
+def test_codes_that_one_site_reads_as_numbers_and_another_as_texts_are_warned_of(tmp_path):
+    """A code such as "01" is 1 at a site where all codes are numbers, and stays "01" where one code has a letter."""
+    for name, codes in (("one", "01,02"), ("other", "01,02,A3")):
+        (tmp_path / f"{name}.csv").write_text("code,age\n" + "".join(f"{code},5\n" for code in codes.split(",") * 9))
+        Preparer(categorical=["code"]).fit(read_table(tmp_path / f"{name}.csv")).save(tmp_path / name)
+    with pytest.warns(DataWarning, match="column 'code' .*: '01', '1'; '02', '2'"):
+        Preparer.load(tmp_path / "one", tmp_path / "other")
 
 
 def test_fit_forgets_and_a_clone_knows_nothing():

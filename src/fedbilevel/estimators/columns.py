@@ -4,6 +4,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Collection, Iterable, Mapping
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -201,14 +202,21 @@ def sites_of(model: Any, method: str, groups: Any, count: int) -> tuple[NDArray[
 
 
 def warn_of_spellings(field: str, names: Iterable[Any]) -> None:
-    """Warn of names that differ only by blanks, by case, or by the coding of a character."""
+    """Warn of names that differ only by blanks, by case, by the coding of a character, or by the writing of a number.
+
+    "01" and "1" are the same number. From a file whose entries in a column are all numbers, pandas reads "01" as 1.
+    """
     spellings: dict[str, list[str]] = {}
     for name in names:
         if isinstance(name, str):
             seen = [one for one in unicodedata.normalize("NFKC", name) if one.isprintable() and one != " "]
-            spellings.setdefault("".join(seen).casefold(), []).append(name)
+            word = "".join(seen).casefold()
+            if re.fullmatch(r"[+-]?\d+(\.\d*)?", word, re.ASCII):
+                word = str(Decimal(word).normalize())
+            spellings.setdefault(word, []).append(name)
     if several := [", ".join(map(repr, found)) for found in spellings.values() if len(found) > 1]:
-        text = f"{field} has names that differ only by blanks or case, and count as different: {'; '.join(several)}"
+        only = "blanks, by case or by the writing of a number"
+        text = f"{field} has names that differ only by {only}, and count as different: {'; '.join(several)}"
         warn(DataWarning(f"{text}. If they mean the same, spell them alike, as .str.strip().str.lower() does"))
 
 
