@@ -214,6 +214,14 @@ def test_times_that_are_equal_in_float32_keep_their_order(tmp_path):
     assert found[0] == found[1]
 
 
+def test_codes_that_are_numbers_at_one_site_alone_are_warned_of(tmp_path):
+    """A code such as "01" is "1" at a site where all codes are numbers, and stays "01" where one code has a letter."""
+    made = {name: frame.assign(word=["01", "02"][i % 2]) for i, (name, frame) in enumerate(frames().items())}
+    made["b"]["word"] = np.where(np.arange(9) < 5, "01", "A3")
+    with warns_with(DataWarning, "'01', '1'"):
+        tables(folder=written(tmp_path, made), categorical=["word"], test=0.0)
+
+
 def test_folds_and_test_rows_of_a_site_depend_on_no_other_site():
     whole, two = (tables(folds=3, sites=sites) for sites in ([], ["west", "south"]))
     for name, (i, j) in {"south": (1, 1), "west": (2, 0)}.items():

@@ -6,8 +6,10 @@ of objects, with None in gaps. A site sends a summary of each column. For number
 by category, and whether there are other categories.
 """
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ __all__ = [
     "MOST",
     "Summaries",
     "added",
+    "as_number",
     "checked",
     "deviation",
     "hidden_entries",
@@ -93,6 +96,14 @@ def hidden_entries(summaries: Summaries, table: Mapping[str, ColumnValues]) -> d
         else:
             hidden[name] = np.full(len(table[name]), not one["count"])
     return hidden
+
+
+def as_number(word: str) -> str:
+    """Return a text that is the same for all ways to write a number, such as "01" and "1"; other texts do not change.
+
+    Only digits with a decimal point are numbers here, and not "1e2", which may be a code.
+    """
+    return str(Decimal(word).normalize()) if re.fullmatch(r"[+-]?\d+(\.\d*)?", word, re.ASCII) else word
 
 
 def penalty_labels(summaries: Summaries, penalty: str, own: Mapping[str, str]) -> list[str]:

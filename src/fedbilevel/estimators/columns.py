@@ -4,13 +4,12 @@ import math
 import re
 import unicodedata
 from collections.abc import Collection, Iterable, Mapping
-from decimal import Decimal
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedbilevel.data.columns import MOST
+from fedbilevel.data.columns import MOST, as_number
 from fedbilevel.data.columns import moments as exact_moments
 from fedbilevel.errors import ConfigurationError, DataWarning
 from fedbilevel.extending import printable, require, unknown, warn
@@ -210,10 +209,7 @@ def warn_of_spellings(field: str, names: Iterable[Any]) -> None:
     for name in names:
         if isinstance(name, str):
             seen = [one for one in unicodedata.normalize("NFKC", name) if one.isprintable() and one != " "]
-            word = "".join(seen).casefold()
-            if re.fullmatch(r"[+-]?\d+(\.\d*)?", word, re.ASCII):
-                word = str(Decimal(word).normalize())
-            spellings.setdefault(word, []).append(name)
+            spellings.setdefault(as_number("".join(seen).casefold()), []).append(name)
     if several := [", ".join(map(repr, found)) for found in spellings.values() if len(found) > 1]:
         only = "blanks, by case or by the writing of a number"
         text = f"{field} has names that differ only by {only}, and count as different: {'; '.join(several)}"

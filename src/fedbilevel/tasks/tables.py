@@ -22,15 +22,15 @@ these weights is 1 at each site. In f, each row is predicted by the model that w
 which is used in the end, does not occur in f. Every entry of a model has a penalty, so that g is strongly convex in y.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from fedbilevel.core.errors import ConfigurationError, require, unknown
-from fedbilevel.data.columns import Summaries, added, penalty_labels, read_summaries
+from fedbilevel.core.errors import ConfigurationError, DataWarning, require, unknown, warn
+from fedbilevel.data.columns import Summaries, added, as_number, penalty_labels, read_summaries
 from fedbilevel.data.table_files import Texts, read_texts
 from fedbilevel.tasks.linear import Model, SiteRows, task_of, weighting_of
 from fedbilevel.tasks.outcomes import OUTCOMES
@@ -292,8 +292,26 @@ class _Files:
                 path = f"events {columns.event!r}"
                 raise ConfigurationError(path=path, got=0, allowed="at least one", message=message)
         both = {name: added([one[name] for one in summaries]) for name in summaries[0]}
+        for name, one in both.items():
+            _warn_of_codes(name, one.get("categories", ()))
         goal = both.pop(columns.target, {}) if columns.outcome != "survival" else {}
         return both, goal
+
+
+def _warn_of_codes(column: str, words: Iterable[str]) -> None:
+    """Warn of categories that are the same number, such as "01" and "1".
+
+    If all entries of a column at a site are numbers, "01" becomes "1" there (`words_of`); otherwise it stays "01".
+    """
+    ways: dict[str, list[str]] = {}
+    for word in words:
+        ways.setdefault(as_number(word), []).append(word)
+    if several := [", ".join(map(repr, of)) for of in ways.values() if len(of) > 1]:
+        text = (
+            f"column {column!r} has categories that are the same number, and count as different: {'; '.join(several)}"
+        )
+        why = "a site whose codes are all numbers writes 01 as 1"
+        warn(DataWarning(f"{text}; {why}. If they mean the same, spell them alike at all sites"))
 
 
 class _Rows:
