@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fedbilevel.core.fed import Reply
-from fedbilevel.engines.costs import PART, Book, ExchangeCount, Ledger, RoundCosts, Sums, split_ticks, weigh
+from fedbilevel.engines.costs import PART, Book, ExchangeCount, Ledger, RoundCosts, Sums, split_count, weigh
 
 
 def a_book(calls, gradients=0, hvps=0, cohort=1, lost=0):
@@ -18,7 +18,8 @@ def a_book(calls, gradients=0, hvps=0, cohort=1, lost=0):
     counts = {
         call: ExchangeCount(n, np.asarray(n) * cohort, np.asarray(n) * (cohort - lost)) for call, n in calls.items()
     }
-    return RoundCosts(counts, np.asarray(gradients), np.asarray(hvps), {}, np.zeros(2, int))
+    work = (np.moveaxis(split_count(np.asarray(number)), 0, -1) for number in (gradients, hvps))
+    return RoundCosts(counts, *work, {}, np.zeros(2, int))
 
 
 def test_bytes_are_counted_per_client_and_exchange():
@@ -95,9 +96,19 @@ def test_a_place_that_only_pads_the_cohort_counts_for_nothing():
         assert [int(n) for n in (sums.responders, sums.gradients, sums.hvps)] == [counts, 4 * counts, 5 * counts]
 
 
+def test_the_gradients_of_many_clients_in_a_round_fit():
+    """The gradients of many clients in a round fit: two exchanges with 2·10⁹ each are too many for 32 bits."""
+    book, ledger = Book(), Ledger()
+    sums = weigh(Reply(jnp.zeros(()), gradients=2 * 10**9, hvps=2 * 10**9), jnp.ones(()), jnp.ones(()))
+    for _ in range(2):
+        book.enter("ask", [(jnp.zeros(()), sums, 1)])
+    ledger.add(book.costs, rounds=1)
+    assert (ledger.gradients, ledger.hvps) == (4 * 10**9, 4 * 10**9)
+
+
 def test_the_time_of_a_long_round_fits():
     """The time of a long round fits: 1,000 of the longest exchanges are 74 hours, too many ticks for 32 bits."""
-    spent = sum((split_ticks(jnp.asarray(2**28)) for _ in range(999)), split_ticks(2**28))
+    spent = sum((split_count(jnp.asarray(2**28)) for _ in range(999)), split_count(2**28))
     ledger = Ledger()
     ledger.add(a_book({("ask", 1, 1): np.asarray(1)})._replace(time=spent), rounds=1)
     assert ledger.ticks == 1000 * 2**28
@@ -129,7 +140,7 @@ def test_books_merge_by_kind_of_exchange_and_metric():
     book.enter("ask", [*ask, (jnp.zeros(1), more, 5)], ticks=1)
     counts = {kind: tuple(int(n) for n in count) for kind, count in book.costs.calls.items()}
     assert counts == {("ask", 24, 16): (2, 6, 6), ("tell", 8, 16): (1, 4, 3), ("ask", 8, 8): (0, 5, 3)}
-    assert [int(n) for n in (book.costs.gradients, book.costs.hvps)] == [16, 20]
+    assert [n.tolist() for n in (book.costs.gradients, book.costs.hvps)] == [[0, 16], [0, 20]]
     assert book.costs.time.tolist() == [1, 3]
     assert {name: [float(n) for n in pair] for name, pair in book.costs.metrics.items()} == {
         ("ask", "loss"): [6.0, 1.5],

@@ -41,17 +41,16 @@ class RoundCosts(NamedTuple):
     """Hold sums of costs over exchanges; leaves are scalars for one round, or arrays (rounds,) for several rounds."""
 
     calls: dict[ExchangeKind, ExchangeCount]  # the exchanges of each kind
-    gradients: Array  # the number of batch gradients, summed over clients
-    hvps: Array  # the number of products of a vector with second derivatives, summed over clients
+    gradients: Array  # the number of batch gradients, summed over clients, in two parts: see `split_count`
+    hvps: Array  # the number of products of a vector with second derivatives, in the same form
     metrics: dict[tuple[str, str], Any]  # (phase, name) -> (Σ weight·value, Σ weight)
-    time: Array  # the clock's ticks that the exchanges took, split into two numbers: see `split_ticks`
+    time: Array  # the clock's ticks that the exchanges took, in the same form
     privacy: tuple[float, float] | None = None  # the largest ε and δ spent by any client; for whole rounds only
 
 
 def empty_costs() -> RoundCosts:
     """Make the costs of a round before its first exchange."""
-    zero = jnp.zeros((), jnp.int32)
-    return RoundCosts({}, zero, zero, {}, split_ticks(0))
+    return RoundCosts({}, split_count(0), split_count(0), {}, split_count(0))
 
 
 def add_costs(a: RoundCosts, b: RoundCosts) -> RoundCosts:
@@ -129,8 +128,8 @@ class Book:
                 metrics[phase, "staleness"] = age, sums.weight
             kind = phase, *sizes(message, sums)
             # The time is added to the last part, so that XLA can fold the constants of the other parts.
-            time = split_ticks(ticks if number == len(parts) - 1 else 0)
-            self.add(RoundCosts({kind: count}, sums.gradients, sums.hvps, metrics, time))
+            time = split_count(ticks if number == len(parts) - 1 else 0)
+            self.add(RoundCosts({kind: count}, split_count(sums.gradients), split_count(sums.hvps), metrics, time))
 
 
 def sizes(message: PyTree, sums: Sums) -> tuple[int, int]:
@@ -160,12 +159,13 @@ def added_up(trees: Sequence[T]) -> T:
     return total
 
 
-def split_ticks(ticks: int | Array) -> Array:
-    """Split a number of ticks into (multiples of PART, rest).
+def split_count(number: int | Array) -> Array:
+    """Split a number of ticks, or of gradients in an exchange, into (multiples of PART, rest).
 
-    Sums of both numbers fit into 32 bits, even over 65,536 exchanges of the longest possible duration.
+    Sums of both parts fit into 32 bits, even over 16,000 exchanges with the largest number of 32 bits, and over 65,536
+    exchanges of the longest possible duration.
     """
-    return jnp.stack([jnp.asarray(ticks // PART, jnp.int32), jnp.asarray(ticks % PART, jnp.int32)])
+    return jnp.stack([jnp.asarray(number // PART, jnp.int32), jnp.asarray(number % PART, jnp.int32)])
 
 
 @jax.tree_util.register_static
@@ -351,10 +351,9 @@ class Ledger(Shown):
                 self.exchanges_by_phase[phase] = self.exchanges_by_phase.get(phase, 0) + count
         if round_costs.privacy is not None:
             self.epsilon, self.delta = map(max, (self.epsilon, self.delta), round_costs.privacy)
-        self.gradients += _total(round_costs.gradients)
-        self.hvps += _total(round_costs.hvps)
-        whole, rest = np.asarray(round_costs.time).reshape(-1, 2).sum(axis=0, dtype=np.int64)
-        self.ticks += int(whole) * PART + int(rest)
+        self.gradients += _joined(round_costs.gradients)
+        self.hvps += _joined(round_costs.hvps)
+        self.ticks += _joined(round_costs.time)
 
     def card(self) -> Card:
         phases = [f"{name} {count:,}" for name, count in self.exchanges_by_phase.items()]
@@ -395,6 +394,12 @@ class Ledger(Shown):
     def hvps_per_client(self) -> float:
         """Return the mean number of products with second derivatives per reply that the server has used."""
         return self.hvps / max(self.replies, 1)
+
+
+def _joined(parts: object) -> int:
+    """Return the sum of numbers that `split_count` has split."""
+    whole, rest = np.asarray(parts).reshape(-1, 2).sum(axis=0, dtype=np.int64)
+    return int(whole) * PART + int(rest)
 
 
 def _total(counts: object) -> int:

@@ -60,7 +60,7 @@ class RunMeasurements:
         """Return the costs so far plus those of some further rounds; the ledger itself does not change."""
         total = replace(self.ledger, exchanges_by_phase=dict(self.ledger.exchanges_by_phase))
         if more is not None:
-            total.add(more, np.size(more.gradients), self.flops)
+            total.add(more, np.size(more.time) // 2, self.flops)  # the time of a round has two parts
         return total
 
     def add_row(self, result: Result, findings: Mapping[str, Any], per_client: PerClientRow | None) -> Row:

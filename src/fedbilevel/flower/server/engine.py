@@ -34,7 +34,7 @@ from fedbilevel.core.errors import (
 from fedbilevel.core.hyperparameters import at
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
-from fedbilevel.engines.costs import add_costs, empty_costs, split_ticks, stack_costs
+from fedbilevel.engines.costs import add_costs, empty_costs, split_count, stack_costs
 from fedbilevel.engines.engine import Carry, Cohort, Stretch, check_everyone, round_keys
 from fedbilevel.engines.evaluation import PerClient, spread
 from fedbilevel.engines.history import Row
@@ -164,7 +164,7 @@ class FlowerRun:
         before, self.seconds = self.seconds, self.seconds + session.clock.time() - began
         ticks = round(self.seconds / TICK) - round(before / TICK)  # rounding errors do not add up
         costs = stack_costs([add_costs(undone, fed.total_costs())])
-        return Stretch(carry, 1, costs._replace(privacy=fed.privacy, time=split_ticks(ticks)[None]))
+        return Stretch(carry, 1, costs._replace(privacy=fed.privacy, time=split_count(ticks)[None]))
 
     def undo(self, take: Take, error: ExchangeError | NonFiniteError) -> None:
         """Choose one more client to leave out when this round is repeated, and log the choice.

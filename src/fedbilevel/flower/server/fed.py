@@ -196,8 +196,8 @@ class FlowerFed(PythonFed):
         spec = exchange.spec
         entry = costs.empty_costs()._replace(
             calls=message_counts(exchange, int(sums.responders)),
-            gradients=sums.gradients,
-            hvps=sums.hvps,
+            gradients=costs.split_count(sums.gradients),
+            hvps=costs.split_count(sums.hvps),
             metrics={(spec.phase, name): pair for name, pair in metrics.items()},
         )
         self.book.add(entry)
