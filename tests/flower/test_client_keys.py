@@ -14,8 +14,9 @@ from fedbilevel.flower.launch import credentials
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.refusal import Code
 from fedbilevel.flower.server.engine import Flower
+from fedbilevel.flower.server.roster import Roster, public_keys
 from fedbilevel.flower.server.terms import Terms
-from fedbilevel.flower.wire import QUESTION, RequestMessage, decode
+from fedbilevel.flower.wire import QUESTION, RequestMessage, decode, draw_up
 from refusals import codes, raises_with, refuses
 from site_tables import study
 
@@ -78,18 +79,50 @@ def test_nodes_without_keys_are_nobody(keys):
         solve(InProcess(ONLINE, 6), keys)
 
 
-def test_a_node_that_is_online_but_silent_is_not_called_offline(keys):
-    """A site that needs longer for its start than the server waits is told so; the keys say which node it is."""
+def with_silent_nodes(silent, offline):
+    """Return a federation of six clients in which some never answer a greeting, and some are not online."""
+    grid = InProcess(ONLINE, 6, delay=lambda client, message: 1e5 if client in silent else 0.0)
+    for client in offline:
+        grid.leave(client)
+    return grid
 
-    def slow():
-        grid = InProcess(ONLINE, 6, delay=lambda client, message: 1e5 if client == 4 else 0.0)
-        grid.leave(5)
-        return grid
 
-    for of, found in ((keys, {4: Code.LATE, 5: Code.ABSENT}), (None, {4: Code.LATE, 5: Code.LATE})):
-        with raises_with(ExchangeError, "has not answered the server's greeting", replies=4, needed=6) as told:
-            solve(registered(slow(), keys, range(6)), of, quorum=1.0)
-        assert codes(told) == found
+@pytest.mark.parametrize(
+    ("with_keys", "silent", "offline", "found"),
+    [
+        (True, [4], [5], {4: Code.LATE, 5: Code.ABSENT}),
+        (False, [4], [], {4: Code.LATE}),
+        (False, [4, 5], [], {4: Code.LATE, 5: Code.LATE}),
+        (False, [4], [5], {4: Code.ABSENT, 5: Code.ABSENT}),  # the silent node is one of them, or a stranger
+    ],
+)
+def test_silent_nodes_are_late_only_if_they_can_be_all_absent_clients(keys, with_keys, silent, offline, found):
+    """A client is late, and not offline, if its node is online and silent; the keys say which node this is.
+
+    Without keys, a silent node may be a stranger, so clients are late only if every absent client may be a silent node.
+    """
+    replies = 6 - len(silent) - len(offline)
+    grid = registered(with_silent_nodes(silent, offline), keys, range(6))
+    with raises_with(ExchangeError, "has not answered the server's greeting", replies=replies, needed=6) as told:
+        solve(grid, keys if with_keys else None, quorum=1.0)
+    assert codes(told) == found
+
+
+def test_keys_are_read_once_for_all_absent_clients(keys):
+    """The server asks the SuperLink once for the keys of nodes, however many clients have no node."""
+    grid = registered(with_silent_nodes([2], [3, 4, 5]), keys, range(6))
+    task = federations.TASK
+    contract = draw_up(
+        federations.Steps(), task.problem, task.x0, task.y0, fb.RemoteClients.of(task.clients).examples()
+    )
+    roster = Roster(grid, contract, "run", 6, Terms(), grid.clock, keys=public_keys(keys, 6))
+    roster.refresh()
+    asked, get_nodes = [], grid.get_nodes
+    grid.get_nodes = lambda: asked.append(1) or get_nodes()
+    failed = roster.send(dict.fromkeys(range(2, 6), RequestMessage(run="run", contract="")))
+    absent = dict.fromkeys((3, 4, 5), Code.ABSENT)
+    assert {client: why.code for client, why in failed.items()} == {2: Code.LATE, **absent}
+    assert asked == [1]
 
 
 @pytest.mark.usefixtures("posed_once")

@@ -126,9 +126,9 @@ class FlowerRun:
         needed = self.session.terms.needed(count)
         roster.wait(range(count), count, needed)
         if (here := len(roster.nodes)) < needed:
-            absent = (roster.why_absent(client) for client in range(count) if client not in roster.nodes)
+            absent = roster.why_absent(client for client in range(count) if client not in roster.nodes)
             refused = list(roster.refusals.values())
-            refusals = [*refused, *(why for why in absent if why not in refused)]
+            refusals = [*refused, *(why for why in absent.values() if why not in refused)]
             present = f"{counted(here, 'client')} {'is' if here == 1 else 'are'} online"
             text = f"{present}, but {needed} of {count} are needed ({in_words(refusals, 3)})"
             raise ExchangeError(text, replies=here, needed=needed, refusals=refusals)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -219,21 +219,33 @@ class Roster:
         self.nodes[client] = node
         self.refusals.pop(node, None)
 
-    def why_absent(self, client: int) -> Refusal:
-        """Return why a client has no node.
+    def why_absent(self, clients: Iterable[int]) -> dict[int, Refusal]:
+        """Return why clients have no node, as a dictionary: client -> reason.
 
-        A node that claims its id was refused, or its node has not answered the greeting yet, or it is not online.
+        A node that claims the client's id was refused, or the client's node has not answered the greeting yet, or it is
+        not online. The key of a silent node says which client it is. Without keys, a silent node may be any of the
+        absent clients, or none of them. Then the clients are late only if there are as many silent nodes as absent
+        clients; otherwise the same silent node would make several clients late.
         """
-        if said := [refusal for refusal in self.refusals.values() if refusal.client == client]:
-            return said[-1]
+        refused = {why.client: why for why in self.refusals.values() if why.client is not None}
         silent = self.grid.online - set(self.nodes.values()) - self.refusals.keys()
-        if self.keys and silent:
-            registered = self.grid.registered()
-            silent = {node for node in silent if der_of(registered.get(node, b"")) == self.keys[client]}
-            why = "its SuperNode is online, but has not answered the server's greeting yet"
-        else:
-            why = "a SuperNode that is online, and may be this client, has not answered the server's greeting yet"
-        return Refusal(Code.LATE, why, client) if silent else Refusal(Code.ABSENT, "it is not online", client)
+        absent = self.population - len(self.nodes.keys() | refused.keys())
+        registered = self.grid.registered() if self.keys and silent else {}
+        holders = {der_of(registered.get(node, b"")) for node in silent}
+
+        def why(client: int) -> Refusal:
+            silence = "has not answered the server's greeting yet"
+            if self.keys:
+                if self.keys[client] in holders:
+                    return Refusal(Code.LATE, f"its SuperNode is online, but {silence}", client)
+            elif silent and len(silent) >= absent:
+                return Refusal(Code.LATE, f"a SuperNode that is online, and may be this client, {silence}", client)
+            elif silent:
+                few = f"of {absent} absent clients, at most {len(silent)} can have an online SuperNode that {silence}"
+                return Refusal(Code.ABSENT, f"it is probably not online: {few}", client)
+            return Refusal(Code.ABSENT, "it is not online", client)
+
+        return {client: refused.get(client) or why(client) for client in clients}
 
     def wait(self, clients: Collection[int], hoped: int, needed: int) -> None:
         """Wait until `hoped` of these clients are registered, for at most `terms.join` seconds.
@@ -256,7 +268,7 @@ class Roster:
         if not requests:
             return {}
         nodes = self.nodes
-        failed = {client: self.why_absent(client) for client in requests if client not in nodes}
+        failed = self.why_absent(client for client in requests if client not in nodes)
         going = [client for client in requests if client in nodes]
         end = self.clock.time() + self.terms.deadline
         messages = [wire.request_message(nodes[client], requests[client], self.terms.deadline) for client in going]
