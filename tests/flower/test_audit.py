@@ -33,6 +33,7 @@ from fedbilevel.flower.client import site as sites
 from fedbilevel.flower.client.audit import Audit
 from fedbilevel.flower.client.site import ClientRuntime, client_app
 from fedbilevel.flower.launch.in_process import InProcess
+from fedbilevel.flower.refusal import Code
 from fedbilevel.flower.wire import METRICS, digest
 from refusals import raises_with, refuses
 from site_tables import SITES, study, tables
@@ -238,6 +239,27 @@ def test_nothing_leaves_without_a_line(tmp_path, monkeypatch):
     assert lines(tmp_path)[-1]["code"] == "audit"  # there was room for the line about the refusal
     assert site.respond(request(site), memory()).refused == ""
     assert Audit(tmp_path).verify().count == 3
+
+
+def test_a_full_disk_is_named_at_the_server_and_once_in_the_sites_log(tmp_path, monkeypatch, caplog):
+    """If a site cannot count a request because its disk is full, the server learns this, and no path of the site.
+
+    The line for the audit cannot be written either, and the site's log does not complain about this once more.
+    """
+    site = runtime(tmp_path)
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        response = site.respond(request(site), memory())
+    assert (response.payload, response.code) == (b"", "disk")
+    assert response.refused == "a file of its state-folder cannot be read or written: No space left on device"
+    (line,) = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+    assert f"{tmp_path}/client-0-requests.json" in line
+    assert Code.DISK.how in line
+    assert site.respond(request(site), memory()).refused == ""
 
 
 def test_a_folder_that_cannot_be_written_refuses(tmp_path, caplog):

@@ -46,6 +46,11 @@ class Code(Enum):
         "read the request (asked-HASH.txt in the state-folder), and approve it, if the site's rules allow it",
     )
     AUDIT = "audit", SITE, "free space on the disk of the state-folder; the site's log says more"
+    DISK = (
+        "disk",
+        SITE,
+        "free space on the disk of the state-folder, or let the site write there; the site's log names the file",
+    )
     ACCOUNT = "account", SITE, "restore the newest account.json of the state-folder (see docs/how-to/backup.md)"
     SETTINGS = "settings", SITE, "correct the node configuration or the data; the site's log says which"
     FAILED = "failed", SITE, "the site's log says more"

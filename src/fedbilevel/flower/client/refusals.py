@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 
-from fedbilevel.core.errors import ConfigurationError, FedbilevelError, FloorError
+from fedbilevel.core.errors import CheckpointError, ConfigurationError, FedbilevelError, FloorError
 from fedbilevel.core.privacy import BudgetSpentError, NoiseError
 from fedbilevel.flower.privacy import AccountError
 from fedbilevel.flower.refusal import OPERATOR, Code, Refusal, has_line
@@ -39,7 +40,8 @@ class RefusalLog:
         """Return the refusal for an error of a client, and log the error.
 
         The text of an error may name files of the site. The refusal therefore contains the text only for the classes in
-        MEANT, and the name of the class for all other errors.
+        MEANT, and the name of the class for all other errors. If the operating system refused a file of the site, such
+        as on a full disk, the refusal also contains the system's reason.
 
         Args:
             client: the number of the client; -1 if it is not known.
@@ -48,6 +50,8 @@ class RefusalLog:
         """
         code = MEANT.get(type(error), Code.SETTINGS if isinstance(error, ConfigurationError) else Code.FAILED)
         why = str(error) if type(error) in MEANT else f"{type(error).__name__}; the client's log says more"
+        if isinstance(error, CheckpointError) and error.errno is not None:
+            code, why = Code.DISK, f"a file of its state-folder cannot be read or written: {os.strerror(error.errno)}"
         refusal = error if isinstance(error, Refusal) else Refusal(code, why)
         number = self.count(client, refusal.code, error)
         if has_line(number):

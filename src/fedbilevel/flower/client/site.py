@@ -486,7 +486,7 @@ def logged_if_not_written(response: ResponseMessage, refusals: RefusalLog, what:
     try:
         yield
     except (Refusal, CheckpointError) as error:
-        if response.code != Code.AUDIT.word:  # the log already has an error of the audit
+        if Code.of(response.code) not in (Code.AUDIT, Code.DISK):  # the log already has an error of this folder
             refusals.refusal(response.client, error, what)
 
 
