@@ -1,5 +1,6 @@
 """Studies over Flower can be interrupted and submitted again: tests check what is saved, and what continues."""
 
+import errno
 from dataclasses import replace
 
 import numpy as np
@@ -43,7 +44,7 @@ def test_a_model_is_saved_after_its_report(files, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", [ConfigurationError, CheckpointError, ExchangeError])
 def test_only_an_exchange_may_succeed_if_it_is_repeated(kind, files, tmp_path, monkeypatch):
-    """Only the message of an `ExchangeError` says how the study continues if it is submitted again."""
+    """The message of an error that would come again does not say how the study continues if it is submitted again."""
 
     def wrong(*_):
         raise kind("something is wrong", **{"remedy": FORCE} if kind is CheckpointError else {})
@@ -54,6 +55,20 @@ def test_only_an_exchange_may_succeed_if_it_is_repeated(kind, files, tmp_path, m
     if kind is CheckpointError:  # a study has no option resume="force"
         assert raised.value.remedy == "choose another folder"
     assert ("the study starts from the beginning" in str(raised.value)) == (kind is ExchangeError)
+
+
+def test_a_full_disk_of_the_server_is_an_interruption(files, tmp_path, monkeypatch):
+    """If the server's disk is full, the message says that the study continues as soon as there is room again."""
+
+    def full(*_):
+        raise CheckpointError("could not write x: No space left on device", errno=errno.ENOSPC)
+
+    monkeypatch.setattr("fedbilevel.experiments.study.played", full)
+    place = tmp_path / "run"
+    again = f"when the server can write there, submit the study again with out='{place}': the study starts from the "
+    with raises_with(CheckpointError, again, errno=errno.ENOSPC) as raised:
+        serve(study("ridge"), Nodes(client_app(study("ridge")), files), {"out": str(place)})
+    assert "sites:" not in str(raised.value)  # no site is the cause
 
 
 @pytest.mark.parametrize(

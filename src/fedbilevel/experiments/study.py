@@ -163,8 +163,12 @@ def serve(study: Study, grid: Any, config: Mapping[str, Any]) -> None:
         ended = error if isinstance(error, tuple(ENDS.values())) else ExchangeError(str(error))
         if isinstance(ended, CheckpointError):
             advise_another_folder(ended)  # a study has no option resume="force"
-        again = f". If the study is submitted again with out='{place.path.resolve()}', {search.then()}"
-        ended.append(f"sites: {names}{again if isinstance(error, ExchangeError) else ''}")
+        again = f"again with out='{place.path.resolve()}'"
+        if isinstance(ended, CheckpointError) and ended.errno is not None:  # such as a full disk
+            ended.append(f"when the server can write there, submit the study {again}: {search.then()}")
+        else:
+            then = f". If the study is submitted {again}, {search.then()}"
+            ended.append(f"sites: {names}{then if isinstance(error, ExchangeError) else ''}")
         note_end(place, ended)
         if ended is error:
             raise
