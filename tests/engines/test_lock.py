@@ -92,6 +92,23 @@ def test_a_lock_that_its_holder_removes_meanwhile_is_not_taken_for_one(tmp_path,
         assert len(calls) == 2
 
 
+def test_on_a_full_disk_the_folder_is_named(tmp_path, monkeypatch):
+    """A file system without room for the lock's line raises an error that names what was to be written."""
+
+    def full(descriptor, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    place, file = tmp_path / "run", tmp_path / "run" / ".lock"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        said = f"could not write {place}: No space left on device"
+        with raises_with(fb.errors.CheckpointError, said, path=place, errno=errno.ENOSPC):
+            lock.exclusive(file, place).__enter__()
+    assert not file.exists()
+    with lock.exclusive(file, place):
+        assert file.read_text().startswith("process")
+
+
 def test_where_nothing_can_be_locked_that_is_said(tmp_path, monkeypatch):
     def none(file, how):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

@@ -104,6 +104,15 @@ def require_unheld(path: Path, what: Path) -> None:
             return
 
 
+def is_held(path: Path) -> bool:
+    """Return whether a process has locked the file `path`."""
+    try:
+        require_unheld(path, path)
+    except InUse:
+        return True
+    return False
+
+
 def _in_use(what: Path, holder: str = "") -> InUse:
     """Return the error for a file or folder that a process uses; `holder` describes the process, if it is known."""
     error = InUse(f"{what} is in use by {holder or 'another process'}", path=what, remedy=ELSEWHERE)
@@ -175,9 +184,14 @@ def _taken(path: Path, what: Path) -> list[Any]:
             warn(_unlocked(what, error))
             return []
         if _is_at(path, file):
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-            file.flush()
+            holder = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
+            try:
+                file.truncate(0)
+                os.write(file.fileno(), holder.encode())
+            except OSError as error:  # such as a full disk
+                path.unlink(missing_ok=True)
+                file.close()
+                raise not_written(what, error) from error
             TAKEN.add(file)
             return [file]
         file.close()  # the process that held the lock removed the file after it was opened here
