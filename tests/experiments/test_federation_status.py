@@ -6,6 +6,8 @@ import re
 import pytest
 
 from fedbilevel.cli import main
+from fedbilevel.engines import lock
+from fedbilevel.experiments import Folder
 
 pytest.importorskip("flwr")
 LATE = {"code": "late", "why": "no reply", "who": "", "how": ""}
@@ -53,7 +55,12 @@ def test_the_phase_of_the_last_exchange_is_named(run, capsys):
     The round alone would be ambiguous: in a study with many features, rounds begin again with 0 after the search.
     """
     assert main(["flower", "status", str(run)]) == 0
-    assert capsys.readouterr().out.startswith("not finished; last: round 1, exchange 2 (x), 2 replied")
+    last = "last: round 1, exchange 2 (x), 2 replied"
+    assert capsys.readouterr().out.startswith(f"not finished, and no process runs it; {last}")
+    place = Folder(run)
+    with lock.exclusive(place.lock, place.path):
+        assert main(["flower", "status", str(run)]) == 0
+    assert capsys.readouterr().out.startswith(f"not finished; {last}")
 
 
 def test_metrics_for_prometheus_are_written_whole(run, tmp_path, capsys):

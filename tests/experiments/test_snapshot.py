@@ -179,11 +179,15 @@ def test_a_federation_that_ended_with_an_error(tmp_path, run) -> None:
     assert "too few replied" in shown
 
 
-def test_a_study_has_no_spec_and_no_lock(tmp_path) -> None:
-    """The folder of a study, which has no spec and no lock, shows that it is running, and then finished."""
-    Folder(tmp_path).exchanges.write_text(json.dumps(EXCHANGES[0]))
-    assert (seen(tmp_path).state, seen(tmp_path).whole) == ("running", 0)
-    Folder(tmp_path).model.write_text("{}")
+def test_a_study_whose_server_was_killed_is_not_running(tmp_path) -> None:
+    """The folder of a study, which has no spec, shows whether its server is running, was killed, or has finished."""
+    place = Folder(tmp_path)
+    place.exchanges.write_text(json.dumps(EXCHANGES[0]))
+    with lock.exclusive(place.lock, place.path):
+        assert (seen(tmp_path).state, seen(tmp_path).whole) == ("running", 0)
+    again = f"no process runs it; to continue, submit the run again with out='{tmp_path}'"
+    assert (seen(tmp_path).state, seen(tmp_path).why) == ("idle", again)
+    place.model.write_text("{}")
     assert seen(tmp_path).state == "finished"
 
 

@@ -8,7 +8,8 @@ import pytest
 from sklearn.exceptions import ConvergenceWarning
 from study_nodes import Killed, Nodes, killed_after, killed_at, phases
 
-from fedbilevel.core.errors import CheckpointError, ConfigurationError, ExchangeError
+from fedbilevel.core.errors import CheckpointError, ConfigurationError, ExchangeError, InUse
+from fedbilevel.engines import lock
 from fedbilevel.engines.saver import FORCE
 from fedbilevel.estimators import StudyModel
 from fedbilevel.estimators.evaluation import Report
@@ -55,6 +56,19 @@ def test_only_an_exchange_may_succeed_if_it_is_repeated(kind, files, tmp_path, m
     if kind is CheckpointError:  # a study has no option resume="force"
         assert raised.value.remedy == "choose another folder"
     assert ("the study starts from the beginning" in str(raised.value)) == (kind is ExchangeError)
+
+
+def test_a_study_that_is_running_is_not_disturbed_by_a_second_one(files, tmp_path):
+    """If a study is submitted while another one runs in its folder, it ends before it asks a site.
+
+    The folder does not say that the first study has ended.
+    """
+    place = Folder(tmp_path / "run")
+    grid = Nodes(client_app(study("ridge")), files, delay=lambda *_: pytest.fail("something was sent"))
+    with lock.exclusive(place.lock, place.path):
+        with raises_with(InUse, "is in use by process", path=place.path):
+            serve(study("ridge"), grid, {"out": str(place.path)})
+        assert not place.exchanges.exists()
 
 
 def test_a_full_disk_of_the_server_is_an_interruption(files, tmp_path, monkeypatch):

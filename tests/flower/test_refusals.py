@@ -87,7 +87,7 @@ def test_a_status_is_that_of_the_last_word_and_survives_a_line_that_was_cut(tmp_
     cut = '{"round": 2, "exch'
     (tmp_path / "exchanges.jsonl").write_text("\n".join([*map(json.dumps, [*lines, *wrong]), cut]))
     assert Status.of(Folder(tmp_path)).lines == [
-        "not finished; last: round 1, exchange 0, 2 replied, ε = 1.25 so far",
+        "not finished, and no process runs it; last: round 1, exchange 0, 2 replied, ε = 1.25 so far",
         "client 3, round 1: x y (no reply of this client has counted yet)", f"    the site: {Code.OTHER.how}",
         f"3 lines of {tmp_path / 'exchanges.jsonl'} cannot be read",
     ]  # fmt: skip

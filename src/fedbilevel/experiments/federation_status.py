@@ -21,6 +21,7 @@ from fedbilevel.core.errors import (
     InUse,
     NumericalError,
 )
+from fedbilevel.engines import lock
 from fedbilevel.engines.history import is_number
 from fedbilevel.experiments.folder import LARGEST, Folder
 from fedbilevel.flower.refusal import Refusal
@@ -122,6 +123,7 @@ class Status:
         unread: the number of lines that cannot be read. A process that was killed may leave an incomplete line.
         modified: when the file was last written, in seconds since 1970.
         ended: the error with which the server ended, if there is one.
+        running: whether a server's process is at work in the folder.
     """
 
     path: Path
@@ -137,6 +139,7 @@ class Status:
     replies: list[int] = field(default_factory=list)
     unread: int = 0
     ended: FedbilevelError | None = None
+    running: bool = False
 
     @classmethod
     def of(cls, place: Folder) -> Status:
@@ -152,7 +155,7 @@ class Status:
             what = "is not a regular file" if there else absent
             raise ConfigurationError(f"the file {what}. {how}", where=str(place.exchanges))
         finished = place.finished or place.model.is_file()
-        found = cls(place.exchanges, finished, place.exchanges.stat().st_mtime)
+        found = cls(place.exchanges, finished, place.exchanges.stat().st_mtime, running=lock.is_held(place.lock))
         for text in place.exchanges.read_text(errors="replace").splitlines():
             try:
                 found.read(parse_printable(text, LINE))
@@ -183,7 +186,8 @@ class Status:
         damage = [f"{counted(self.unread, 'line')} of {self.path} cannot be read"] if self.unread else []
         if not (last := self.last):
             return ["no exchange has ended", *damage]
-        state = "finished" if self.finished else "not finished"
+        killed = "" if self.running or self.ended is not None else ", and no process runs it"
+        state = "finished" if self.finished else f"not finished{killed}"
         spent = f", ε = {last['epsilon']:.4g} so far" if "epsilon" in last else ""
         phase = f" ({last['phase']})" if "phase" in last else ""  # rounds start at 0 in each part of a study
         where = f"round {last['round']}, exchange {last['exchange']}{phase}"

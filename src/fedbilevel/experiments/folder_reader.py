@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel.core.card import counted
-from fedbilevel.core.errors import ConfigurationError, FedbilevelError, InUse, NumericalError, require
+from fedbilevel.core.errors import ConfigurationError, FedbilevelError, NumericalError, require
 from fedbilevel.core.metrics import text
 from fedbilevel.engines import lock
 from fedbilevel.engines.divergence import grown
@@ -98,7 +98,10 @@ class FolderReader:
         why = "" if error is None else printable(str(error), 1000)
         if state == "finished":
             why = f"diverged: {grew}" if (grew := grown(history)) else summary.get("stopped", "")
-        elif state == "idle" and spec is not None and status is None:
+        elif state == "idle" and status is not None:
+            out = printable(str(place.path.resolve()), None)
+            why = f"no process runs it; to continue, submit the run again with out='{out}'"
+        elif state == "idle" and spec is not None:
             why = f"no process runs it; continue it by: fedbilevel run --resume {printable(str(place.path), None)}"
         damage = {place.history.name: unread, place.exchanges.name: status.unread if status else 0}
         files = [file for file in (place.history, place.exchanges, place.summary, place.model) if file.is_file()]
@@ -197,14 +200,10 @@ def state_of(place: Folder, status: Status | None, measured: bool) -> tuple[str,
         return "failed", NumericalError(read_bytes(place.failed).decode(errors="replace"))
     if place.finished or place.model.is_file():
         return "finished", None
-    try:
-        lock.require_unheld(place.lock, place.path)
-    except InUse:
+    if lock.is_held(place.lock):
         return "running", None
     if status is not None and status.ended is not None:
         return "failed", status.ended
-    if status is not None and not place.spec.is_file():  # the server of a study holds no lock
-        return "running", None
     return "idle" if place.begun or measured or status is not None else "waiting", None
 
 

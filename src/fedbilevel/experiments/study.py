@@ -46,6 +46,7 @@ from fedbilevel.core.problem import Problem, SingleLevel
 from fedbilevel.core.tree import XY, PyTree
 from fedbilevel.core.writing import write_text
 from fedbilevel.data.table_files import read_table
+from fedbilevel.engines import lock
 from fedbilevel.engines.checkpoint import exist
 from fedbilevel.engines.saver import advise_another_folder
 from fedbilevel.estimators.agreement import Agreement, DifferentColumnsError
@@ -130,6 +131,9 @@ def serve(study: Study, grid: Any, config: Mapping[str, Any]) -> None:
     """Run the study with the sites that Flower's Grid reaches.
 
     Write model.json and the other results to the folder `out`.
+
+    Raises:
+        InUse: another process runs a study in this folder.
     """
     from fedbilevel.flower import Flower
 
@@ -146,8 +150,14 @@ def serve(study: Study, grid: Any, config: Mapping[str, Any]) -> None:
         log=place.exchanges,
         keys=config.get("client-keys") or None,
     )
-    names = ", ".join(f"{number} {name}" for number, name in enumerate(study.sites))
     search = SavedSearch(place)
+    with lock.exclusive(place.lock, place.path):
+        _serve(study, engine, place, search)
+
+
+def _serve(study: Study, engine: Any, place: Folder, search: SavedSearch) -> None:
+    """Run the study in a folder that no other process uses; see `serve`."""
+    names = ", ".join(f"{number} {name}" for number, name in enumerate(study.sites))
     try:
         model = played(study, engine, search)
         model = replace(model, costs=_costs(place))
