@@ -264,6 +264,9 @@ def test_the_log_of_a_site_has_what_it_told(files, caplog):
         ({"site": "west"}, "site", "west", "north, the site with partition-id = 0"),
         ({"table": ""}, "table", "", ".csv, .tsv or .parquet"),
         ({"noise-multiplier": 1.0}, "noise-multiplier", "given", "left out"),
+        ({"settable": "run.*"}, "settable", "given", "left out"),
+        ({"tell-metrics": True}, "tell-metrics", "given", "left out"),
+        ({"settable": "run.*", "tell-metrics": True}, "settable, tell-metrics", "given", "left out"),
     ],
 )
 def test_a_wrong_field_of_a_node_configuration_is_named(change, path, got, fact, files):
@@ -281,8 +284,8 @@ def test_a_table_that_is_not_there_and_an_unknown_name_of_a_node_configuration_a
         site(study("ridge"), {}, {**given, "table": str(tmp_path / "long.csv")}, "")
     with refuses(place, "no_such_module:read"):
         site(study("ridge"), {}, {**given, "table": "no_such_module:read"}, "")
-    with refuses("name in the node configuration", "settable", near="table"):
-        site(study("ridge"), {}, {**given, "settable": "run.*"}, "")
+    with refuses("name in the node configuration", "aprove", near="approve"):
+        site(study("ridge"), {}, {**given, "aprove": "ask"}, "")
 
 
 def test_a_table_may_come_from_a_function(monkeypatch, tmp_path):

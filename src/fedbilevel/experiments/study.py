@@ -80,6 +80,7 @@ FILE = "study.toml"
 SEARCH = "search-{}"  # the form of the names of a search's files, without the suffix
 SEARCHES = re.compile(r"search-[0-9a-f]{16}\.(npz|previous\.npz|json)")
 STATISTICS = "statistics"  # the first question to sites
+SPEC_ONLY = ("settable", "tell-metrics")  # names in the node configuration that a study refuses
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -367,13 +368,15 @@ def table_of(study: Study, node_config: Mapping[str, Any]) -> SiteTable:
     Raises:
         ConfigurationError: the configuration or the table are wrong.
     """
-    known = {*NODE, "table"} - {"settable", "tell-metrics"}
     for name in node_config:
-        if name not in known:
-            raise unknown("name in the node configuration", name, known)
-    private = [name for name in PRIVACY if name in node_config]
-    allowed = "left out: a study has no privacy by noise, since its statistics and exchanges are exact"
-    require(not private, f"node configuration: {', '.join(private)}", "given", allowed)
+        if name not in {*NODE, "table"}:
+            raise unknown("name in the node configuration", name, {*NODE, "table"} - {*SPEC_ONLY, *PRIVACY})
+    for names, why in (
+        (PRIVACY, "a study has no privacy by noise, since its statistics and exchanges are exact"),
+        (SPEC_ONLY, "it is for federations that have a spec, and a study has none"),
+    ):
+        given = [name for name in names if name in node_config]
+        require(not given, f"node configuration: {', '.join(given)}", "given", f"left out: {why}")
     client, count = node_config.get("partition-id"), len(study.sites)
     fits = type(client) is int and 0 <= client < count
     *rest, last = [f"{i} ({name})" for i, name in enumerate(study.sites)]
