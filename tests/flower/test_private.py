@@ -78,7 +78,7 @@ COMMAND = importlib.import_module("flwr.supernode.cli.flower_supernode")
 STATE = "flwr.supernode.nodestate.in_memory_nodestate:InMemoryNodeState"
 STEPS = "flwr.supernode.start_client_internal"
 SIGNATURES = {
-    "flwr.cli.install:install_from_fab": "fab_file skip_prompt",
+    "flwr.cli.install:install_from_fab": "fab_file install_dir skip_prompt",
     "flwr.clientapp.utils:get_load_client_app_fn": "default_app_ref app_path multi_app",
     "flwr.common.config:get_project_dir": "fab_id fab_version fab_hash",
     "flwr.supercore.exit:register_signal_handlers": "event_type exit_message grpc_servers exit_handlers",

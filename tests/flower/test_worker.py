@@ -1,11 +1,14 @@
 """Whatever a message does to the worker on its pipe, the worker replies to the next message."""
 
+import errno
+import os
 import sys
 import threading
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 
+from fedbilevel.core.errors import CheckpointError
 from fedbilevel.flower import versions
 from fedbilevel.flower.launch import private, supernode
 from refusals import refuses
@@ -71,6 +74,43 @@ def test_an_app_is_loaded_once_also_after_it_could_not_be_loaded(monkeypatch):
     assert len(loads) == 2
 
 
+def test_an_app_that_was_installed_only_in_part_is_installed_again(tmp_path, monkeypatch, caplog):
+    """If an installation fails because the disk is full, nothing of the app stays, so that the next attempt succeeds.
+
+    Flower takes an app for installed as soon as its folder exists. The log has one line, with the folder and the
+    reason, and the server learns the reason.
+    """
+    room = []
+
+    def install(fab_file, install_dir, skip_prompt):
+        made = install_dir / "apps" / "us.app.1.0.0.01234567"
+        made.mkdir(parents=True)
+        (made / "pyproject.toml").touch()
+        if not room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(made / "study.toml"))
+        (made / "study.toml").touch()
+        return made
+
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    monkeypatch.setattr(private, "install_from_fab", install)
+    monkeypatch.setattr(private, "get_load_client_app_fn", lambda **_: lambda *_: app)
+    run = SimpleNamespace(fab_id="us/app", fab_version="1.0.0")
+    fab = SimpleNamespace(hash_str="0123456789", content=b"")
+
+    def apps(*_):
+        room.extend([1] * bool(caplog.records))
+        return private.load(run, fab)[0]
+
+    found = served(["a", "b"], apps, monkeypatch)
+    assert [name for name, _ in found] == ["a: CheckpointError", "b"]
+    (record,) = caplog.records
+    place = tmp_path / "apps" / "us.app.1.0.0.01234567"
+    assert f"could not write {place}: No space left on device" in record.getMessage()
+    assert record.exc_info is None
+    assert sorted(path.name for path in place.iterdir()) == ["pyproject.toml", "study.toml"]
+    assert [path.name for path in tmp_path.iterdir()] == ["apps"]
+
+
 def test_another_version_of_an_app_takes_the_place_of_the_first(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     for version in ("1", "2"):
@@ -127,6 +167,8 @@ def test_the_server_learns_only_the_kind_of_a_clients_error():
     message = Message(RecordDict(), 1, "query.fedbilevel")
     reply = private.error_reply(message, FileNotFoundError("/home/ward-7/patients.csv"))
     assert (reply.error.code, reply.error.reason) == (2, "FileNotFoundError")
+    full = CheckpointError("could not write /home/ward-7/x", errno=errno.ENOSPC)
+    assert private.error_reply(message, full).error.reason == "CheckpointError: No space left on device"
 
 
 def test_a_pinned_app_answers_whatever_app_a_run_brings(tmp_path, monkeypatch):

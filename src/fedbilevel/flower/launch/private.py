@@ -17,6 +17,7 @@ This module imports private names of Flower. It was tested with the versions of 
 
 from __future__ import annotations
 
+import errno
 import importlib
 import logging
 import os
@@ -33,6 +34,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -73,7 +75,7 @@ from flwr.supercore.run import Run, RunNotRunningException
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.supercore.telemetry import EventType
 
-from fedbilevel.errors import ConfigurationError
+from fedbilevel.errors import CheckpointError, ConfigurationError, FedbilevelError
 from fedbilevel.extending import printable, require
 from fedbilevel.flower.launch.connection import why_unreached
 from fedbilevel.flower.versions import quick_pulls
@@ -372,20 +374,48 @@ def load(run: Run, fab: Fab) -> tuple[ClientApp, Path]:
     """Install the run's app where Flower would install it, and import its ClientApp.
 
     Return the ClientApp and its directory.
+
+    Raises:
+        CheckpointError: the app cannot be installed, for example because the disk is full.
     """
-    install_from_fab(fab.content, skip_prompt=True)
+    directory = get_project_dir(run.fab_id, run.fab_version, fab.hash_str)
+    if not directory.exists():
+        install(fab, directory)
     find = get_load_client_app_fn(default_app_ref="", app_path=None, multi_app=True)
-    return find(run.fab_id, run.fab_version, fab.hash_str), get_project_dir(run.fab_id, run.fab_version, fab.hash_str)
+    return find(run.fab_id, run.fab_version, fab.hash_str), directory
+
+
+def install(fab: Fab, directory: Path) -> None:
+    """Install an app into another folder first, and rename this folder when the app is complete.
+
+    Flower takes an app for installed as soon as its folder exists. If an installation ended early, on a full disk or by
+    `kill -9`, the site could never run this app.
+    """
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(
+            prefix=".installing-", dir=directory.parent.parent, ignore_cleanup_errors=True
+        ) as place:
+            made = install_from_fab(fab.content, install_dir=Path(place), skip_prompt=True)
+            os.rename(made, directory)
+    except OSError as error:
+        text = f"the app of the run cannot be installed: could not write {directory}: {error.strerror or error}"
+        remedy = "free space on the disk of FLWR_HOME" if error.errno == errno.ENOSPC else ""
+        raise CheckpointError(text, path=directory, errno=error.errno, remedy=remedy) from error
 
 
 def error_reply(message: Message, error: Exception) -> Message:
     """Return a reply that reports an error, by Flower's code and the name of the error's class.
 
-    The text of the error is left out, since it may name files or data.
+    The text of the error is left out, since it may name files or data. If the operating system refused a file, the
+    reply also contains the system's reason.
     """
     unloadable = isinstance(error, LoadClientAppError)
     code = ErrorCode.LOAD_CLIENT_APP_EXCEPTION if unloadable else ErrorCode.CLIENT_APP_RAISED_EXCEPTION
-    return Message(Error(code=code, reason=type(error).__name__), reply_to=message)
+    reason = type(error).__name__
+    if isinstance(error, CheckpointError) and error.errno is not None:
+        reason += f": {os.strerror(error.errno)}"
+    return Message(Error(code=code, reason=reason), reply_to=message)
 
 
 AppSource = Callable[[Any, Any], Callable]
@@ -466,7 +496,10 @@ def work(pipe: Connection, apps: AppSource, leave: Callable[[], object]) -> None
             if not hasattr(reply, "metadata"):
                 raise TypeError(f"the ClientApp returned {type(reply).__name__} for a {kind!r} message, not a Message")
         except Exception as error:
-            logger.exception("type=%s failed", kind)
+            if isinstance(error, FedbilevelError):
+                logger.error("no reply: %s", error)
+            else:
+                logger.exception("type=%s failed", kind)
             failure, reply = f"{type(error).__name__}: {error}", error_reply(message, error)
         try:
             send(pipe, answer(reply, context, failure))
