@@ -2,11 +2,14 @@
 
 import errno
 import os
+import shutil
 import sys
 import threading
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
+
+import pytest
 
 from fedbilevel.core.errors import CheckpointError
 from fedbilevel.flower import versions
@@ -74,7 +77,15 @@ def test_an_app_is_loaded_once_also_after_it_could_not_be_loaded(monkeypatch):
     assert len(loads) == 2
 
 
-def test_an_app_that_was_installed_only_in_part_is_installed_again(tmp_path, monkeypatch, caplog):
+FULL = f"[Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}: 'study.toml'"
+
+
+@pytest.mark.parametrize(
+    "full",
+    [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "study.toml"), shutil.Error([("a", "study.toml", FULL)])],
+    ids=["a file", "a folder"],
+)
+def test_an_app_that_was_installed_only_in_part_is_installed_again(full, tmp_path, monkeypatch, caplog):
     """If an installation fails because the disk is full, nothing of the app stays, so that the next attempt succeeds.
 
     Flower takes an app for installed as soon as its folder exists. The log has one line, with the folder and the
@@ -87,7 +98,7 @@ def test_an_app_that_was_installed_only_in_part_is_installed_again(tmp_path, mon
         made.mkdir(parents=True)
         (made / "pyproject.toml").touch()
         if not room:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(made / "study.toml"))
+            raise full
         (made / "study.toml").touch()
         return made
 
@@ -105,7 +116,7 @@ def test_an_app_that_was_installed_only_in_part_is_installed_again(tmp_path, mon
     assert [name for name, _ in found] == ["a: CheckpointError", "b"]
     (record,) = caplog.records
     place = tmp_path / "apps" / "us.app.1.0.0.01234567"
-    assert f"could not write {place}: No space left on device" in record.getMessage()
+    assert record.getMessage().endswith(f"write {place}: No space left on device; free space on the disk of FLWR_HOME")
     assert record.exc_info is None
     assert sorted(path.name for path in place.iterdir()) == ["pyproject.toml", "study.toml"]
     assert [path.name for path in tmp_path.iterdir()] == ["apps"]

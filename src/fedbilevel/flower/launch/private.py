@@ -21,6 +21,8 @@ import errno
 import importlib
 import logging
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -399,9 +401,13 @@ def install(fab: Fab, directory: Path) -> None:
             made = install_from_fab(fab.content, install_dir=Path(place), skip_prompt=True)
             os.rename(made, directory)
     except OSError as error:
-        text = f"the app of the run cannot be installed: could not write {directory}: {error.strerror or error}"
-        remedy = "free space on the disk of FLWR_HOME" if error.errno == errno.ENOSPC else ""
-        raise CheckpointError(text, path=directory, errno=error.errno, remedy=remedy) from error
+        number = error.errno
+        if isinstance(error, shutil.Error) and (found := re.search(r"\[Errno (\d+)\]", str(error))):
+            number = int(found[1])  # `shutil.copytree` raises the texts of errors
+        why = str(error) if number is None else os.strerror(number)
+        remedy = "free space on the disk of FLWR_HOME" if number == errno.ENOSPC else ""
+        text = f"the app of the run cannot be installed: could not write {directory}: {why}"
+        raise CheckpointError(text, path=directory, errno=number, remedy=remedy) from error
 
 
 def error_reply(message: Message, error: Exception) -> Message:
