@@ -200,6 +200,22 @@ def test_where_most_are_late_it_may_be_no_clients_fault(slow, code, tmp_path):
     assert line["refused"][str(broken)]["code"] == "flower"
 
 
+@pytest.mark.parametrize("round", [0, 1])
+def test_sites_that_are_late_with_their_first_replies_may_be_compiling(round, tmp_path):
+    """If most clients are late in the first exchange of a phase, the error says that sites compile then."""
+    late = COHORTS[round][:3]
+
+    def delay(client, message):
+        request = decode(RequestMessage, message)
+        return math.inf if client in late and request.phase and request.round == round else 0.0
+
+    options = {"rounds": 2, "terms": replace(TERMS, quorum=1.0, attempts=1)}
+    with raises_with(fb.errors.ExchangeError, "3 of 4 online clients are late at the same time", round=round) as error:
+        run(tmp_path, CLIENTS, delay=delay, **options)
+    assert codes(error) == dict.fromkeys(late, Code.STALLED)
+    assert ("first exchange of this phase, for which each site compiles a program" in str(error.value)) == (round == 0)
+
+
 def test_failing_again_and_again_means_resting_longer(tmp_path, monkeypatch):
     """A client that fails each time is asked less and less often: of five rounds, in rounds 0, 1 and 3.
 

@@ -75,12 +75,14 @@ class Code(Enum):
     LATE = (
         "late",
         EITHER,
-        "start its SuperNode if it has stopped; if it is running, raise deadline or request less work",
+        "start its SuperNode if it has stopped; if it is running, raise deadline, since a slow machine may need "
+        "minutes to compile before its first replies, or request less work",
     )
     STALLED = (
         "stalled",
         OPERATOR,
-        "check the SuperLink's load and log, since a huge message delays all others; or raise deadline",
+        "raise deadline if the sites are still compiling or computing; otherwise check the SuperLink's load and log, "
+        "since a huge message delays all others",
     )
     BOUND = "bound", OPERATOR, "look at this client's data; norm-factor, message-factor and norm-bound set the bounds"
     LARGE = "large", EITHER, "send less: metrics and layouts have to be short"

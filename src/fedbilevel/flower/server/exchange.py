@@ -146,8 +146,11 @@ class Exchange:
         late = [client for client, why in self.failed.items() if why.code is Code.LATE]
         online = len(left) - sum(why.code is Code.ABSENT for why in self.failed.values())
         if len(late) >= 2 and 2 * len(late) > online:
+            first = not self.session.norms.past.get(self.spec.phase)
+            new = ", in the first exchange of this phase, for which each site compiles a program" if first else ""
             for client in late:
-                text = f"{self.failed[client].why}; {len(late)} of {online} online clients are late at the same time"
+                why = self.failed[client].why
+                text = f"{why}; {len(late)} of {online} online clients are late at the same time{new}"
                 self.failed[client] = Refusal(Code.STALLED, text, client)
 
     def enough(self) -> bool:
