@@ -98,6 +98,14 @@ def test_the_ledger_counts_what_is_sent(engine):
     assert ledger.bytes_down == 2 * CLIENTS * (3 * DIM * 8 + 4)
 
 
+@pytest.mark.parametrize(
+    ("share", "size", "sent"), [(0.07, 100, 7), (0.071, 100, 8), (1e-9, 100, 1), (1.0, 3, 3), (0.5, 0, 0), (0.1, 15, 2)]
+)
+def test_the_share_of_the_entries_is_rounded_up(share, size, sent):
+    """Rounding errors add no entry: in floating point, 0.07 times 100 is a little more than 7."""
+    assert fb.parts.TopK(share=share).coded(jnp.ones(size)).wire[0].shape == (sent,)
+
+
 def test_places_that_are_none_are_left_out():
     """Places that do not exist are left out; the site of a federation can send any numbers."""
     whole = Scatter(lambda vector: vector, 4)((jnp.asarray([1.0, 2.0, 3.0, 4.0]), jnp.asarray([-1, 0, 4, 10**9])))

@@ -52,5 +52,6 @@ class TopK(Compressor):
 
     def coded(self, tree: PyTree) -> Coded:
         vector, unravel = ravel_pytree(tree)
-        _, places = jax.lax.top_k(jnp.abs(vector), math.ceil(self.share * vector.size))
+        count = math.ceil(round(self.share * vector.size, 6))  # 0.07 · 100 is 7.000000000000001
+        _, places = jax.lax.top_k(jnp.abs(vector), min(max(1, count), vector.size))
         return Coded((vector[places], places.astype(jnp.int32)), Scatter(unravel, vector.size))
