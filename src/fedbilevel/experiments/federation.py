@@ -161,8 +161,10 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
     site_name(names_of_sites(spec), node_config)
     row = 0 if alone else client
     private = fields_of_kinds(PRIVACY, node_config)
-    lacking = [name for name in ("clip", "noise_multiplier", "delta") if private and name not in private]
-    require(not lacking, "node configuration", f"{', '.join(private)} alone", f"given with {', '.join(lacking)}")
+    terms_of_privacy = [name for name in PRIVACY if name in node_config]
+    lacking = [name for name in ("clip", "noise-multiplier", "delta") if private and name not in terms_of_privacy]
+    given = f"{', '.join(terms_of_privacy)} alone"
+    require(not lacking, "node configuration", given, f"given with {', '.join(lacking)}")
     return Site(
         id=client,
         algorithm=algorithm_of(spec),
