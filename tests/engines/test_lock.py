@@ -235,6 +235,8 @@ def without_flock(monkeypatch, tmp_path):
 
 def test_without_flock_filelock_lets_nobody_else_in(without_flock):
     path, process = without_flock
+    assert lock.is_held(path)
+    assert not lock.is_held(path.with_name(".another"))
     with raises_with(fb.errors.InUse, path=Path("runs/two"), holder=""):
         lock.exclusive(path, Path("runs/two")).__enter__()
     entered = threading.Event()

@@ -105,7 +105,12 @@ def require_unheld(path: Path, what: Path) -> None:
 
 
 def is_held(path: Path) -> bool:
-    """Return whether a process has locked the file `path`."""
+    """Return whether a process has locked the file `path`.
+
+    Without flock, as on Windows, the lock counts as held as long as the file exists. So a killed process counts, too.
+    """
+    if fcntl is None:
+        return path.is_file()
     try:
         require_unheld(path, path)
     except InUse:
