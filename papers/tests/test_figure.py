@@ -46,6 +46,7 @@ LONGER = {
     "rabo-3",
     "rabo-5",
     "rabo-table-2",
+    "rabo-table-2-conv4",
     "rabo-table-3",
     "simfbo-4",
     "theory-coverage",
@@ -105,7 +106,7 @@ def test_every_figure_and_table_is_there() -> None:
         "afbo": "1 2 3 4",
         "fednest": "2a-published 2a 2b 2bc-published 2c 3-published 3 4",
         "fism": "2 3 table-1",
-        "rabo": "2 3 4 5 6 table-2 table-3",
+        "rabo": "2 3 4 5 6 table-2-conv4 table-2 table-3",
         "simfbo": "2 3 4 5",
         "theory": "clients coverage delay drift local-steps mask-noise mask-step participation "
         "printed-slopes rate-afbo rate-clients rate-drift-rounds rate-drift rate-fednest rate-minimax rate-rabo "
