@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.engines.uneven import spread_of
+from fedbilevel.core.ragged import Ragged
+from fedbilevel.engines import uneven
+from fedbilevel.engines.ends import Descent
+from fedbilevel.engines.uneven import spread_of, untrained
 from refusals import warns_with
 
 pytestmark = pytest.mark.checked
@@ -115,3 +118,35 @@ def test_a_result_is_not_lost_by_the_check(monkeypatch):
 def test_the_spread_of_columns(columns, spread):
     clients = fb.Clients([columns], [columns])
     assert spread_of(clients.inner) == pytest.approx(spread, rel=1e-3)
+
+
+def judged(monkeypatch, begin, first, last):
+    """Return the remark for an inner loss that was `begin` at y0 and `first` at the end, and can fall to `last`."""
+    monkeypatch.setattr(uneven, "losses_at", lambda *given: [begin])
+    monkeypatch.setattr(uneven, "descent", lambda problem, clients, x, y, count: Descent(y, first, last, True))
+    return untrained(PROBLEM, samples(np.array([1, 100, 1, 1])), *START, START[1], 100)
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
+def test_a_start_that_was_trained_before_is_no_reason_for_a_remark(monkeypatch):
+    """If y0 was trained by an earlier run, the inner loss hardly falls, and a tenth of its fall is rounding."""
+    assert judged(monkeypatch, begin=2.0, first=1.5, last=1.0)
+    assert not judged(monkeypatch, begin=1.0 + 2e-7, first=1.0 + 1e-7, last=1.0)
+    assert not judged(monkeypatch, begin=1.0 - 1e-7, first=1.0, last=1.0)
+
+
+def test_padding_of_stored_samples_is_no_sample():
+    """The numbers that only fill up the arrays of short clients are not read."""
+    stacked = np.ones((2, 3, 2))
+    stacked[0, 1:] = 1e6
+    assert spread_of(fb.Clients(stacked, stacked, outer_sizes=[1, 3], inner_sizes=[1, 3]).inner) == 1
+
+
+def test_few_samples_are_read_if_they_are_wide(monkeypatch):
+    """An array of 100 samples of 50 numbers is read up to 200 numbers: four samples, from the first to the last."""
+    monkeypatch.setattr(uneven, "NUMBERS", 200)
+    wide = np.ones((100, 50))
+    wide[1:33, 0] = 1e3  # samples 0, 33, 66 and 99 are read
+    assert spread_of(Ragged.listed("inner", [wide[:60], wide[60:]])) == 1
+    wide[99, 0] = 1e3
+    assert spread_of(Ragged.listed("inner", [wide[:60], wide[60:]])) > 100

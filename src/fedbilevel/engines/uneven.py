@@ -21,10 +21,11 @@ from fedbilevel.core.metrics import text
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.ragged import Ragged
 from fedbilevel.core.tree import PyTree
-from fedbilevel.engines.ends import descent, losses_at
+from fedbilevel.engines.ends import WORSE, descent, losses_at
 from fedbilevel.engines.process_group import warn_on_first
 
-ROWS = 1000  # the number of samples that are read to compare columns
+ROWS = 1000  # the largest number of samples that are read to compare columns
+NUMBERS = 2**22  # the largest number of numbers that are read from an array, unless a single sample has more
 UNEVEN = 10  # columns whose standard deviations differ by this factor give a reason to look
 FEWEST = 10  # the number of gradients that a descent must be allowed
 LEFT = 0.1  # y is far from trained if the inner loss still has to fall by this share of its fall from the first y
@@ -48,11 +49,14 @@ def untrained(problem: Problem, clients: Clients, x: PyTree, y0: PyTree, y: PyTr
     left = found.first - found.last
     if not math.isfinite(begin) or not left > LEFT * (begin - found.last):
         return ""
+    if left <= WORSE * abs(found.first):  # for example if y0 was trained by an earlier run
+        return ""
     first, last = (text("inner_loss", loss) for loss in (found.first, found.last))
     remark = (
         f"y is not trained to the end: at the last x the inner loss of all clients is {first}, and can fall to {last} "
-        f"or lower. Columns of the samples differ in scale by a factor of {spread:,.0f}, and the largest column makes "
-        "steps on y short: give all columns the same scale, for example the standard deviation 1, or run more rounds"
+        f"or lower. A possible cause: columns of the samples differ in scale by a factor of {spread:,.0f}, and the "
+        "largest column makes steps on y short. Then give all columns the same scale, for example the standard "
+        "deviation 1. Otherwise run more rounds"
     )
     warn_on_first(NumericalWarning(remark))
     return remark
@@ -64,12 +68,16 @@ def spread_of(rows: Ragged) -> float:
     A column is a floating number of each sample: an array with one number for each sample, or an entry of its rows. Its
     scale is the root mean square of its values without zeros, since columns that are mostly 0, such as pixels at the
     border of images, need not be scaled. Columns that are all 0, or not finite, are left out, and so are arrays of more
-    dimensions.
+    dimensions. At most ROWS samples are read, spread evenly over the samples of all clients.
     """
+    ends = np.cumsum(rows.size)
     scales = []
     for leaf in jax.tree.leaves(rows.values):
         if leaf.ndim in (1, 2) and jnp.issubdtype(leaf.dtype, jnp.floating):
-            places = np.unique(np.linspace(0, len(leaf) - 1, ROWS).astype(int))
+            count = max(1, min(ROWS, NUMBERS // max(1, math.prod(leaf.shape[1:]))))
+            sample = np.unique(np.linspace(0, ends[-1] - 1, count).astype(int))  # numbers of samples, client by client
+            owner = np.searchsorted(ends, sample, side="right")
+            places = rows.start[owner] + sample - (ends - rows.size)[owner]  # stored arrays may also hold padding
             column = np.asarray(leaf[places], np.float64).reshape(len(places), -1)
             with np.errstate(over="ignore", invalid="ignore"):
                 scale = np.sqrt(np.sum(column**2, axis=0) / np.maximum(1, np.sum(column != 0, axis=0)))
