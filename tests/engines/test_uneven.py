@@ -9,7 +9,9 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.core.ragged import Ragged
 from fedbilevel.engines import uneven
-from fedbilevel.engines.ends import Descent
+from fedbilevel.engines.ends import Descent, Spent
+from fedbilevel.engines.options import RunOptions
+from fedbilevel.engines.posed import PosedProblem, losses_seen
 from fedbilevel.engines.uneven import spread_of, untrained
 from refusals import warns_with
 
@@ -150,3 +152,13 @@ def test_few_samples_are_read_if_they_are_wide(monkeypatch):
     assert spread_of(Ragged.listed("inner", [wide[:60], wide[60:]])) == 1
     wide[99, 0] = 1e3
     assert spread_of(Ragged.listed("inner", [wide[:60], wide[60:]])) > 100
+
+
+def test_later_trials_of_a_search_are_not_judged(monkeypatch):
+    """A search shows no warnings of its trials, and its later trials do not pay for the check."""
+    monkeypatch.setattr("fedbilevel.engines.posed.untrained", lambda *given: "said")
+    clients, spent = samples(np.array([1, 100, 1, 1])), Spent(10**6, None)
+    posed = PosedProblem.of(PROBLEM, clients, *START, RunOptions(rounds=1))
+    assert posed.uneven(START, spent) == "said"
+    with losses_seen(clients):
+        assert posed.uneven(START, spent) == ""

@@ -147,7 +147,8 @@ class PosedProblem:
     def uneven(self, end: tuple[PyTree, PyTree], spent: Spent) -> str:
         """Warn if y is far from trained and the columns of the samples differ in scale; return the warning, or "".
 
-        See uneven.py. It takes at most a sixth of the run's gradients, and only in simulations in one process.
+        See uneven.py. It takes at most a sixth of the run's gradients, and only in simulations in one process. It is
+        left out in the trials of a search after the first one, which show no warning.
 
         Args:
             end: (x, y) at the end of the run.
@@ -156,7 +157,7 @@ class PosedProblem:
         clients, problem = self.clients, self.problem
         if not isinstance(clients, Clients) or current_group().processes > 1:
             return ""
-        if problem.own is not None or not self.trains or not problem.inner_is_mean:
+        if clients is _seen.get() or problem.own is not None or not self.trains or not problem.inner_is_mean:
             return ""
         try:
             x, y = split(end[0])[0], split(end[1])[0]
