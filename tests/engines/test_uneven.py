@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -135,6 +137,19 @@ def test_a_start_that_was_trained_before_is_no_reason_for_a_remark(monkeypatch):
     assert judged(monkeypatch, begin=2.0, first=1.5, last=1.0)
     assert not judged(monkeypatch, begin=1.0 + 2e-7, first=1.0 + 1e-7, last=1.0)
     assert not judged(monkeypatch, begin=1.0 - 1e-7, first=1.0, last=1.0)
+
+
+def test_an_infinite_loss_at_the_end_is_no_warning_of_numpy():
+    """exp of 5 · 100 is infinite in float32. The check then says nothing, and NumPy does not either."""
+
+    def poisson(x, y, rows):
+        return jnp.mean(jnp.exp(rows[:, :D] @ y)) + jnp.sum(10**x * y**2)
+
+    problem = fb.Bilevel(poisson, poisson).prepared()
+    y0, y = np.zeros(D, np.float32), np.full(D, 5, np.float32)
+    with warnings.catch_warnings(action="error"):
+        clients = samples(np.array([1, 100, 1, 1]))
+        assert untrained(problem, clients, START[0], y0, y, 100) == ""
 
 
 def test_padding_of_stored_samples_is_no_sample():

@@ -44,9 +44,10 @@ def untrained(problem: Problem, clients: Clients, x: PyTree, y0: PyTree, y: PyTr
     spread = spread_of(clients.inner)
     if spread < UNEVEN or evaluations < FEWEST:
         return ""
-    (begin,) = losses_at(problem, clients, "inner", [(x, y0)])
-    found = descent(problem, clients, x, y, evaluations)
-    left = found.first - found.last
+    with np.errstate(all="ignore"):  # losses may be infinite
+        (begin,) = losses_at(problem, clients, "inner", [(x, y0)])
+        found = descent(problem, clients, x, y, evaluations)
+        left = found.first - found.last
     if not math.isfinite(begin) or not left > LEFT * (begin - found.last):
         return ""
     if left <= WORSE * abs(found.first):  # for example if y0 was trained by an earlier run
