@@ -10,6 +10,7 @@ import fedbilevel as fb
 from fedbilevel import experiments
 from fedbilevel.cli import main
 from fedbilevel.experiments import federation
+from fedbilevel.experiments.plans import LayersPlan
 from fedbilevel.experiments.runner import build
 from fedbilevel.experiments.series import comparison_specs
 from fedbilevel.flower.launch.in_process import InProcess
@@ -105,6 +106,14 @@ def test_one_method_of_a_comparison_may_have_a_layer(tmp_path):
     specs = comparison_specs("quadratic", ["simfbo", "shrofbo"], settings=["simfbo.layers.rule=median", "clients=5"])
     assert specs["simfbo"].layers.rule == fb.parts.Median()
     assert specs["shrofbo"].layers.rule is None
+
+
+def test_the_centralised_run_of_a_comparison_has_no_layers():
+    """A single client sends nothing, and Krum needs five replies."""
+    settings = ["layers.rule=krum", *SMALL]
+    specs = comparison_specs("quadratic", ["simfbo"], settings=settings, centralised=True)
+    assert specs["simfbo"].layers.rule == fb.parts.Krum(bad=1)
+    assert specs["centralised"].layers == LayersPlan()
 
 
 def test_the_command_line_sets_a_layer(tmp_path):

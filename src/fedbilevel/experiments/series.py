@@ -214,6 +214,7 @@ def comparison_specs(
             clock={**pace, "stragglers": 0, "availability": 1.0, "arrivals": None},
             algorithm=single if "wait_for" in first.algorithm.fields else {},
             asynchronous={} if first.asynchronous.wait_for is None else single,
+            layers={"compression": "none", "rule": "none"},  # there is one reply, and it is not sent
         )
     return specs
 
