@@ -116,6 +116,15 @@ def test_the_centralised_run_of_a_comparison_has_no_layers():
     assert specs["centralised"].layers == LayersPlan()
 
 
+def test_a_search_with_a_robust_rule_is_refused():
+    """A search with a rule would run as a single training at x0, since only a bare search is played as one."""
+    pytest.importorskip("optuna")
+    settings = ["layers.rule=median", "clients=5", "run.exchanges=20"]
+    specs = comparison_specs("quadratic", ["simfbo"], settings=settings, against=["random"], search_box=(-1, 1))
+    with refuses("layers.rule", "Median", "none for"):
+        build(specs["search-Random"])
+
+
 def test_the_command_line_sets_a_layer(tmp_path):
     words = ["run", "quadratic", "--rounds", "2", "--quiet", "--out", str(tmp_path / "run")]
     assert main([*words, "--set", "compression=top_k", "--set", "server_lr=0.1", "--set", "client_lr=0.1"]) == 0

@@ -256,12 +256,15 @@ def refuse_search(spec: Spec, task: Task) -> None:
 
     Raises:
         ConfigurationError: Optuna is not installed; the problem is not `Bilevel`; the budget is not one of SHARED; x
-            has no bounds, too many entries, or starts outside its bounds; the spec has capacities or metrics per
-            client; or the spec has privacy together with cohorts or steps that adapt.
+            has no bounds, too many entries, or starts outside its bounds; the spec has a robust rule, capacities or
+            metrics per client; or the spec has privacy together with cohorts or steps that adapt.
     """
     method: OuterSearch = spec.algorithm.value
     name = label(spec.algorithm.name)
     require_optuna(name)
+    rule = spec.layers.rule
+    allowed = f"none for {name}, whose trials are judged by the mean of all clients' losses"
+    require(rule is None, "layers.rule", rule and rule.label, allowed)
     kind, bilevel = type(task.problem).__name__, isinstance(task.problem, Bilevel) and task.problem.local is None
     require(bilevel, "problem", kind, f"a Bilevel problem with x on the server for {name}, which searches over x")
     allowed = f"given for {name}, or run.bytes or run.evaluations: its trials share this budget"

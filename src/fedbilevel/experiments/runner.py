@@ -95,7 +95,7 @@ def build(spec: Spec, task: Task | None = None) -> Experiment:
     use_cores(spec)
     task = task_of(spec) if task is None else task
     check_solves(algorithm, task.problem)
-    made = experiment_with(algorithm)(task, algorithm, engine, spec.privacy.terms)
+    made = experiment_with(spec.algorithm.value)(task, algorithm, engine, spec.privacy.terms)
     made.check(spec)
     _check_participants(spec, algorithm, len(task.clients))
     return made
