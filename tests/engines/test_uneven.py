@@ -99,6 +99,12 @@ def test_noise_for_privacy_hides_the_losses_also_here():
     assert not [one for one in result.remarks if "differ in scale" in one]
 
 
+def test_with_a_robust_rule_the_limit_is_another_and_is_not_judged():
+    method = fb.layered(fb.SimFBO(batch_size=None), fb.parts.Median())
+    result = solve(samples(np.array([1, 100, 1, 1])), method)
+    assert not [one for one in result.remarks if "differ in scale" in one]
+
+
 def test_a_result_is_not_lost_by_the_check(monkeypatch):
     def out_of_memory(*given):
         raise MemoryError

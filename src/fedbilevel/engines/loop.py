@@ -274,6 +274,7 @@ class Loop:
             advice = self.rescue.advice(result, method)
             tells = self.measurements.judged_by != "outer_loss" or comparable(posed.problem)
             of_ends = self.measurements.remark(result, advice, ends) if tells else ""
-            uneven = "" if hidden else posed.uneven(end, spent)
+            by_mean = not any(layer.place == "rule" for layer in layers_at(method))  # with a rule, y has another limit
+            uneven = posed.uneven(end, spent) if by_mean and not hidden else ""
             remarks = of_ends, uneven, *method.remarks(result.state)
         return replace(result, stopped=reason, remarks=tuple(filter(None, remarks)))

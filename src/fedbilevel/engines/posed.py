@@ -157,7 +157,9 @@ class PosedProblem:
         clients, problem = self.clients, self.problem
         if not isinstance(clients, Clients) or current_group().processes > 1:
             return ""
-        if clients is _seen.get() or problem.own is not None or not self.trains or not problem.inner_is_mean:
+        if clients is _seen.get() or clients.capacity is not None or problem.own is not None:
+            return ""
+        if not self.trains or not problem.inner_is_mean:
             return ""
         try:
             x, y = split(end[0])[0], split(end[1])[0]
