@@ -121,7 +121,7 @@ def serve(spec: Spec, grid: Any, config: Mapping[str, Any]) -> None:
 
     watch = Watch(Console(width=160, force_terminal=False), metric, spec.run.budget, spec.timed)
     algorithm = algorithm_of(spec)
-    experiment = experiment_with(algorithm)(task, algorithm, engine)
+    experiment = experiment_with(spec.algorithm.value)(task, algorithm, engine)
     with ending(place):
         callbacks: list[Callback] = [note_name, watch, *trackers]
         complete(spec, place.path, callbacks=callbacks, plot=can_draw(), experiment=experiment, progress=watch)
