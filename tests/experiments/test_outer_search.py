@@ -294,7 +294,13 @@ def test_a_search_ends_though_no_trial_can_begin(unit):
         TASK, metrics={}, problem=fb.Bilevel(lambda x, y, rows: jnp.inf + 0 * jnp.sum(y), TASK.problem.inner)
     )
     with raises_with(NumericalError, " diverged"):
-        searched(Random(**BOUNDS, trial_exchanges=4, batch_size=None), 30, nowhere, unit=unit)
+        searched(Random(**BOUNDS, trial_exchanges=4, batch_size=None), 300, nowhere, unit=unit)
+
+
+def test_a_budget_that_allows_no_trial_is_said():
+    result = searched(Random(**BOUNDS, trial_exchanges=4, batch_size=None), 30, unit="evaluations")
+    assert "30 evaluations" in result.stopped
+    assert (len(result.history), result.ledger.exchanges) == (1, 0)
 
 
 @pytest.mark.slow

@@ -337,6 +337,8 @@ class SearchRun:
                 self.stopped = f"{FREE} trials in a row diverged before they had used any of the budget"
         if self.diverged and self.least == math.inf:
             raise self.nothing_found()
+        if not self.stopped and not self.ledger.exchanges:
+            self.stopped = f"the budget of {self.budget[1]:g} {self.budget[0]} allows no trial"
         return self.result()
 
     @property
