@@ -156,8 +156,8 @@ def loss(kind: str, y: Any, batch: dict[str, Any]) -> Any:
 def problem_of(kind: str, batches: bool) -> fb.Bilevel:
     """Return the problem of a kind, with its two losses.
 
-    The loss of Cox regression is not a mean over samples. Without batches, the losses of a group with such members are
-    therefore those of all of a client's samples at once.
+    The loss of Cox regression is not a mean over samples. So if a group has such members, and no batches, a client
+    computes its losses from all of its samples at once.
     """
 
     def outer(x: Any, y: Any, batch: dict[str, Any]) -> Any:

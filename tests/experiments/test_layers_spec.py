@@ -71,7 +71,7 @@ def test_a_federation_has_the_layers_of_its_spec(case, tmp_path):
 
 
 def test_a_server_cannot_set_a_layer_that_a_site_does_not_let_it_set(tmp_path):
-    """Settings of the server reach only the fields that a site allows, by default those of [algorithm] and [run]."""
+    """A server can set only the fields that a site allows. By default, a site allows [algorithm] and [run]."""
     settings = {"settings": "layers.rule=krum"}
     grid = InProcess(federation.client_app(spec()), 5, run_config=settings)
     with raises_with(fb.errors.ExchangeError) as caught:

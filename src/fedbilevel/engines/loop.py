@@ -267,14 +267,15 @@ class Loop:
         remarks: tuple[str, ...] = ()
         if not self.rescue.gave_up:
             end, spent = (result.x, result.y), Spent(result.ledger.gradients, method.batch_size)
-            hidden = any(layer.hides_losses for layer in layers_at(method))  # remarks would reveal them without noise
+            layers = layers_at(method)
+            hidden = any(layer.hides_losses for layer in layers)  # remarks would reveal them without noise
             ends: Compare = partial(posed.ends, end=end, spent=spent)
             if hidden or self.saver.other_arguments:  # a run that was continued by force may have had another start
                 ends = lambda before: None  # noqa: E731
             advice = self.rescue.advice(result, method)
             tells = self.measurements.judged_by != "outer_loss" or comparable(posed.problem)
             of_ends = self.measurements.remark(result, advice, ends) if tells else ""
-            by_mean = not any(layer.place == "rule" for layer in layers_at(method))  # with a rule, y has another limit
+            by_mean = not any(layer.place == "rule" for layer in layers)  # with a rule, y has another limit
             uneven = posed.uneven(end, spent) if by_mean and not hidden else ""
             remarks = of_ends, uneven, *method.remarks(result.state)
         return replace(result, stopped=reason, remarks=tuple(filter(None, remarks)))

@@ -26,7 +26,7 @@ from fedbilevel.engines.process_group import warn_on_first
 
 ROWS = 1000  # the largest number of samples that are read to compare columns
 NUMBERS = 2**22  # the largest number of numbers that are read from an array, unless a single sample has more
-UNEVEN = 10  # columns whose standard deviations differ by this factor give a reason to look
+UNEVEN = 10  # columns whose scales differ by this factor give a reason to look
 FEWEST = 10  # the number of gradients that a descent must be allowed
 LEFT = 0.1  # y is far from trained if the inner loss still has to fall by this share of its fall from the first y
 
