@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--chosen",
         action="store_true",
-        help="take the values chosen in the stored outcome; run only settings with other seeds, or left out until now",
+        help="take the values chosen in the stored outcome; run only settings that have other seeds or another method",
     )
     parser.add_argument("--out", type=Path, default=Path("runs/papers"), metavar="DIR", help="(runs/papers)")
     parser.add_argument("--rehearse", action="store_true", help="run only one round of each method")

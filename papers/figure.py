@@ -349,19 +349,19 @@ class Figure:
             found[section] = merged(found.get(section, {}), table)
         return found
 
-    def fingerprint(self, scale: Scale, panels: Container[str] | None = None) -> str:
+    def fingerprint(self, scale: Scale, of: Mapping[str, Container[str]] | None = None) -> str:
         """Return a short hash of the claims and of what is run at a scale.
 
         It covers all of the figure except prose, minutes and the other scale.
 
         Args:
-            panels: the panels that it covers; None: all that are run at this scale.
+            of: the methods that it covers, by panel; None: all methods that are run at this scale.
         """
         played = [
             [panel, method, self.points(panel, method)]
             + [self.tables(panel, method, scale, tuning=tuning) for tuning in (False, True)]
             for panel, method in self.pairs(scale)
-            if panels is None or panel in panels
+            if of is None or method in of.get(panel, ())
         ]
         claims = [{**asdict(claim), "says": ""} for claim in self.claims]
         for claim in claims:

@@ -17,7 +17,7 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -271,8 +271,8 @@ def chosen_before(
 ) -> tuple[dict[tuple[str, str], Tried], dict[tuple[str, str], Choice]]:
     """Return the values that were tried and chosen in an earlier outcome of the same figure, without running trials.
 
-    The earlier outcome may have fewer panels, if the scale left some out at that time (`only`). The values of these
-    panels are not in the result.
+    The earlier outcome may have fewer panels or methods, if the scale left some out at that time (`only`, `left_out`).
+    The values of these are not in the result.
 
     Args:
         found: the outcome; empty if none is stored.
@@ -281,7 +281,7 @@ def chosen_before(
         ConfigurationError: the outcome is of other claims or another setting.
     """
     stored = found.get("panels", {})
-    pairs = [pair for pair in figure.pairs(scale) if pair[0] in stored]
+    pairs = [(panel, method) for panel, method in figure.pairs(scale) if method in stored.get(panel, ())]
     same = (found.get("scale"), found.get("played_for")) == (scale, figure.fingerprint(scale, stored))
     require(same, f"no outcome of {figure.id} with this setting is stored next to its file: run it without --chosen")
     every: dict[tuple[str, str], Tried] = {}
@@ -308,9 +308,9 @@ def play(
         out: the folder that contains the folders of all figures.
         seeds: the seeds of the runs in every panel, which must differ from the seeds of the trials. None: the numbers
             of seeds in the file.
-        before: an earlier outcome, whose chosen values are used. Trials are then run only in panels that this outcome
-            lacks. A panel with the same seeds as before is not run again, and keeps its numbers and its findings. The
-            minutes of the earlier outcome are added to the minutes of the runs.
+        before: an earlier outcome, whose chosen values are used. Trials are then run only for panels and methods that
+            this outcome lacks. A panel with the same seeds and methods as before is not run again, and keeps its
+            numbers and its findings. The minutes of the earlier outcome are added to the minutes of the runs.
         say: a function that is called with a line about each run that has ended.
 
     Raises:
@@ -319,7 +319,7 @@ def play(
     seeds_of = {panel: figure.seeds_of(panel) if seeds is None else list(seeds) for panel, _ in figure.pairs(scale)}
     check(figure, scale, out, seeds_of)
     tried, chosen = ({}, {}) if before is None else chosen_before(figure, scale, before)
-    kept = set() if before is None or figure.series else unchanged(before, seeds_of)
+    kept = set() if before is None or figure.series else unchanged(before, seeds_of, set(figure.pairs(scale)))
     pairs = [pair for pair in figure.pairs(scale) if pair[0] not in kept]
     tuned, played = choose(figure, scale, out, say, [pair for pair in pairs if pair not in chosen])
     select = figure.tuning.select if figure.tuning else ""
@@ -338,9 +338,12 @@ def play(
     return found if before is None else joined(found, before, kept, seeds_of)
 
 
-def unchanged(before: Mapping[str, Any], seeds: Seeds) -> set[str]:
-    """Return the panels that an earlier outcome has with the same seeds."""
-    return {panel for panel in before["panels"] if panel in seeds and seeds_in(before, panel) == list(seeds[panel])}
+def unchanged(before: Mapping[str, Any], seeds: Seeds, pairs: Set[tuple[str, str]]) -> set[str]:
+    """Return the panels that an earlier outcome has with the same seeds and with every method of `pairs`."""
+    stored = {(panel, method) for panel, of in before["panels"].items() for method in of}
+    new = {panel for panel, _ in pairs - stored}
+    same = {panel for panel in before["panels"] if panel in seeds and seeds_in(before, panel) == list(seeds[panel])}
+    return same - new
 
 
 def made_before(before: Mapping[str, Any], panel: str) -> list[dict[str, Any]]:

@@ -131,7 +131,8 @@ def test_only_a_panel_that_is_new_is_tuned_and_run(place: Path, tmp_path: Path) 
     so that they must come out alike. If no panel is left to run, only the words of claims are new.
     """
     two = {"all": {}, "more": {}}
-    before = {**outcome(place), "played_for": made_up(panels=two).fingerprint("quick", ["all"]), "minutes": 1.0}
+    before = outcome(place)
+    before |= {"played_for": made_up(panels=two).fingerprint("quick", before["panels"]), "minutes": 1.0}
     before["findings"] = [*before["findings"], {**before["findings"][0], "panel": "more", "state": "open"}]
     found = run(made_up(panels=two, seeds=2), "quick", tmp_path, before=before)
     assert {folder.name for name in ("trials", "runs") for folder in tmp_path.rglob(f"{name}/*")} == {"more"}
@@ -149,6 +150,25 @@ def test_only_a_panel_that_is_new_is_tuned_and_run(place: Path, tmp_path: Path) 
     assert not (tmp_path / "again").exists()
     assert {one["says"] for one in again["findings"]} == {"in other words"}
     assert {**again, "findings": 0} == {**found, "findings": 0}
+
+
+def test_a_method_that_was_left_out_is_tuned_and_its_panel_is_run(place: Path, tmp_path: Path) -> None:
+    """The stored outcome is of the same figure, when its scale left out a method. The other method has no trials.
+
+    All methods of the panel are run, since a comparison needs the histories of both. They come out as in an outcome
+    that had both methods from the start.
+    """
+    whole = outcome(place)
+    only = made_up(quick={**CONTENT["quick"], "left_out": {"all": ["FedBiO"]}})
+    panels = {"all": {"SimFBO": whole["panels"]["all"]["SimFBO"]}}
+    before = {**whole, "panels": panels, "played_for": only.fingerprint("quick")}
+    found = run(made_up(seeds=2), "quick", tmp_path, before=before)
+    assert {folder.name for folder in tmp_path.rglob("trials/all/*")} == {"FedBiO"}
+    assert {folder.name for folder in tmp_path.rglob("runs/all/*")} == {"FedBiO", "SimFBO"}
+    for method, of in found["panels"]["all"].items():
+        stored = whole["panels"]["all"][method]
+        assert (of["chosen"], of["tried"], of["values"]) == (stored["chosen"], stored["tried"], stored["values"])
+    assert found["findings"] == whole["findings"]
 
 
 def test_the_machine_of_a_panel_is_known_from_outcomes_of_both_formats() -> None:
