@@ -42,7 +42,6 @@ LONGER = {
     "fednest-2c",
     "fednest-3",
     "fednest-3-published",
-    "fednest-4",
     "rabo-3",
     "rabo-5",
     "rabo-table-2",
