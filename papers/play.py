@@ -17,7 +17,7 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -310,7 +310,7 @@ def play(
             of seeds in the file.
         before: an earlier outcome, whose chosen values are used. Trials are then run only for panels and methods that
             this outcome lacks. A panel with the same seeds and methods as before is not run again, and keeps its
-            numbers and its findings. The minutes of the earlier outcome are added to the minutes of the runs.
+            numbers and its findings. If trials or panels of the earlier outcome are used, its minutes are added.
         say: a function that is called with a line about each run that has ended.
 
     Raises:
@@ -351,9 +351,7 @@ def made_before(before: Mapping[str, Any], panel: str) -> list[dict[str, Any]]:
     return list(before["environments"].get(panel, []) if "environments" in before else [before["environment"]])
 
 
-def joined(
-    found: Mapping[str, Any], before: Mapping[str, Any], kept: Container[str], order: Iterable[str]
-) -> dict[str, Any]:
+def joined(found: Mapping[str, Any], before: Mapping[str, Any], kept: Set[str], order: Iterable[str]) -> dict[str, Any]:
     """Complete an outcome by an earlier one: the panels in `kept` have its numbers, findings and errors.
 
     Both outcomes have a finding for each comparison of every claim, in the same order.
@@ -376,7 +374,7 @@ def joined(
             for panel in order
         },
         "date": before["date"] if all(panel in kept for panel in order) else found["date"],
-        "minutes": round(found["minutes"] + before["minutes"], 2),
+        "minutes": round(found["minutes"] + (before["minutes"] if kept or found["trials"] else 0.0), 2),
         "trials": max(found["trials"], before.get("trials", 0)),  # outcomes of earlier formats lack the tried values
     }
 

@@ -171,6 +171,15 @@ def test_a_method_that_was_left_out_is_tuned_and_its_panel_is_run(place: Path, t
     assert found["findings"] == whole["findings"]
 
 
+def test_minutes_of_an_earlier_outcome_count_if_a_part_of_it_is_used(place: Path) -> None:
+    """Nothing of it is used if there are no trials, and every panel is run with other seeds."""
+    before, found = {**outcome(place), "minutes": 3.0}, {**outcome(place), "minutes": 2.0}
+    untuned = {**found, "trials": 0}
+    assert playing.joined(untuned, before, set(), ["all"])["minutes"] == 2
+    assert playing.joined(untuned, before, {"all"}, ["all"])["minutes"] == 5
+    assert playing.joined(found, before, set(), ["all"])["minutes"] == 5
+
+
 def test_the_machine_of_a_panel_is_known_from_outcomes_of_both_formats() -> None:
     """Outcomes of earlier formats have one environment for all panels. Nothing is known if no run has ended."""
     old, new = {"environment": {"cpus": 2}}, {"environments": {"all": [{"cpus": 16}]}}
