@@ -218,7 +218,7 @@ def test_the_larger_of_here_and_the_past_is_usual():
     norms = NormBounds(Terms(norm_factor=10.0))
     with raises_with(Refusal, "the usual norm is 3, and the bound is 30", code=Code.BOUND):
         check(norms, "a", 31.0, [1.0, 3.0, 31.0])
-    norms.note("a", [1.0, 3.0, 5.0])
+    norms.note("a", {0: 1.0, 1: 3.0, 2: 5.0})
     assert norms.usual("a", [0.1, 0.2, 0.3]) == 3.0  # near the end of a run all are short
     assert norms.usual("a", [7.0, 8.0, 9.0]) == 8.0  # all have grown
     assert norms.usual("b", [7.0]) is None  # the first exchange of another phase, with one client
@@ -231,8 +231,74 @@ def test_zeros_say_nothing():
     norms = NormBounds(Terms(norm_factor=10.0))
     check(norms, "a", 5.0, [0.0, 0.0, 0.0, 5.0])
     check(norms, "a", 0.0, [0.0, 0.0, 0.0])
-    norms.note("a", [0.0, 0.0])
+    norms.note("a", {0: 0.0, 1: 0.0})
     assert norms.usual("a", [0.0, 0.0, 0.0]) is None
+
+
+class Approaching(authoring.Algorithm):
+    """Let y follow the clients' targets. Replies may be late, so clients can send differences of replies."""
+
+    allows = authoring.Allows(late=("towards",))
+
+    def init(self, x, y):
+        return XY(x, y)
+
+    @authoring.phase(takes="y", gives="y")
+    def towards(self, client, y, key):
+        return authoring.Reply(jnp.mean(client.outer_batch(key, None)["t"], 0) - y)
+
+    def round(self, fed, state, key):
+        return XY(state.x, state.y + 0.5 * fed.mean(self.towards, state.y, key))
+
+
+def test_a_client_that_joins_late_sends_a_whole_reply_among_short_differences(tmp_path):
+    """The first reply of a client counts although the differences that others send have become short.
+
+    The targets of three clients have the mean 0, so y halves in each round, and so do their differences. After the
+    failures in rounds 0, 1, 3, 7 and 15, the fourth client is asked again in round 31. Its reply has a norm of 1,000,
+    2e9 times the differences of this round, and more than 1e4 times their usual norm.
+    """
+    t, late, joins, rounds = 1000 * np.array([[1.0, 0, 0], [-1, 1, 0], [0, -1, 0], [0, 0, 1]]), 3, 31, 33
+    method, log = fb.layered(Approaching(), fb.parts.TopK(share=1.0)), tmp_path / "log.jsonl"
+    start, example = {"x0": X0, "y0": np.ones(3)}, {"t": np.zeros((1, 3))}
+
+    def site(run, node):
+        k = node["partition-id"]
+        own = {"outer": {"t": t[k, None]}, "limits": federations.FREE}
+        return Site(id=k, algorithm=method, problem=PROBLEM, **own, **start)
+
+    def lost(client, message):
+        fields = message.content["fields"]
+        return np.inf if client == late and fields["phase"] and fields["round"] < joins else 0.0
+
+    terms = Terms(deadline=1.0, attempts=1, join=1.0)
+    engine = Flower(grid=InProcess(client_app(site), 4, delay=lost), name=federations.NAME, terms=terms, log=log)
+    result = fb.solve(method, PROBLEM, fb.RemoteClients(4, example, example), **start, rounds=rounds, engine=engine)
+    assert {(round, why["code"]) for (_, round), why in said(log)[0].items()} == {(r, "late") for r in (0, 1, 3, 7, 15)}
+    y = np.ones(3)
+    for round in range(rounds):
+        y = y + 0.5 * np.mean([goal - y for goal in (t if round >= joins else t[:late])], axis=0)
+    np.testing.assert_allclose(result.y, y, rtol=1e-9)
+
+
+def test_a_first_update_is_compared_with_other_first_updates():
+    """If clients send differences, the bound of a client's first update follows from the others' first updates."""
+    norms = NormBounds(Terms(norm_factor=10.0), differences=True)
+    norms.note("a", {0: 50.0, 1: 60.0, 2: 0.0})
+    for _ in range(3):
+        norms.note("a", {0: 1.0, 1: 1.0})
+    assert [norms.usual("a", [], client) for client in (0, 1, 2, 3, None)] == [1.0, 1.0, 50.0, 50.0, 1.0]
+    assert norms.usual("b", [], 3) is None
+    norms.check("a", 500.0, [500.0], lambda: 0.0, 3)
+    with raises_with(Refusal, "the usual norm is 50, and the bound is 500", code=Code.BOUND):
+        norms.check("a", 501.0, [501.0], lambda: 0.0, 3)
+    with raises_with(Refusal, "the usual norm is 1, and the bound is 10", code=Code.BOUND):
+        norms.check("a", 11.0, [11.0], lambda: 0.0, 0)
+    whole = NormBounds(Terms(norm_factor=10.0))
+    whole.note("a", {0: 50.0})
+    for _ in range(3):
+        whole.note("a", {0: 1.0})
+    assert whole.usual("a", [], 3) == 1.0
 
 
 @pytest.mark.parametrize("factor", [10.0, 3.0])

@@ -104,7 +104,7 @@ class Exchange:
             logged = len(self.replies)
             if len(self.replies) >= self.needed:
                 norms = {reply.client: reply.checked.norm for reply in self.replies}
-                session.norms.note(self.spec.phase, list(norms.values()))
+                session.norms.note(self.spec.phase, norms)
                 session.take.hear(norms)
                 return sorted(self.replies, key=lambda reply: places[reply.client])
         reasons = dict(sorted(reasons.items()))
@@ -242,7 +242,7 @@ class Exchange:
             if isinstance(counted, Refusal):
                 raise counted
             sent = partial(wire.from_bytes, request.payload, counted.call.message)
-            session.norms.check(request.phase, counted.norm, here, lambda: comparable_norm(sent()))
+            session.norms.check(request.phase, counted.norm, here, lambda: comparable_norm(sent()), client)
         except Refusal as refusal:
             if not self.spec.concerns(request):
                 refusal = Refusal(refusal.code, f"round {request.round}, phase {request.phase}: {refusal.why}")

@@ -274,7 +274,7 @@ class Session:
             own = {client: by_class[number] for client, number in enumerate(plan.number.tolist())}
         self.roster = roster_of(flower, contract, len(clients), own)
         self.clock = self.roster.clock
-        self.backoff, self.norms = Backoff(), NormBounds(self.terms)
+        self.backoff, self.norms = Backoff(), NormBounds(self.terms, algorithm.asks.differences)
         self.exchange_log = ExchangeLog(None if flower.log is None else Path(flower.log))
         self.take = Take(carry)
         self.phase_queues = PhaseQueues.of(carry.queues)

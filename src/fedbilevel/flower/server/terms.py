@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -214,6 +214,11 @@ class NormBounds:
     point for good. message_factor must be small: a false update makes the next message longer, which allows an even
     longer false update.
 
+    If clients send differences from what they sent before (`Asks.differences`), updates become short as a run
+    converges, and only the first update of a client is a whole one. A client that joins late would then be refused for
+    good. So the first update of a client to a phase may also be norm_factor times as long as the median of the other
+    clients' first updates to this phase, in this process.
+
     norm_factor should refuse only updates that would end a run, and must accept all updates of honest clients. In a
     test with images of digits, labels divided among the clients by a Dirichlet distribution with α = 0.05, and
     hypergradients that each client computes on its own (LFedNest), the longest honest update was 1,020 times as long as
@@ -221,13 +226,18 @@ class NormBounds:
 
     Args:
         terms: the server's rules; `check_response` checks norm_bound.
+        differences: whether clients send differences from what they sent before.
     """
 
-    def __init__(self, terms: Terms) -> None:
+    def __init__(self, terms: Terms, differences: bool = False) -> None:
         self.factor, self.of_message, self.bound = terms.norm_factor, terms.message_factor, terms.norm_bound
+        self.differences = differences
         self.past: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
+        self.first: defaultdict[str, dict[int, float]] = defaultdict(dict)  # phase -> client -> its first norm above 0
 
-    def check(self, phase: str, norm: float, here: Sequence[float], message: Callable[[], float]) -> None:
+    def check(
+        self, phase: str, norm: float, here: Sequence[float], message: Callable[[], float], client: int | None = None
+    ) -> None:
         """Refuse an update that is too long in comparison with others.
 
         Args:
@@ -235,13 +245,14 @@ class NormBounds:
             norm: the norm of the update.
             here: the norms of all updates of this exchange so far, including this one.
             message: returns the norm of the message to the client; called only if it is needed.
+            client: the client, whose first update is compared with other first updates; None: it is not.
 
         Raises:
             Refusal: the update is too long.
         """
         if self.factor is None or norm == 0:
             return
-        if (usual := self.usual(phase, here)) is None:
+        if (usual := self.usual(phase, here, client)) is None:
             if self.bound is None and norm > (bound := self.factor * self.factor * max(1.0, message())):
                 text = f"its update has a norm of {norm:.3g}, and there is no other update to compare it with"
                 raise Refusal(Code.BOUND, f"{text}; the bound is {bound:.3g}, and norm_bound can set another")
@@ -249,13 +260,20 @@ class NormBounds:
             text = f"its update has a norm of {norm:.3g}; the usual norm is {usual:.3g}, and the bound is {bound:.3g}"
             raise Refusal(Code.BOUND, f"{text} (norm_factor = {self.factor:g}, message_factor = {self.of_message:g})")
 
-    def usual(self, phase: str, here: Sequence[float]) -> float | None:
-        """Return the larger of the two medians; None if neither is known."""
-        some, past = [norm for norm in here if norm > 0], self.past[phase]
-        known = [statistics.median_low(some)] if len(some) >= FEWEST else []
-        return max([*known, *([statistics.median_low(past)] if past else [])], default=None)
+    def usual(self, phase: str, here: Sequence[float], client: int | None = None) -> float | None:
+        """Return the largest of the known medians: of this exchange, of the past, and, for a first update, of others.
 
-    def note(self, phase: str, accepted: Sequence[float]) -> None:
-        """Record the median norm of the updates that counted in an exchange."""
-        if some := [norm for norm in accepted if norm > 0]:
-            self.past[phase].append(statistics.median_low(some))
+        It is None if no median is known.
+        """
+        some, first = [norm for norm in here if norm > 0], self.first[phase]
+        whole = client is not None and client not in first
+        medians = [some if len(some) >= FEWEST else (), self.past[phase], first.values() if whole else ()]
+        return max([statistics.median_low(norms) for norms in medians if norms], default=None)
+
+    def note(self, phase: str, accepted: Mapping[int, float]) -> None:
+        """Record the norms of the updates that counted in an exchange, by client."""
+        some = {client: norm for client, norm in accepted.items() if norm > 0}
+        if some:
+            self.past[phase].append(statistics.median_low(some.values()))
+        if self.differences:
+            self.first[phase] = some | self.first[phase]
