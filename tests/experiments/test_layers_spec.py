@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import get_args, get_type_hints
+
 import numpy as np
 import pytest
 from command_line import outcome
 
 import fedbilevel as fb
 from fedbilevel import experiments
+from fedbilevel.algorithms.parts.memory import Compressor
+from fedbilevel.algorithms.parts.robust import RobustRule
 from fedbilevel.cli import main
 from fedbilevel.experiments import federation
 from fedbilevel.experiments.plans import LayersPlan
@@ -15,6 +19,7 @@ from fedbilevel.experiments.runner import build
 from fedbilevel.experiments.series import comparison_specs
 from fedbilevel.flower.launch.in_process import InProcess
 from refusals import ANY, codes, raises_with, refuses
+from test_class_rules import below, classes
 
 pytest.importorskip("flwr")
 SMALL = ["clients=5", "samples=[8, 8]", "client_lr=0.01", "server_lr=0.02", "run.rounds=6", "run.eval_every=2"]
@@ -31,6 +36,17 @@ LAYERS = {
         (fb.parts.CentredClipping(radius=0.3),),
     ),
 }
+
+
+def test_specs_have_all_compressors_and_robust_rules_of_the_library():
+    hints = get_type_hints(LayersPlan)
+    for field, base in {"compression": Compressor, "rule": RobustRule}.items():
+        assert set(get_args(hints[field])) == {*final_classes(base), type(None)}
+
+
+def final_classes(base):
+    """Return the classes of the library below a base class that have no subclasses."""
+    return [cls for cls in classes() if issubclass(cls, base) and not any(below(cls))]
 
 
 def spec(*settings):
