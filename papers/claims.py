@@ -214,10 +214,10 @@ def comparison(figure: Figure, claim: Claim, panel: str, than: str, runs: Runs) 
         state = state if loses and reached and not all(lost) and state == decided else "open"
     elif not there:
         note = f"{claim.better} does not reach the value of the claim in every run"
-        state = "open" if state == "holds" or not other_there else state
+        state = state if state == "contradicted" and other_there else "open"
     elif not other_there:
         note = f"{SOME_RUNS}{than}{UNREACHED}"
-        state = "open" if state == "contradicted" else state
+        state = state if state == "holds" and claim.level is None else "open"
     elif claim.level is not None and mean - half > claim.level:
         note = f"{claim.better} is better than {than} by more than the margin"
     said = replace(said, better_mean=first, than_mean=second, difference=mean, half_width=half)

@@ -212,7 +212,10 @@ def in_all(figures: Sequence[Figure], heads: Mapping[str, str]) -> list[str]:
     said = [f"{counts[name]} {words}" for name, words in IN_ALL.items() if counts[name]]
     linked = f"[{counts.total()} statements](papers/README.md)"
     papers = [in_a_line(paper, head, figures) for paper, head in heads.items() if paper != THEORY]
-    sentence = f"The papers of the methods make {linked} that were tried at small scale: {enumerated(said)}."
+    sentence = f"At small scale we tried {linked} of the papers of the methods: {enumerated(said)}."
+    sentence += (
+        " A sentence that was tried with several data sets, networks or choices of step sizes counts repeatedly."
+    )
     further = f" Another {own} statements, such as corrections of printed formulas, are ours and are not counted."
     return [sentence + further * bool(own), "", *papers]
 

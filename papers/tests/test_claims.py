@@ -173,6 +173,34 @@ def test_one_that_never_gets_there_counts_with_its_end() -> None:
     assert only({"by": "first", "reach": 0.8}, never, never).state == "open"
 
 
+def test_a_method_that_never_gets_there_is_not_level() -> None:
+    """If the runs of one method never reach the value, the two methods are not level.
+
+    Here one method reaches the value only in the last row. The other does not reach it, and ends at the same cost. Its
+    true cost is larger by an unknown number, so that the comparison is open. If both reach it in the last row, they are
+    level.
+    """
+    late, never = [history([0.1, 0.2, 0.85])] * 2, [history([0.1, 0.2, 0.3])] * 2
+    for claim in ({"by": "first", "reach": 0.8}, {"by": "first", "reach": 0.8, "level": 5.0}):
+        assert only(claim, late, never).state == "open"
+        assert only(claim, never, late).state == "open"
+    assert only({"by": "first", "reach": 0.8}, late, late).state == "level"
+    assert only({"by": "first", "reach": 0.8, "level": 5.0}, late, late).state == "holds"
+
+
+@pytest.mark.parametrize(("first", "second"), [(3, 9), (8, 16)])
+def test_a_second_look_decides_more_often_by_chance(first: int, second: int) -> None:
+    """If more seeds are run because a comparison was open, chance decides it more often than in 5 % of all cases.
+
+    The differences are normal with mean 0. The comparison is decided if the interval of the first seeds or that of all
+    seeds does not contain 0. The probability is between 0.08 and 0.10; with 4,000 draws its standard error is 0.005.
+    """
+    drawn = np.random.default_rng(0).normal(size=(4000, second))
+    looks = [(row[:first], row) for row in drawn]
+    decided = [any(abs(mean) > half for mean, half in map(interval, look)) for look in looks]
+    assert 0.07 < np.mean(decided) < 0.11
+
+
 def test_the_mean_over_the_cost_is_trapezoidal() -> None:
     # the mean is (0 + 1)/2 over the first tenth of the cost and 1 over the rest: 0.05 + 0.9 = 0.95
     assert of_curve("mean", [0, 10, 100], [0.0, 1.0, 1.0]) == pytest.approx(0.95)

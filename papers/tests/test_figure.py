@@ -109,7 +109,7 @@ def test_every_figure_and_table_is_there() -> None:
         "simfbo": "2 3 4 5",
         "theory": "clients coverage delay drift local-steps mask-noise mask-step participation "
         "printed-slopes rate-afbo rate-clients rate-drift-rounds rate-drift rate-fednest rate-minimax rate-rabo "
-        "rate-simfbo unequal-work work-spread",
+        "rate-simfbo series unequal-work work-spread",
     }
     assert [figure.id for figure in FIGURES] == [
         f"{paper}-{one}" for paper, all in papers.items() for one in all.split()

@@ -50,7 +50,7 @@ def test_statements_of_ours_are_not_counted_among_the_papers(tmp_path: Path, mon
     assert "| 1 | 1: 1 open; 1 ours |  |" in written[PAPERS / "README.md"]
     assert "\n| Ours: LFedNest ends nearer" in written[tmp_path / "README.md"]
     told = written[PAPERS.parent / "README.md"]
-    assert "make [1 statements]" in told
+    assert "we tried [1 statements]" in told
     assert "Another 1 statements, such as corrections of printed formulas, are ours and are not counted." in told
 
 

@@ -1,4 +1,4 @@
-"""The stored means of SimFBO and ShroFBO agree with expected values, which are computed by linear algebra."""
+"""Stored means of SimFBO, ShroFBO and FedNest agree with expected values, which are computed by linear algebra."""
 
 from __future__ import annotations
 
@@ -91,3 +91,31 @@ def test_kept_errors_of_local_steps_are_those_of_the_linear_rounds(
     cost, mean = np.array(curve["cost"]), np.array(curve["mean"])
     measured = mean[cost >= cost[-1] / 2].mean()
     assert measured == pytest.approx(np.mean([one[len(one) // 2 :].mean() for one in curves]), rel=rel)
+
+
+@pytest.mark.parametrize("panel", ["κ = 4, N = 8", "κ = 4, N = 16", "κ = 16, N = 32", "κ = 16, N = 64"])
+def test_kept_errors_of_a_series_are_those_of_its_fixed_point(panel: str) -> None:
+    """The stored errors of FedNest agree with the x at which its biased hypergradient is zero.
+
+    For y*(x) = Jx + k, the hypergradient with N terms is x + E y* + J_Nᵀ(D y* − Dt + Eᵀx), where J_N = Σ_{n<N} (I − A)ⁿ
+    B. The runs are in single precision, which changes the smallest errors by a tenth.
+    """
+    (figure,) = find(["theory-series"])
+    kept, tasks = json.loads(figure.file.with_suffix(".json").read_text("utf-8")), experiments.TaskCache()
+    for run, value in zip(
+        runs_of(figure, (panel, "FedNest"), "quick", figure.file, {}, kept["seeds"]),
+        kept["panels"][panel]["FedNest"]["values"],
+        strict=True,
+    ):
+        task = tasks(run.spec)
+        row = {**task.clients.inner.row(0), **task.clients.outer.row(0)}  # all clients are alike
+        a, b, c, d, e, t = (np.mean(row[name], 0, dtype=float) for name in "ABcDEt")
+        terms, exact = run.spec.algorithm.value.hypergradient.solver.terms, np.linalg.inv(a)
+        series = sum(np.linalg.matrix_power(np.eye(len(a)) - a, n) for n in range(terms))
+        j, k = exact @ b, exact @ c
+        ends = []
+        for inverse in (exact, series):
+            turned = (inverse @ b).T
+            system = np.eye(b.shape[1]) + e @ j + turned @ (d @ j + e.T)
+            ends.append(np.linalg.solve(system, -e @ k - turned @ (d @ k - d @ t)))
+        assert value == pytest.approx(np.linalg.norm(ends[1] - ends[0]) / np.linalg.norm(ends[0]), rel=0.12)

@@ -486,6 +486,7 @@ BOX = "--search-box=-1:1"
             ["compare", "classification", "--algorithms", "fedavg", "--against", "tpe", "--exchanges", "9", BOX],
             "TPE solves Bilevel",
         ),
+        ([*QUADRATIC, "--exchanges", "9", BOX], "it must be given with --against"),
         (["compare", "runs", "--against", "tpe", BOX], "--against, --search-box: only allowed with --algorithms"),
         (["compare", "quadratic", "--algorithms", "simfbo,simfbo", "--against", "tpe"], "names that are all different"),
     ],

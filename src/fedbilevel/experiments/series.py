@@ -202,6 +202,8 @@ def comparison_specs(
     for key, name in zip(keys, algorithms, strict=True):
         with errors_in(label(name)):
             specs[key] = configure(base, task=task, algorithm=name, data=data, settings=each[name])
+    allowed = "given with --against, whose searches draw x between these bounds"
+    require(bool(rivals) or search_box is None, "--search-box", search_box, allowed)
     if rivals:
         specs |= bounded({key: specs[key] for key in keys[-len(rivals) :]}, search_box)
     if centralised:
