@@ -107,7 +107,7 @@ def test_every_figure_and_table_is_there() -> None:
         "fism": "2 3 table-1",
         "rabo": "2 3 4 5 6 table-2-conv4 table-2 table-3",
         "simfbo": "2 3 4 5",
-        "theory": "clients coverage delay drift local-steps mask-noise mask-step participation "
+        "theory": "clients coverage delay drift local-steps mask-noise mask-step participation-steps participation "
         "printed-slopes rate-afbo rate-clients rate-drift-rounds rate-drift rate-fednest rate-minimax rate-rabo "
         "rate-simfbo series unequal-work work-spread",
     }
