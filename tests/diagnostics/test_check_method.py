@@ -368,6 +368,16 @@ def test_own_leaves_of_a_single_client_are_compared_only_without_such_layers(lay
     assert ("a single client ends where it ends with a shared y" in found) == (layer is None)
 
 
+def test_late_replies_are_tried_with_a_compressor_of_the_method():
+    """`Asynchronous` keeps the last replies together with the compressor."""
+    method = fb.SimFBO(local_steps=1, server_lr=0.1, client_lr=0.1)
+    with jax.enable_x64(True):
+        runs = Runs(fb.layered(method, fb.parts.TopK(share=0.5)), *MINE, rounds=3, key=0)
+        named = dict(checks(runs, runs.run(Local())))
+    assert not isinstance(named["late replies"], No)
+    assert isinstance(named["late replies"](), str)
+
+
 def test_a_report_names_the_layers_of_the_method():
     method = fb.SimFBO(server_lr=0.1, client_lr=0.1)
     assert with_layers(method) == "SimFBO"

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedbilevel.algorithms.parts.adaptive_steps import adapted, adaptive
-from fedbilevel.algorithms.parts.layers import layered, layers_at
+from fedbilevel.algorithms.parts.layers import Layered, layered, layers_at
 from fedbilevel.algorithms.parts.memory import Asynchronous
 from fedbilevel.algorithms.parts.own_leaves import serves_mixed
 from fedbilevel.core.algorithm import Algorithm, check_algorithm
@@ -157,7 +157,7 @@ def checks(runs: Runs, plain: Result) -> Iterator[NamedCheck]:
         "over Flower",
         (together if asks.asynchronous else not_over_flower(runs)) or (lambda: over_flower(runs, plain)),
     )
-    waits = together if asks.asynchronous else allows.late
+    waits = together if asks.asynchronous else adaptive(uncompressed(runs.method), runs.problem).allows.late
     yield "late replies", waits if isinstance(waits, No) else lambda: late(runs, half)
     yield "noised replies", allows.noise if isinstance(allows.noise, No) else lambda: noised(runs)
     facts = type(runs.method).facts
@@ -170,6 +170,15 @@ def checks(runs: Runs, plain: Result) -> Iterator[NamedCheck]:
     own, in_set = allows.own_y, allows.project_x
     yield "leaves of y that are each client's own", own if isinstance(own, No) else lambda: with_own_leaves(runs)
     yield "an x in a set", in_set if isinstance(in_set, No) else lambda: in_a_box(runs, plain)
+
+
+def uncompressed(method: Algorithm) -> Algorithm:
+    """Return a method without its compressor.
+
+    A method with a compressor allows no late replies, since its replies are differences. But `Asynchronous` can be put
+    around it: the two then share what they keep of the last replies.
+    """
+    return replace(method, coded=None) if isinstance(method, Layered) else method
 
 
 def moved(runs: Runs, plain: Result) -> str:
