@@ -114,6 +114,11 @@ def findings(figure: Figure, runs: Runs) -> list[Finding]:
     return found
 
 
+def cells_of(figure: Figure, claim: Claim) -> int:
+    """Return the number of findings on a claim."""
+    return 1 if claim.slope is not None else len(figure.panels_of(claim)) * len(claim.than)
+
+
 def verdict(states: Sequence[str]) -> str:
     """Return the verdict on a figure, from the states of the cells of all its claims."""
     if set(states) == {"holds"}:
@@ -179,15 +184,15 @@ def larger_is_better(history: History, metric: str) -> bool:
 def comparison(figure: Figure, claim: Claim, panel: str, than: str, runs: Runs) -> Finding:
     """Return the finding on a claim in a panel, against one other method."""
     said = Finding(says=claim.says, panel=panel, better=claim.better, than=than, unit=unit_of(figure, claim))
-    if panel not in runs:
-        return replace(said, note=f"{panel} is not run at this scale")
-    if missing := [name for name in (claim.better, than) if name not in runs[panel]]:
-        verb = "is" if len(missing) == 1 else "are"
-        return replace(said, note=f"{' and '.join(missing)} {verb} not run in {panel} at this scale")
-    ended = [one for name in (claim.better, than) for one in runs[panel][name] if one is not None]
+    pairs = [(panel, claim.better), (claim.beside or panel, than)]
+    if absent := list(dict.fromkeys(where for where, _ in pairs if where not in runs)):
+        verb = "is" if len(absent) == 1 else "are"
+        return replace(said, note=f"{' and '.join(absent)} {verb} not run at this scale")
+    if missing := [f"{name} is not run in {where} at this scale" for where, name in pairs if name not in runs[where]]:
+        return replace(said, note="; ".join(missing))
+    ended = [one for where, name in pairs for one in runs[where][name] if one is not None]
     sides = [
-        [None if one is None else reading(figure, claim, one) for one in runs[panel][name]]
-        for name in (claim.better, than)
+        [None if one is None else reading(figure, claim, one) for one in runs[where][name]] for where, name in pairs
     ]
     count, lost = len(sides[1]), [side.count(None) for side in sides]
     names = zip((claim.better, than), lost, strict=True)

@@ -104,8 +104,9 @@ def hours_of(figure: Figure, found: Mapping[str, Any], claim: Claim, needed: lis
     """
     further: dict[tuple[str, str], int] = {}
     for one, count in needed:
-        panels = figure.panels_of(claim) if claim.slope is not None else [one.panel]
-        for pair in ((panel, method) for panel in panels for method in (one.better, one.than) if method):
+        sloped = [(panel, one.better) for panel in figure.panels_of(claim)]
+        compared = [(one.panel, one.better), (claim.beside or one.panel, one.than)]
+        for pair in compared if claim.slope is None else sloped:
             further[pair] = max(further.get(pair, 0), (count or 0) - len(seeds_in(found, pair[0])))
     played = {
         (panel, method): (len(of["values"]), of["costs"].get("seconds", 0.0))

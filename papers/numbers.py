@@ -18,7 +18,7 @@ DIGITS = 5  # the number of significant digits that are stored
 
 def value_in(row: Mapping[str, float], name: str) -> float | None:
     """Return a cost by its name in COSTS, or else a column of a row; None if the row lacks it."""
-    return costs_of(row).get(name, row.get(name))
+    return costs_of(row).get(name) if name in COSTS else row.get(name)
 
 
 def text(name: str, value: float | None) -> str:

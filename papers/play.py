@@ -13,12 +13,13 @@ also counts as failed.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,9 @@ from fedbilevel.authoring import History
 from fedbilevel.errors import ConfigurationError, InUse, NumericalError
 from fedbilevel.experiments import COSTS, costs_of
 from fedbilevel.extending import errors_in
-from papers.claims import findings, verdict
+from papers.claims import cells_of, comparison, findings, verdict
 from papers.effort import seeds_in
-from papers.figure import COUNTED, Figure, Scale, merged, require, require_known
+from papers.figure import COUNTED, Claim, Figure, Scale, merged, require, require_known
 from papers.numbers import rounded, value_in
 
 POLL = 1.0  # seconds between two checks of a run that another process is running
@@ -278,11 +279,12 @@ def chosen_before(
         found: the outcome; empty if none is stored.
 
     Raises:
-        ConfigurationError: the outcome is of other claims or another setting.
+        ConfigurationError: the outcome is of another setting, or of other claims than the first claims of the file.
     """
     stored = found.get("panels", {})
     pairs = [(panel, method) for panel, method in figure.pairs(scale) if method in stored.get(panel, ())]
-    same = (found.get("scale"), found.get("played_for")) == (scale, figure.fingerprint(scale, stored))
+    known = replace(figure, claims=figure.claims[: claims_in(figure, found.get("findings", []))])
+    same = (found.get("scale"), found.get("played_for")) == (scale, known.fingerprint(scale, stored))
     require(same, f"no outcome of {figure.id} with this setting is stored next to its file: run it without --chosen")
     every: dict[tuple[str, str], Tried] = {}
     choices: dict[tuple[str, str], Choice] = {}
@@ -291,6 +293,12 @@ def chosen_before(
         every[panel, method] = [(point, []) for point in of.get("tried") or []]
         choices[panel, method] = Choice(of["chosen"], of["failed_trials"])
     return every, choices
+
+
+def claims_in(figure: Figure, found: Sequence[Mapping[str, Any]]) -> int:
+    """Return the number of claims, from the first one of the file, to which the findings of an outcome belong."""
+    ends = list(itertools.accumulate(cells_of(figure, claim) for claim in figure.claims))
+    return ends.index(len(found)) + 1 if len(found) in ends else len(figure.claims)
 
 
 def play(
@@ -311,6 +319,7 @@ def play(
         before: an earlier outcome, whose chosen values are used. Trials are then run only for panels and methods that
             this outcome lacks. A panel with the same seeds and methods as before is not run again, and keeps its
             numbers and its findings. If trials or panels of the earlier outcome are used, its minutes are added.
+            Claims that were added at the end of the file are decided by the stored values at the end of the runs.
         say: a function that is called with a line about each run that has ended.
 
     Raises:
@@ -335,7 +344,7 @@ def play(
     played = {**played, **play_all([run for row in rows for of_a_seed in row for run in of_a_seed], say)}
     usual = figure.seeds_of() if seeds is None else seeds
     found = outcome(figure, scale, usual, seeds_of, every, choices, runs, played)
-    return found if before is None else joined(found, before, kept, seeds_of)
+    return found if before is None else joined(figure, found, before, kept)
 
 
 def unchanged(before: Mapping[str, Any], seeds: Seeds, pairs: Set[tuple[str, str]]) -> set[str]:
@@ -351,17 +360,23 @@ def made_before(before: Mapping[str, Any], panel: str) -> list[dict[str, Any]]:
     return list(before["environments"].get(panel, []) if "environments" in before else [before["environment"]])
 
 
-def joined(found: Mapping[str, Any], before: Mapping[str, Any], kept: Set[str], order: Iterable[str]) -> dict[str, Any]:
+def joined(figure: Figure, found: Mapping[str, Any], before: Mapping[str, Any], kept: Set[str]) -> dict[str, Any]:
     """Complete an outcome by an earlier one: the panels in `kept` have its numbers, findings and errors.
 
-    Both outcomes have a finding for each comparison of every claim, in the same order.
-
-    Args:
-        order: all panels, in the order of the figure.
+    Both outcomes have a finding for each comparison, in the same order. The earlier one may lack the last claims.
     """
-    both = zip(found["findings"], before["findings"], strict=True)
-    cells = [{**then, "says": now["says"]} if now["panel"] in kept else now for now, then in both]
+    order = [panel for panel in figure.panels if panel in kept or panel in found["panels"]]
     panels = {panel: before["panels"][panel] if panel in kept else found["panels"][panel] for panel in order}
+    claims = [claim for claim in figure.claims for _ in range(cells_of(figure, claim))]
+    cells = []
+    for claim, now, then in itertools.zip_longest(claims, found["findings"], before["findings"]):
+        compared = {now["panel"], claim.beside or now["panel"]}
+        if not compared & kept:
+            cells.append(now)
+        elif compared <= kept and then is not None:
+            cells.append({**then, "says": now["says"]})
+        else:
+            cells.append(by_values(figure, claim, now["panel"], now["than"], panels))
     errors = {name: why for name, why in before["errors"].items() if name.split(" · ")[0] in kept}
     return {
         **found,
@@ -377,6 +392,25 @@ def joined(found: Mapping[str, Any], before: Mapping[str, Any], kept: Set[str], 
         "minutes": round(found["minutes"] + (before["minutes"] if kept or found["trials"] else 0.0), 2),
         "trials": max(found["trials"], before.get("trials", 0)),  # outcomes of earlier formats lack the tried values
     }
+
+
+def by_values(
+    figure: Figure, claim: Claim, panel: str, than: str, panels: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the finding on a comparison from the stored values at the end of runs.
+
+    Raises:
+        ConfigurationError: the claim is about another reading of the runs, or a run failed.
+    """
+    runs: dict[str, dict[str, list[History | None]]] = {}
+    for where, name in ((panel, claim.better), (claim.beside or panel, than)):
+        if one := panels.get(where, {}).get(name):
+            stored = not one["failed_runs"] and claim.by == "end" and claim.metric in (None, figure.metric)
+            require(stored, f"the stored outcome does not decide “{claim.says}”: run {figure.id} without --chosen")
+            runs.setdefault(where, {})[name] = [
+                History([{"round": 1, figure.metric: value}]) for value in one["values"]
+            ]
+    return dict(rounded(asdict(comparison(figure, claim, panel, than, runs))))
 
 
 def devices_of(figure: Figure, scale: Scale) -> int:

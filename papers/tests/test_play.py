@@ -152,6 +152,28 @@ def test_only_a_panel_that_is_new_is_tuned_and_run(place: Path, tmp_path: Path) 
     assert {**again, "findings": 0} == {**found, "findings": 0}
 
 
+def test_a_claim_that_was_added_is_decided_by_the_values_that_are_stored(place: Path, tmp_path: Path) -> None:
+    """The claims compare the ends of runs: in one panel, and of one method in two panels with other numbers of clients.
+
+    They come out as if they had been in the file from the start. A claim about another reading needs the runs.
+    """
+    panels = {"all": {}, "more": {"task": {"clients": 5}}}
+    first = {"says": "a", "better": "SimFBO", "than": ["FedBiO"], "panels": ["all"]}
+    second = {"says": "b", "better": "SimFBO", "than": ["SimFBO"], "beside": "all", "level": 0.1}
+    before = run(made_up(panels=panels, seeds=2, claims=[first]), "quick", tmp_path)
+    both = made_up(panels=panels, seeds=2, claims=[first, second])
+    found, whole = run(both, "quick", tmp_path / "new", before=before), run(both, "quick", tmp_path)
+    assert not (tmp_path / "new").exists()
+    assert [(one["panel"], one["than"]) for one in found["findings"]] == [("all", "FedBiO"), ("more", "SimFBO")]
+    for now, then in zip(found["findings"], whole["findings"], strict=True):
+        for name, value in then.items():
+            assert now[name] == (pytest.approx(value, rel=1e-3) if isinstance(value, float) else value)
+    assert found["findings"][1]["difference"] != 0
+    with refuses("", fact="without --chosen"):
+        late = made_up(panels=panels, seeds=2, claims=[first, {**second, "by": "late"}])
+        run(late, "quick", tmp_path / "new", before=before)
+
+
 def test_a_method_that_was_left_out_is_tuned_and_its_panel_is_run(place: Path, tmp_path: Path) -> None:
     """The stored outcome is of the same figure, when its scale left out a method. The other method has no trials.
 
@@ -175,9 +197,9 @@ def test_minutes_of_an_earlier_outcome_count_if_a_part_of_it_is_used(place: Path
     """Nothing of it is used if there are no trials, and every panel is run with other seeds."""
     before, found = {**outcome(place), "minutes": 3.0}, {**outcome(place), "minutes": 2.0}
     untuned = {**found, "trials": 0}
-    assert playing.joined(untuned, before, set(), ["all"])["minutes"] == 2
-    assert playing.joined(untuned, before, {"all"}, ["all"])["minutes"] == 5
-    assert playing.joined(found, before, set(), ["all"])["minutes"] == 5
+    assert playing.joined(made_up(), untuned, before, set())["minutes"] == 2
+    assert playing.joined(made_up(), untuned, before, {"all"})["minutes"] == 5
+    assert playing.joined(made_up(), found, before, set())["minutes"] == 5
 
 
 def test_the_machine_of_a_panel_is_known_from_outcomes_of_both_formats() -> None:
