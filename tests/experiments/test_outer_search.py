@@ -474,6 +474,7 @@ BOX = "--search-box=-1:1"
             [*QUADRATIC, "--against", "tpr", "--exchanges", "9"],
             "unknown search 'tpr' of --against; did you mean 'tpe'?",
         ),
+        ([*QUADRATIC, "--against", ",", "--exchanges", "9", BOX], "argument --against: ',' names no search"),
         ([*QUADRATIC, "--against", "tpe", BOX], "--exchanges = None is not allowed"),
         ([*QUADRATIC, "--against", "tpe", "--time", "9", BOX], "given with --against, or --bytes or --evaluations"),
         ([*QUADRATIC, "--against", "tpe", "--exchanges", "9"], "give --search-box LOW:HIGH"),

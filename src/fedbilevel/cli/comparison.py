@@ -47,8 +47,9 @@ def add_to(add: shared.Add) -> None:
         action="store_true",
         help="also run the first algorithm with one client that has all samples, drawn as a horizontal line",
     )
+    searches = partial(shared.some_names, kind="search", allowed=RIVALS)
     compare.add_argument(
-        "--against", type=shared.names, metavar="NAME,NAME,…", help=f"also run searches over x: {', '.join(RIVALS)}"
+        "--against", type=searches, metavar="NAME,NAME,…", help=f"also run searches over x: {', '.join(RIVALS)}"
     )
     compare.add_argument(
         "--search-box", metavar="LOW:HIGH", help="the bounds of every entry of x in these searches: --search-box=-12:0"

@@ -7,7 +7,7 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -229,11 +229,11 @@ def names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _trackers(text: str) -> list[str]:
-    """Read the names of trackers. A text without any name, such as the value of an unset variable, is an error."""
+def some_names(text: str, kind: str, allowed: Iterable[str]) -> list[str]:
+    """Read names, separated by commas. A text without any name, such as the value of an unset variable, is an error."""
     if found := names(text):
         return found
-    raise argparse.ArgumentTypeError(f"{text!r} names no tracker (allowed: {', '.join(TRACKERS)})")
+    raise argparse.ArgumentTypeError(f"{text!r} names no {kind} (allowed: {', '.join(allowed)})")
 
 
 def _budget(unit: str, ends: str) -> dict[str, Any]:
@@ -256,7 +256,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "out": {"type": Path, "metavar": "DIR"},
     "quiet": {"action": "store_true"},
     "log": {
-        "type": _trackers,
+        "type": partial(some_names, kind="tracker", allowed=TRACKERS),
         "default": [],
         "metavar": "NAME,NAME,…",
         "help": f"record in trackers: {', '.join(TRACKERS)}",
