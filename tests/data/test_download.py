@@ -50,7 +50,7 @@ def server():
 
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     httpd.asked, httpd.content, httpd.url = 0, CONTENT, f"http://127.0.0.1:{httpd.server_port}/"
-    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    threading.Thread(target=httpd.serve_forever, args=[0.01], daemon=True).start()  # shutdown() waits for a poll
     yield httpd
     release.set()
     httpd.shutdown()
@@ -85,7 +85,7 @@ def test_a_good_download_is_there_and_reported(server, tmp_path):
 )
 def test_a_failed_download_leaves_nothing_and_says_what_to_do(server, tmp_path, how, why):
     with pytest.raises(data.DataError) as error:
-        fetch(server, how, tmp_path / "cache" / "thing.gz", timeout=1.0)
+        fetch(server, how, tmp_path / "cache" / "thing.gz", timeout=0.2 if how == "stalled" else 10.0)
     assert list((tmp_path / "cache").iterdir()) == []
     told = str(error.value)
     assert all(

@@ -276,7 +276,7 @@ def test_an_answer_that_is_too_long_is_said_to_be_so(monkeypatch) -> None:
 
 def test_a_silent_page_is_waited_for_some_seconds(monkeypatch) -> None:
     monkeypatch.setattr(page_reader, "PATIENCE", 0.05)
-    with foreign(lambda handler: time.sleep(0.5)) as place, cannot_watch(place, "timed out"):
+    with foreign(lambda handler: time.sleep(0.2)) as place, cannot_watch(place, "timed out"):
         PageReader(place).snapshot()
 
 
@@ -291,7 +291,7 @@ def test_a_silent_page_is_waited_for_some_seconds(monkeypatch) -> None:
     ids=["interim answers", "a header", "the size of a chunk", "the content"],
 )
 def test_an_answer_that_arrives_byte_by_byte_is_bounded_in_time(first, again, monkeypatch) -> None:
-    monkeypatch.setattr(page_reader, "WHOLE", 0.3)
+    monkeypatch.setattr(page_reader, "WHOLE", 0.1)
 
     def drips(handler: BaseHTTPRequestHandler) -> None:
         handler.wfile.write(first)

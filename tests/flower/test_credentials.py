@@ -151,7 +151,7 @@ def test_a_server_that_is_no_superlink_is_told_from_one(status, tmp_path):
 
     key = credentials.make(tmp_path, clients=1).clients[0]
     with HTTPServer(("127.0.0.1", 0), Web) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
         for given in (None, key):
             assert "is not a SuperLink" in why(f"127.0.0.1:{server.server_port}", None, given)
         server.shutdown()
