@@ -110,7 +110,20 @@ DIVERGES = {"rounds": 4, "checkpoint": None, "lr": 1e60}
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
+def vain():
+    """Start process 0 of two, without the other one, and return it.
+
+    JAX waits for the other process for 5 s more than it is asked to. The tests in between do not wait.
+    """
+    code = f"from fedbilevel.engines.multihost import join; join('127.0.0.1:{free_port()}', 2, 0, patience=1)"
+    process = subprocess.Popen([sys.executable, "-c", code], **PIPES)
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory, vain):
     """Run on two processes all jobs of the tests below; return the folder of their files and the outcomes."""
     folder = tmp_path_factory.mktemp("two")
     host_worker.solved(4, folder / "of-one.npz")
@@ -392,9 +405,8 @@ def test_joining_comes_before_jax_is_used():
     assert left == own  # the handler of a failed join is removed
 
 
-def test_processes_that_do_not_come_are_a_sentence(tmp_path):
-    code = f"from fedbilevel.engines.multihost import join; join('127.0.0.1:{free_port()}', 2, 0, patience=1)"
-    ((status, _, error),) = ends([subprocess.Popen([sys.executable, "-c", code], **PIPES)])
+def test_processes_that_do_not_come_are_a_sentence(vain):
+    ((status, _, error),) = ends([vain])
     assert status == LOST
     assert "the 2 processes did not all come to 127.0.0.1" in error
     assert "fedbilevel: waiting up to 1 s for the 2 processes to come to 127.0.0.1" in error
