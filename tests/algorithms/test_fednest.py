@@ -360,7 +360,10 @@ def saddle_in_y():
         (fb.FedNestSGD, fb.parts.Implicit(solver=fb.parts.Neumann(terms=3, step=0.2))),
         (fb.FedNestSGD, fb.parts.Implicit(solver=fb.parts.Neumann(step=0.2, sampling="random_per_client"))),
         (fb.LFedNest, fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=3, step=0.2))),
-        (fb.LFedNest, fb.parts.LocalImplicit(solver=fb.parts.CG(max_steps=2))),
+        pytest.param(
+            *(fb.LFedNest, fb.parts.LocalImplicit(solver=fb.parts.CG(max_steps=2))),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_hypergradient_of_all_samples(method, part):
@@ -369,7 +372,7 @@ def test_a_hypergradient_of_all_samples(method, part):
     ∇y f, ∇²yy g and ∇²xy g all differ between samples, so that each of them would show a batch of a single sample.
     """
     rng = np.random.default_rng(5)
-    samples = [{"a": rng.uniform(1, 2, size=n), "c": rng.normal(size=n)} for n in (3, 5)]
+    samples = [{"a": rng.uniform(1, 2, size=n), "c": rng.normal(size=n)} for n in (4, 4)]
 
     def inner(x, y, batch):
         return 0.5 * jnp.mean(batch["a"]) * y**2 - jnp.mean(batch["a"] * batch["c"]) * x * y
@@ -383,8 +386,9 @@ def test_a_hypergradient_of_all_samples(method, part):
         algorithm = method(inner=still, hypergradient=estimate, outer_lr=1.0, batch_size=batch_size)
         return float(fb.solve(algorithm, problem, clients, 0.7, 0.4, rounds=1, engine=fb.Reference()).x)
 
-    assert x_after(1, True) == pytest.approx(x_after(None, False), rel=1e-12)
-    assert abs(x_after(1, False) - x_after(None, False)) > 1e-3
+    whole = x_after(None, False)
+    assert x_after(1, True) == pytest.approx(whole, rel=1e-12)
+    assert abs(x_after(1, False) - whole) > 1e-3
 
 
 def test_a_round_on_all_samples():
@@ -393,7 +397,7 @@ def test_a_round_on_all_samples():
     The correction of the only step on y is 0, and q is the gradient of all samples. The curvature of f in x differs
     between samples, so that the second step on x would show a batch of a single sample.
     """
-    task = quadratic(clients=3, samples=(3, 5), noise=0.5)
+    task = quadratic(clients=2, samples=(4, 4), noise=0.5)
 
     def outer(x, y, batch):
         return task.problem.outer(x, y, batch) + jnp.mean(batch["t"] ** 2) * jnp.sum(x**2)
