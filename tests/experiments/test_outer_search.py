@@ -284,8 +284,8 @@ def test_an_outer_loss_that_is_not_finite_is_a_trial_that_diverges(trials):
     assert np.max(result.x) <= 0.5
 
 
-@pytest.mark.parametrize("unit", slow_but("exchanges", of=["exchanges", "evaluations"]))
-def test_a_search_ends_though_no_trial_can_begin(unit):
+@pytest.mark.parametrize(("unit", "amount"), slow_but(("exchanges", 5), of=[("exchanges", 5), ("evaluations", 300)]))
+def test_a_search_ends_though_no_trial_can_begin(unit, amount):
     """A search ends with an error if its trials diverge at their start, even if they use nothing of the budget.
 
     The outer loss is infinite everywhere. To measure it costs an exchange, but no evaluations.
@@ -294,7 +294,7 @@ def test_a_search_ends_though_no_trial_can_begin(unit):
         TASK, metrics={}, problem=fb.Bilevel(lambda x, y, rows: jnp.inf + 0 * jnp.sum(y), TASK.problem.inner)
     )
     with raises_with(NumericalError, " diverged"):
-        searched(Random(**BOUNDS, trial_exchanges=4, batch_size=None), 300, nowhere, unit=unit)
+        searched(Random(**BOUNDS, trial_exchanges=4, batch_size=None), amount, nowhere, unit=unit)
 
 
 def test_a_budget_that_allows_no_trial_is_said():
