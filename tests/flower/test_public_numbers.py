@@ -104,13 +104,13 @@ def refusals(log):
 LAYERS = {"top-k": TOP_K, "late": LATE}
 
 
-@pytest.mark.parametrize("round", [1, 24])
+@pytest.mark.parametrize("round", [1, 8])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_the_bound_on_norms_does_not_grow_with_the_number_of_exchanges(layer, round, tmp_path):
-    """A false reply is refused in round 24 as in round 1, although the message contains the number of the exchange.
+    """A false reply is refused in round 8 as in round 1, although the message contains the number of the exchange.
 
     The bound is norm_factor times the usual norm, which is that of round 0, or message_factor = 10 times ‖message‖. If
-    the number 24 were a part of this norm, the bound in round 24 would be 240 or more.
+    the number 8 were a part of this norm, the bound in round 8 would be 80 or more.
     """
     method, log = fb.layered(Still(), LAYERS[layer]), tmp_path / "log.jsonl"
 
@@ -159,8 +159,8 @@ SIM, SHRO = fixed(fb.SimFBO(batch_size=4)), fixed(fb.ShroFBO(batch_size=4))
 PLANES = {"iterations": 2, "estimate": fb.parts.LinearizedADMM(steps=1)}
 CASES = {
     # name -> (method, the exchange of the fault in its round, the path of the number, false numbers, what is allowed)
-    "top-k, joins": (fb.layered(SIM, TOP_K), 0, ".joins", [1e6, 2, -1, 0.5], "a whole number from 0 to 1"),
-    "top-k, exchanges": (fb.layered(SIM, TOP_K), 0, ".exchanges", [0, 1e6, 3, -1], "a whole number from 1 to 2"),
+    "top-k, joins": (fb.layered(SIM, TOP_K), 0, ".joins", [2, -1, 0.5], "a whole number from 0 to 1"),
+    "top-k, exchanges": (fb.layered(SIM, TOP_K), 0, ".exchanges", [0, 3], "a whole number from 1 to 2"),
     "late, joins": (fb.layered(SIM, LATE), 0, ".joins", [1e6, 2, -1], "a whole number from 0 to 1"),
     "late, exchanges": (fb.layered(SIM, LATE), 0, ".exchanges", [0, 1e6], "a whole number from 1 to 2"),
     "ShroFBO, work": (SHRO, 0, "[1]", [-1, 1e9], "a number from 0 to 50000"),
@@ -169,11 +169,17 @@ CASES = {
         fb.layered(SHRO, TOP_K), 0, ".update[1][1]", [-1e9, 1e9], "a number from -50000 to 50000"
     ),
     "ADBO, plane": (fb.ADBO(wait_for=5, **PLANES), 1, "[4]", [-1, 2, 1e6], "a whole number from 0 to 1"),
-    "ADBO, replied": (fb.ADBO(wait_for=5, **PLANES), 2, "[2]", [-1, 2, 1e6], "a whole number from 0 to 1"),
+    "ADBO, replied": (fb.ADBO(wait_for=5, **PLANES), 2, "[2]", [-1, 2], "a whole number from 0 to 1"),
     "SDBO, replied": (fb.SDBO(**PLANES), 2, "[2]", [0, 1e6], "1"),
     "SDBO, excluded": (fb.SDBO(**PLANES), 2, "[3]", [-1, 1e6], "a whole number from 0 to 1"),
 }  # fmt: skip
-QUICK = "top-k, joins", "top-k, exchanges", "late, exchanges", "ShroFBO, work", "ADBO, replied"
+QUICK = "top-k, joins", "top-k, exchanges", "ShroFBO, work", "ADBO, replied"
+
+
+@cache
+def failed(method, exchange):
+    """Return the result of a run in which the client BAD fails in one exchange of round 1."""
+    return play(method, {(BAD, 1, exchange): failure})
 
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
@@ -184,7 +190,7 @@ def test_a_reply_with_a_public_number_out_of_range_does_not_count(case, tmp_path
     The fault happens in round 1, so that the client has replied before. With t = 1, `exchanges` may be 1 or 2.
     """
     method, exchange, path, values, allowed = CASES[case]
-    expected = play(method, {(BAD, 1, exchange): failure})
+    expected = failed(method, exchange)
     for value in values:
         log = tmp_path / f"{value}.jsonl"
         result = play(method, {(BAD, 1, exchange): fault_in(f"{path}.public", value)}, log)
@@ -198,7 +204,7 @@ def test_a_reply_with_a_public_number_out_of_range_does_not_count(case, tmp_path
 def test_a_public_number_that_is_not_finite_is_refused(value, tmp_path):
     log = tmp_path / "log.jsonl"
     result = play(SHRO, {(BAD, 1, 0): fault_in("[1].public", value)}, log)
-    federations.same(result, play(SHRO, {(BAD, 1, 0): failure}), tolerance=0)
+    federations.same(result, failed(SHRO, 0), tolerance=0)
     (why,) = refusals(log).values()
     assert (why["code"], why["why"]) == ("bound", "its update is not finite in [1].public")
 
@@ -370,7 +376,7 @@ def test_a_client_that_was_away_for_many_exchanges_comes_back(layer, tmp_path, m
     after = LastReplies.after
     jump = lambda last, delta: after(last, delta)._replace(exchanges=last.exchanges + 500)  # noqa: E731
     monkeypatch.setattr(LastReplies, "after", jump)
-    assert 500 * comes_back(layer, 5, 40, tmp_path) > 1000
+    assert 500 * comes_back(layer, 5, 16, tmp_path) > 1000
 
 
 @pytest.mark.slow
