@@ -2,6 +2,7 @@
 
 import re
 import sys
+from functools import cache
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
@@ -32,6 +33,7 @@ def ledger():
     return authoring.Ledger(**sent, **work, exchanges_by_phase=phases)
 
 
+@cache  # it takes a quarter of a second; no test changes it
 def clients():
     outer = [{f"{EVIL}{i}": np.ones((n, 3)) for i in range(50)} for n in range(1, 101)]
     return fb.Clients(outer, local_steps=np.arange(1, 101), capacity=np.linspace(0.1, 1, 100))
