@@ -246,6 +246,17 @@ def _a_picture_is_drawn(
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _files_are_not_forced_to_disk() -> Iterator[None]:
+    """Leave out os.fsync, which waits for the disk some milliseconds at each of thousands of files.
+
+    The files of a test need not survive a power failure. Tests of a full disk put a failing function in its place.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _heap_is_trimmed_after_modules_alone() -> Iterator[Any]:
     """Leave out `trim_heap` at the end of each run, and yield the function that finds the C library's malloc_trim.
 
