@@ -14,13 +14,13 @@ from refusals import ANY, refuses
 BUDGET = 60
 SMALL = ["clients=4", "samples=[3, 3]", f"run.exchanges={BUDGET}"]
 
-RANDOM = "hypergradient.solver={name = 'neumann', sampling = 'random'}"
+RANDOM = ["hypergradient.solver={name = 'neumann', sampling = 'random', step = 0.1}", "inner.lr=0.1", "outer_lr=0.1"]
 
 
 @pytest.fixture(scope="module")
 def random_length(tmp_path_factory):
     """Run FedNest, whose rounds make a random number of exchanges, and return the spec and the folder of the run."""
-    spec = experiments.configure(task="quadratic", algorithm="fednest", settings=[*SMALL, RANDOM])
+    spec = experiments.configure(task="quadratic", algorithm="fednest", settings=[*SMALL, *RANDOM])
     folder = tmp_path_factory.mktemp("budget") / "run"
     experiments.run(spec, folder, plot=False)
     return spec, folder
