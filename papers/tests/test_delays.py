@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from papers.figure import PAPERS, load
 
+from representatives import slow_but
+
 CLIENTS, SPREAD, ROUNDS = 16, 0.3, 4000
 IDLE = -1
 
@@ -42,7 +44,7 @@ def arrivals(wait_for: int) -> Iterator[np.ndarray]:
             yield here
 
 
-@pytest.mark.parametrize("panel", ["n = 16", "n = 8", "n = 4", "n = 2"])
+@pytest.mark.parametrize("panel", slow_but("n = 16", "n = 2", of=["n = 16", "n = 8", "n = 4", "n = 2"]))
 def test_the_axis_is_the_mean_of_the_squares_over_the_mean(panel: str) -> None:
     """The value of a panel is E[u²]/E[u], to 2 %, where u is the number of exchanges for which a reply is used."""
     at = load(PAPERS / "theory" / "theory-delay.toml").panels[panel]

@@ -12,6 +12,7 @@ from papers.figure import find
 from papers.play import runs_of
 
 from fedbilevel import experiments
+from representatives import slow_but
 
 
 def expected(spec: Any, task: Any, taus: np.ndarray, *, even: bool) -> np.ndarray:
@@ -76,7 +77,7 @@ def test_kept_means_are_those_of_the_linear_rounds(method: str, taus: list[int])
     assert measured == pytest.approx(np.mean([one.mean() for one in curves]), rel=0.12)
 
 
-@pytest.mark.parametrize("panel", ["T = 100", "T = 2,000"])
+@pytest.mark.parametrize("panel", slow_but("T = 100", of=["T = 100", "T = 2,000"]))
 @pytest.mark.parametrize(
     ("method", "taus", "rel"), [("SimFBO", [8], 0.03), ("ShroFBO", [4, 12], 0.03), ("SimFBO, σ = 3", [8], 0.3)]
 )

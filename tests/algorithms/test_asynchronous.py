@@ -17,6 +17,7 @@ from fedbilevel.experiments.runner import task_of
 from fedbilevel.tasks.quadratic import quadratic
 from fixed_steps import fixed
 from refusals import ANY, refuses
+from representatives import slow_but
 
 WORK = np.array([1, 2, 3, 1])
 METHODS = {type(case.algorithm): case for case in reversed(cases().values()) if case.algorithm.allows.late}
@@ -231,7 +232,9 @@ def test_what_is_said_of_it_is_said_of_the_method():
         assert (wrapped.asks.asynchronous, wrapped.asks.cohorts, wrapped.asks.first) == (True, False, 2)
 
 
-@pytest.mark.parametrize(("bound", "times"), [(None, [0, 1, 2, 3]), (2, [0, 1, 2, 10])])
+@pytest.mark.parametrize(
+    ("bound", "times"), slow_but((2, [0, 1, 2, 10]), of=[(None, [0, 1, 2, 3]), (2, [0, 1, 2, 10])])
+)
 def test_an_exchange_waits_for_a_client_that_was_asked_long_ago(bound, times):
     """Messages take 1, 1 and 10, and an exchange ends with the first two replies, which is after 1.
 

@@ -15,6 +15,7 @@ from fedbilevel.core.tree import XYV
 from fedbilevel.tasks.quadratic import quadratic, solution
 from fixed_steps import fixed
 from refusals import refuses
+from representatives import slow_but
 
 AGREEMENT = {
     "F2SA, mini-batches": agreement.Case(
@@ -61,7 +62,7 @@ def distance(x, exact):
     return float(np.linalg.norm(np.asarray(x) - exact) / np.linalg.norm(exact))
 
 
-@pytest.mark.parametrize("multiplier", [10.0, 30.0, 1e4])
+@pytest.mark.parametrize("multiplier", slow_but(10.0, 1e4, of=[10.0, 30.0, 1e4]))
 def test_it_ends_at_the_minimiser_of_the_penalised_problem(multiplier):
     """F2SA ends at the minimiser of the penalised problem, with the same steps as SimFBO.
 

@@ -19,6 +19,7 @@ def check(ends):
     assert all(end.said for end in ends if end.loss > 1.001 * end.start)
 
 
+@pytest.mark.slow
 def test_a_member_that_diverges_if_x_takes_long_steps():
     """If a long step on x makes a penalty negative, the run goes back to an earlier row and ends below its start."""
     end = played("SimFBO", 6, 1, OTHER)

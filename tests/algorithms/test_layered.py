@@ -201,7 +201,7 @@ class Raised(Layer):
 
 @pytest.mark.parametrize(
     ("method", "engine"),
-    [(METHOD, fb.Reference()), (TwoPhase(), fb.Local())],
+    slow_but((TwoPhase(), fb.Local()), of=[(METHOD, fb.Reference()), (TwoPhase(), fb.Local())]),
     ids=["SimFBO", "a loop and clients' states"],
 )
 def test_messages_pass_layers_to_the_network_and_replies_pass_them_back(method, engine):

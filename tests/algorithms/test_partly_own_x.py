@@ -68,7 +68,10 @@ TWENTY = {"batch_size": None, "local_steps": 20, "client_lr": 0.02, "server_lr":
     ("method", "tolerance"),
     [
         (fb.F2SA(multiplier=1e4, **ONE_STEP), 1e-6),
-        (fb.MEHA(penalty=10.0, **ONE_STEP | {"server_lr": fb.XYV(0.02, 0.3, 0.3)}), 1e-10),
+        pytest.param(
+            *(fb.MEHA(penalty=10.0, **ONE_STEP | {"server_lr": fb.XYV(0.02, 0.3, 0.3)}), 1e-10),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(fb.CorrectedFBO(**TWENTY), 1e-10, marks=pytest.mark.slow),
     ],
     ids=lambda of: getattr(of, "label", ""),

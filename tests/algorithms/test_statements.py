@@ -16,6 +16,7 @@ from tracking import DIM, expected, lyapunov, measured, tracking
 
 import fedbilevel as fb
 from fixed_steps import fixed
+from representatives import slow_but
 
 
 @pytest.mark.slow
@@ -52,7 +53,10 @@ def test_fednest_theorem_32_with_unequal_local_steps(rounds):
     assert found.ledger.exchanges == 2 * rounds
 
 
-@pytest.mark.parametrize("optimizer", [fb.parts.Mixed(decay=0.5), fb.parts.Mixed(pull=0.2), fb.parts.Mixed()])
+@pytest.mark.parametrize(
+    "optimizer",
+    slow_but(fb.parts.Mixed(decay=0.5), of=[fb.parts.Mixed(decay=0.5), fb.parts.Mixed(pull=0.2), fb.parts.Mixed()]),
+)
 def test_simfbo_proposition_1_bounds_a_clients_own_v(optimizer):
     """SimFBO's Proposition 1: ‖v_i^(k)‖ ≤ (1 + α_max/α_min) r with r = L_f/μ_g, for steps η_v a_k ≤ 1/L_g.
 

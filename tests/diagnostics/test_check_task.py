@@ -47,6 +47,10 @@ def test_tasks_that_are_right():
     assert found["the inner loss is strongly convex at the start"].startswith("eigenvalues from 0.")
     assert found["losses and gradients are finite"].startswith("the largest entry of a gradient is ")
     assert "relative_error 1" in found["metrics are finite"]
+
+
+@pytest.mark.slow
+def test_a_task_of_the_library_is_right():
     assert not fb.check_task(hyper_cleaning(clients=3, ridge=0.1)).failed
 
 

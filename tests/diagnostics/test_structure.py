@@ -43,7 +43,7 @@ def made(name, side=SIDE):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name not in ("mlp", "linear", "cnn") else []) for name in MODELS],
+    [pytest.param(name, marks=[pytest.mark.slow] if name not in ("linear", "cnn") else []) for name in MODELS],
 )
 def test_every_network_says_its_units(name):
     """The structure of every network has the right number of groups, and passes the check.

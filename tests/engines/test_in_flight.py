@@ -120,9 +120,8 @@ def exchange(queues, pace, now, kind, n, bound):
 @pytest.mark.parametrize(
     ("bound", "availability"),
     [
-        (None, 1.0),
         (1, COME_AND_GO),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in [(3, COME_AND_GO), (1, 1.0)]),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in [(None, 1.0), (3, COME_AND_GO), (1, 1.0)]),
     ],
 )
 def test_agrees_with_a_simulation_event_by_event(bound, availability):

@@ -17,6 +17,7 @@ import fedbilevel as fb
 from fedbilevel.cli import main
 from fedbilevel.engines import machine
 from refusals import refuses
+from representatives import slow_but
 
 PROGRAM = """
 import sys
@@ -106,7 +107,9 @@ def test_a_full_disk_no_space_and_a_missing_package_are_refused(tmp_path, monkey
         fb.Local.keep_on_disk()
 
 
-@pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR"])
+@pytest.mark.parametrize(
+    "variable", slow_but("JAX_COMPILATION_CACHE_DIR", of=["XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR"])
+)
 def test_a_command_goes_on_without_a_place_for_programs(variable, tmp_path, monkeypatch, settings, capsys):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setenv(variable, str(not_a_folder(tmp_path)))

@@ -63,7 +63,7 @@ def test_a_loss_in_bfloat16_trains_parameters_in_float32(method):
     assert np.abs(wide[1]).max() > 16 * UNIT
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", slow_but("FedAvg", of=METHODS))
 def test_a_layer_that_is_computed_again_gives_the_same_numbers(method):
     for expected, computed in zip(METHODS[method](jnp.float32, False), METHODS[method](jnp.float32, True), strict=True):
         np.testing.assert_allclose(computed, expected, rtol=1e-4, atol=1e-5)
@@ -85,7 +85,7 @@ def test_a_layer_that_is_computed_again_has_the_same_inner_solution():
 
 
 @pytest.mark.parametrize("x0", [0.0, jnp.log(1.0), np.float16(0), np.zeros(())], ids=lambda x: type(x).__name__)
-@pytest.mark.parametrize("y_dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("y_dtype", slow_but(np.float32, of=[np.float32, np.float64]))
 def test_a_scalar_x_may_have_another_dtype_than_y_and_the_samples(x0, y_dtype):
     """A scalar x may have another dtype than y and the samples, and keeps it.
 
@@ -103,7 +103,7 @@ def test_a_scalar_x_may_have_another_dtype_than_y_and_the_samples(x0, y_dtype):
 FIVE = fb.FedAvg(local_steps=5, lr=1.0)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", slow_but("bfloat16", of=["bfloat16", "float16"]))
 @pytest.mark.parametrize("method", [FIVE, fb.Asynchronous(FIVE, wait_for=1000)])
 def test_the_mean_of_many_replies_of_16_bits_has_one_rounding_error(dtype, method):
     """The mean of many replies of 16 bits has one rounding error.

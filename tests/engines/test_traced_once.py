@@ -83,7 +83,7 @@ def calls(algorithm, monkeypatch, **options):
     return found
 
 
-@pytest.mark.parametrize("case", slow_but("SimFBO", "AFBO, asynchronous", "FedAvg", "FISM", of=CASES))
+@pytest.mark.parametrize("case", slow_but("SimFBO", "FedAvg", "FISM", of=CASES))
 def test_a_function_is_called_once_for_arguments_of_the_same_shapes(case, monkeypatch):
     algorithm, expected = CASES[case]
     assert calls(algorithm, monkeypatch) == expected

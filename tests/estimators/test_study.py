@@ -29,7 +29,7 @@ def pooled(given, frames):
     return X, y if given.event else y.iloc[:, 0], np.repeat(given.sites, sizes), patients
 
 
-@pytest.mark.parametrize("kind", slow_but("logistic", "ridge", of=KINDS))
+@pytest.mark.parametrize("kind", slow_but("logistic", of=KINDS))
 def test_a_study_has_the_numbers_of_the_estimator_on_the_pooled_rows(kind):
     given, frames, model = study(kind), tables(), fitted(kind)
     X, y, sites, patients = pooled(given, frames)

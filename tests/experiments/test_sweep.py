@@ -24,6 +24,7 @@ from fedbilevel.experiments import configure, experiment, runner
 from fedbilevel.experiments.sweep import chosen_metric, parse_values, point_name, sweep_table
 from fedbilevel.sweeps import played, product
 from refusals import refuses
+from representatives import slow_but
 
 SMALL = ["quadratic", "--set", "clients=3", "--set", "samples=[2, 2]", "--set", "dim_y=2", "--rounds", "4"]
 GRID = ["--grid", "server_lr.x=0.05,0.1", "--grid", "cohort=2,9", "--seeds", "0,1"]
@@ -169,7 +170,7 @@ def test_a_smaller_grid_says_how_many_runs_are_beside_its_own(copy, run) -> None
     assert "; 3 other runs in this folder." in contents(copy)["chosen.toml"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", slow_but(signal.SIGINT, of=[signal.SIGINT, signal.SIGTERM]))
 def test_an_interrupted_sweep_goes_on_to_the_same_files(number, folder, tmp_path, monkeypatch, run) -> None:
     """An interrupted sweep continues with the same command, and ends with the files of an undisturbed sweep.
 

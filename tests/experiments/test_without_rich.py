@@ -15,7 +15,7 @@ PROGRAM = "import sys; sys.modules['rich'] = None; from fedbilevel.cli import ma
 @pytest.mark.parametrize(
     "command",
     slow_but(
-        ["run", "quadratic"], ["watch", "."],
+        ["watch", "."],
         of=[["run", "quadratic"], ["compare", "quadratic"], ["watch", "."], ["report", "."],
             ["sweep", "quadratic", "--grid", "local_steps=1,2"]],
     ),

@@ -22,6 +22,7 @@ from fedbilevel.tasks import (
 from fedbilevel.tasks.images import LabelledImages, held_out, long_tailed
 from fedbilevel.tasks.loss_tuning import balancing_weights
 from refusals import ANY, refuses
+from representatives import slow_but
 
 NON_IID = {"partition_by": "dirichlet", "partition_options": {"alpha": 0.5, "minimum": 2}}
 
@@ -330,7 +331,13 @@ def test_wrong_options_are_named(make, options, refusal):
 
 
 @pytest.mark.parametrize(
-    "make", [classification, fair_classification, hyper_cleaning, hyper_representation, loss_tuning]
+    "make",
+    slow_but(
+        classification,
+        hyper_cleaning,
+        hyper_representation,
+        of=[classification, fair_classification, hyper_cleaning, hyper_representation, loss_tuning],
+    ),
 )
 def test_losses_hold_no_images(make, monkeypatch):
     """The losses of a task do not keep its images and its data set in memory."""
