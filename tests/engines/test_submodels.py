@@ -47,12 +47,15 @@ DEEP_Y = fb.Bilevel(  # one group, within y
 )
 
 
-def population(capacity=CAPACITY, **fields):
-    """Return clients with unequal numbers of samples and unequal weights."""
+def population(capacity=CAPACITY, ragged=False, **fields):
+    """Return clients with unequal weights; if `ragged`, their numbers of samples are unequal, too.
+
+    Reference compiles each phase for each number of samples and each capacity.
+    """
     rng = np.random.default_rng(0)
 
     def rows(least):
-        sizes = [least + i % 2 for i in range(CLIENTS)]
+        sizes = [least + ragged * (i % 2) for i in range(CLIENTS)]
         return [{"input": rng.normal(size=(n, INPUTS)), "target": rng.normal(size=(n, OUTPUTS))} for n in sizes]
 
     return fb.Clients(rows(4), rows(5), weights=np.arange(1, CLIENTS + 1), capacity=capacity, **fields)
@@ -124,7 +127,7 @@ CASES = {
 def test_engines_agree(case):
     """Engines agree to 1e-12: sums of a few dozen terms of size about 1 in another order differ by about 1e-15."""
     algorithm, problem, fields, cohort = CASES[case]
-    clients = population(**fields)
+    clients = population(**fields, ragged=True)
     want = solved(algorithm, clients=clients, engine=fb.Reference(), problem=problem, cohort=cohort)
     engine = fb.Local(devices=2, chunk=2, stream=True)
     have = solved(algorithm, clients=clients, engine=engine, problem=problem, cohort=cohort)
