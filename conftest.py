@@ -30,6 +30,7 @@ quickly = [  # tests spend most time on compiling, and more than half of it on t
     *["--xla_cpu_use_fusion_emitters=false"] * version("jaxlib").startswith("0.10."),  # later versions do not have it
 ]
 PROGRAMS = 500 * 10**6  # bytes of compiled programs that are kept between runs; one run compiles some 100 million
+LARGE = 1.5 * 10**9  # bytes in use after a module, beyond which compiled programs are freed; imports alone take 0.6
 UNCHECKED = (  # rooms whose tests run `solve`, but do not test its checks of the losses
     "tests/algorithms/",
     "tests/core/",
@@ -272,19 +273,20 @@ def _heap_is_trimmed_after_modules_alone() -> Iterator[Any]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _programs_go_after_their_module(_heap_is_trimmed_after_modules_alone: Any) -> Iterator[None]:
-    """If a gigabyte is in use after a module, return the memory that compiling took, and then free compiled programs.
+    """If LARGE bytes are in use after a module, return the memory that compiling took, and then free compiled programs.
 
-    Kept to the end, they would take gigabytes in each process. Below one gigabyte the programs stay, because most of
+    Kept to the end, they would take gigabytes in each process. Below LARGE bytes the programs stay, because most of
     them are single operations, which the next module needs again.
     """
     import jax
 
     yield
     trim = _heap_is_trimmed_after_modules_alone() or (lambda pad: None)
-    if _resident() > 10**9:
+    if _resident() > LARGE:
         trim(0)
-    if _resident() > 10**9:
+    if _resident() > LARGE:
         jax.clear_caches()
+        gc.collect()  # otherwise most of their memory is in use until the next full collection
         trim(0)
 
 
