@@ -9,7 +9,7 @@ import pytest
 
 from fedbilevel.errors import ConfigurationError, DataWarning
 from fedbilevel.estimators import CoxRegression, LogisticRegression, Preparer, Ridge, Study, StudyModel
-from fedbilevel.estimators.agreement import Agreement, DifferentColumnsError, _other_units
+from fedbilevel.estimators.agreement import Agreement, DifferentColumnsError, _other_units, _other_words
 from fedbilevel.estimators.site_table import SiteTable
 from refusals import raises_with, refuses
 from representatives import slow_but
@@ -197,6 +197,36 @@ def test_a_site_with_another_unit_is_warned_of():
     statistics = [SiteTable(study("ridge"), site, frame).statistics() for site, frame in frames.items()]
     with pytest.warns(DataWarning, match=r"column 'age' differ strongly between sites: [\d.]+ \(west\) and .* \(med"):
         Agreement.of(study("ridge"), statistics)
+
+
+@pytest.mark.parametrize(
+    ("words", "suspect"),
+    [
+        ((["f", "m"], ["f", "m"], ["female", "male"]), {"c": ["female", "male"]}),
+        ((["1", "2"], ["f", "m"]), {"a": ["1", "2"], "b": ["f", "m"]}),
+        ((["f", "m"], ["f"], []), {}),  # a site that hides all categories is not compared
+        ((["f"], ["m"], ["f", "m"]), {}),
+        ((["x", "y"], ["y", "z"], ["z"]), {}),  # a category of a single site is usual
+        ((["f"], list("uvwxyz")), {"a": ["f"], "b": list("uvwxy")}),
+    ],
+)
+def test_a_site_with_other_words_is_found(words, suspect):
+    given = [{"categories": dict.fromkeys(each, 9), "rarer": False} for each in words]
+    assert _other_words(dict(zip("abcd", given, strict=False))) == suspect
+
+
+WORDS = {"a": "one", "b": "two", "c": "three"}
+
+
+def test_a_site_with_other_words_is_warned_of():
+    frames = tables()
+    frames["west"] = frames["west"].assign(kind=frames["west"].kind.map(WORDS))
+    statistics = [SiteTable(study("ridge"), site, frame).statistics() for site, frame in frames.items()]
+    with pytest.warns(
+        DataWarning, match=r"column 'kind' .* single site only: west has one, three, two\. Do all"
+    ) as caught:
+        Agreement.of(study("ridge"), statistics)
+    assert len(caught) == 1  # the column of the sites themselves is not compared
 
 
 HERE = "table of north"

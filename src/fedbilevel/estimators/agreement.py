@@ -1,6 +1,7 @@
 """Add up the statistics of all sites of a study. With the sum, each site prepares its own rows."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +21,7 @@ from fedbilevel.extending import is_count, parse_json, printable, require, unkno
 
 KINDS: dict[str, type[Penalised]] = {"logistic": LogisticRegression, "ridge": Ridge, "cox": CoxRegression}
 SITE = "site"  # the column of the sites' offsets
+MOST_WORDS = 5  # the largest number of categories of a site that a warning names
 APART = 5  # how far apart the means of a column may be at two sites, in standard deviations, without a warning
 UNCOUNTED = 1e-250
 """The weight of a site that is held out, in rows.
@@ -60,7 +62,7 @@ def require_columns(columns: Sequence[str], tables: Mapping[str, Collection[str]
 
 
 def _warn_of_sites(study: Any, features: Mapping[str, Summaries], target: Mapping[str, Summaries]) -> None:
-    """Warn of sites whose rows all have the same class, and of columns that may have another unit at some sites.
+    """Warn of sites whose rows all have the same class, and of columns with another unit or other words at some sites.
 
     Args:
         features: the statistics of the features of each site, by the site's name.
@@ -81,6 +83,23 @@ def _warn_of_sites(study: Any, features: Mapping[str, Summaries], target: Mappin
             said = " and ".join(f"{mean:.4g} ({site})" for site, mean in means.items())
             ask = "Do all sites use the same unit, and do they leave gaps empty?"
             warn(DataWarning(f"the means of column {name!r} differ strongly between sites: {said}. {ask}"))
+        if name != SITE and (words := _other_words({site: features[site][name] for site in study.fitted_sites})):
+            said = "; ".join(f"{site} has {', '.join(known)}" for site, known in words.items())
+            ask = "Do all sites use the same words or codes?"
+            warn(DataWarning(f"column {name!r} has categories that occur at a single site only: {said}. {ask}"))
+
+
+def _other_words(summaries: Mapping[str, dict[str, Any]]) -> dict[str, list[str]]:
+    """Return the categories of a column at sites that may use other words: none of them occurs at another site.
+
+    At most MOST_WORDS categories of a site are returned. Sites that send no category are not compared.
+    """
+    known = {site: set(one["categories"]) for site, one in summaries.items() if one.get("categories")}
+    if len(known) < 2:
+        return {}
+    sites_of = Counter(word for words in known.values() for word in words)
+    alone = {site: words for site, words in known.items() if all(sites_of[word] == 1 for word in words)}
+    return {site: [printable(word) for word in sorted(words)[:MOST_WORDS]] for site, words in alone.items()}
 
 
 def _other_units(summaries: Mapping[str, dict[str, Any]]) -> dict[str, float]:
