@@ -74,9 +74,10 @@ def app(algorithm, task=TASK, problem=None, **more):
     return client_app(lambda run, node: site(algorithm, node["partition-id"], task, problem, **more))
 
 
-def solve(algorithm, grid, *, task=TASK, terms=None, log=None, name=NAME, rounds=3, cohort=4, key=1, **more):
+def solve(algorithm, grid, *, task=TASK, terms=None, log=None, name=NAME, rounds=3, cohort=4, key=1, sites=(), **more):
     """Run an algorithm over a grid, and return the result."""
-    engine, known = Flower(grid=grid, name=name, log=log, terms=terms or Terms()), fb.RemoteClients.of(task.clients)
+    engine = Flower(grid=grid, name=name, log=log, terms=terms or Terms(), sites=sites)
+    known = fb.RemoteClients.of(task.clients)
     more |= {"rounds": rounds, "cohort": cohort, "key": key}
     return fb.solve(algorithm, task.problem, known, task.x0, task.y0, engine=engine, **more)
 

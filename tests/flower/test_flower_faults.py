@@ -13,10 +13,10 @@ from flwr.app import ConfigRecord, Error, Message, RecordDict
 import fedbilevel as fb
 from fedbilevel.core.errors import AbsenceWarning
 from fedbilevel.flower.launch.in_process import InProcess
-from fedbilevel.flower.refusal import Code
+from fedbilevel.flower.refusal import Code, Refusal
 from fedbilevel.flower.server import roster
 from fedbilevel.flower.server.terms import Backoff, Terms
-from fedbilevel.flower.wire import RequestMessage, decode
+from fedbilevel.flower.wire import RequestMessage, ResponseMessage, decode, request_message
 from fixed_steps import fixed
 from refusals import codes, raises_with, refuses, warns_with
 
@@ -285,6 +285,44 @@ def test_below_the_quorum_the_run_stops_and_can_be_resumed(tmp_path, whole):
     resumed, _, lines = run(tmp_path, CLIENTS, checkpoint=path, resume=True)
     federations.same(resumed, whole)
     assert [line["round"] for line in lines[-4:]] == [1, 1, 2, 2]
+
+
+def test_the_error_names_only_clients_that_failed_in_the_end(tmp_path):
+    """A client that fails in one attempt and replies in a later one is not a reason why the run stops."""
+    *failing, late = sorted(COHORTS[1][:3])
+    failed = []
+
+    def once(response, message):
+        if failed:
+            return response
+        failed.append(response.client)
+        raise RuntimeError("once")
+
+    faults = {(client, 1, 1): refuse for client in failing} | {(late, 1, 1): once}
+    terms = replace(TERMS, quorum=1.0)
+    with raises_with(fb.errors.ExchangeError, round=1, replies=2, needed=4) as error:
+        run(tmp_path, federations.misbehaving(CLIENTS, faults), terms=terms)
+    assert failed == [late]
+    assert codes(error) == dict.fromkeys(failing, Code.FLOWER)
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "words"),
+    [
+        (3, Code.LATE, "no reply within the deadline"),
+        (5, Code.ABSENT, "its SuperNode no longer reports to the SuperLink"),
+        (2, Code.FLOWER, "Flower's error 2: Node Unavailable"),
+    ],
+)
+def test_errors_of_flower_are_words_of_this_library_if_their_cause_is_known(number, code, words):
+    reply = Message(
+        Error(number, "Node Unavailable"), reply_to=request_message(1, RequestMessage(run="r", contract="c"), 1.0)
+    )
+    with pytest.raises(Refusal) as refusal:
+        decode(ResponseMessage, reply)
+    assert refusal.value.code is code
+    assert refusal.value.why.startswith(words)
+    assert f"Flower's error {number}" in refusal.value.why
 
 
 def test_quorum():

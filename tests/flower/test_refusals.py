@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from dataclasses import replace
 
 import federations
@@ -9,12 +10,15 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.core.errors import ExchangeError
+from fedbilevel.engines.history import History
 from fedbilevel.experiments.federation_status import Status
 from fedbilevel.experiments.folder import Folder
+from fedbilevel.experiments.folder_reader import absent_table, facts
 from fedbilevel.flower import wire
 from fedbilevel.flower.client.site import ClientRuntime
 from fedbilevel.flower.launch.in_process import InProcess
-from fedbilevel.flower.refusal import Code, Refusal, in_words
+from fedbilevel.flower.refusal import ClientNames, Code, Refusal
+from fedbilevel.flower.server.session import ExchangeLog
 from fedbilevel.flower.server.terms import Terms
 from refusals import refuses
 
@@ -116,10 +120,52 @@ def test_words_of_a_message_decide_nothing_and_give_no_advice():
 
 def test_clients_that_say_the_same_are_named_together():
     late = [Refusal(Code.LATE, "no reply within 5 s", client) for client in range(12)]
-    said = in_words([*late, Refusal(Code.ABSENT, "it is not online", 20), Refusal(Code.OTHER, "x")], most=2)
-    assert said.startswith("clients 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, …: no reply within 5 s (the site or the operator can")
+    refusals = [*late, Refusal(Code.ABSENT, "it is not online", 20), Refusal(Code.OTHER, "x")]
+    said = ClientNames().in_words(refusals, most=2)
+    assert said.startswith(
+        "clients 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11: no reply within 5 s (the site or the operator"
+    )
     assert "; client 20: it is not online (the site can fix this: start its SuperNode" in said
-    assert said.endswith("; and 1 more reasons")
+    assert said.endswith("; and 1 more reason")
+    assert ClientNames().several(range(23)).endswith(" 18, 19 and 3 more")
+
+
+def test_clients_have_the_names_of_their_sites(tmp_path, caplog):
+    """The server's log, its warning at the end and the status call a client as the people at its site do.
+
+    Clients with the same reason share a line of the log.
+    """
+    names = ["aarhus", "bergen", "chur", "dole", "essen", "fano"]
+    log, closing = tmp_path / "exchanges.jsonl", r"\(chur \(client 2\): this client has .*; essen \(client 4\): Config"
+    with caplog.at_level(logging.INFO), pytest.warns(fb.errors.AbsenceWarning, match=closing):
+        federations.solve(STEPS, InProcess(app(), 6), terms=TERMS, cohort=6, log=log, sites=names)
+    said = [r.getMessage() for r in caplog.records if r.name == "fedbilevel.server" and r.levelno == logging.WARNING]
+    assert any(", which claims to be essen (client 4), does not take part: " in line for line in said)
+    assert any("chur (client 2) does not count" in line for line in said)
+    assert not re.search(r"(?<!\()client \d", "\n".join(said))
+    assert Status.of(Folder(tmp_path)).lines[1].startswith("chur (client 2), round 2: ")
+    with refuses("the number of Flower.sites", 2, "0 or 6"):
+        federations.solve(STEPS, InProcess(app(), 6), sites=names[:2])
+    with refuses("Flower.sites", "chur"):
+        federations.solve(STEPS, InProcess(app(), 6), sites="chur")
+
+
+def test_a_line_of_the_log_names_all_clients_with_the_same_reason(tmp_path, caplog):
+    names = ClientNames(("aarhus", "bergen", "chur"))
+    late = {client: Refusal(Code.LATE, "no reply within 5 s", client) for client in (0, 2)}
+    record = ExchangeLog(tmp_path / "exchanges.jsonl", names)
+    for attempt in (0, 1):
+        record((0, 0, "derivatives", attempt), 1.0, [], [], late)
+    (said,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert "aarhus (client 0), chur (client 2) do not count: no reply within 5 s (the site or" in said
+    status = Status.of(Folder(tmp_path))
+    assert [line.split(":")[0] for line in status.lines[1::2]] == [
+        "aarhus (client 0), round 0",
+        "chur (client 2), round 0",
+    ]
+    assert [absent["site"] for absent in status.table["absent"]] == ["aarhus", "chur"]
+    assert facts(History(), status)["replied"].startswith("0 of 2")
+    assert [cell.words for cell in absent_table(status).columns[0].cells] == ["aarhus (client 0)", "chur (client 2)"]
 
 
 def test_texts_that_are_too_long_for_a_superlink_do_not_leave_the_site(tmp_path, monkeypatch):

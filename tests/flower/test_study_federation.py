@@ -104,9 +104,23 @@ def test_a_site_that_is_not_there_ends_the_study_with_its_name(files, tmp_path):
     assert not (place / "model.json").exists()
     status = Status.of(Folder(place))
     said, ended = status.lines, status.ended
-    assert "client 1, round 0" in " ".join(said)
+    assert said[1].startswith("south (client 1), round 0: ")
+    assert "1 more" not in str(error.value)
+    assert "(south (client 1): " in str(error.value)
     assert isinstance(ended, ExchangeError)
     assert str(ended).endswith("run', the study starts from the beginning")  # nothing is saved before the search
+
+
+@pytest.mark.parametrize(("late", "code"), [((1, 2), Code.STALLED), ((1,), Code.LATE)])
+def test_where_most_sites_are_late_with_an_answer_it_may_be_no_sites_fault(late, code, files):
+    def delay(client, message):
+        return np.inf if client in late and decode(RequestMessage, message).phase == QUESTION else 0.0
+
+    nodes = Nodes(client_app(study("ridge")), files, delay=delay)
+    with raises_with(ExchangeError, "", replies=3 - len(late), needed=3) as error:
+        alone(study("ridge"), nodes, deadline=2.0, join=1.0, attempts=2)
+    assert codes(error) == dict.fromkeys(late, code)
+    assert ("of 2 online clients are late at the same time" in str(error.value)) == (code is Code.STALLED)
 
 
 @pytest.mark.parametrize(
@@ -165,8 +179,9 @@ def test_requests_and_the_agreement_are_in_the_state_folder(files, tmp_path, cap
     assert counted == len(apps) / 3
     assert json.loads((folder / "client-1-agreement.json").read_text())["run"] == federations.NAME
     described = [text for text in caplog.messages if "; folder " in text]
-    assert any("'digest'" in text for text in described)  # before the agreement
-    assert any("'digest'" not in text for text in described)  # after it
+    assert len(described) == len(apps)
+    assert "north (client 0): samples 40 rows for the model, 0 held out, and 0" in described[0]
+    assert all(" rows for the model" in text for text in described)  # before the agreement, and after it
     assert all(f"; folder {folder};" in text for text in described)
 
 
@@ -249,7 +264,7 @@ def test_the_log_of_a_site_has_what_it_told(files, caplog):
     caplog.set_level("INFO", logger="fedbilevel.client")
     given = study("ridge", rounds=3)
     alone(given, Nodes(client_app(given), files))
-    told = [record.getMessage() for record in caplog.records if "client 0 answers: " in record.getMessage()]
+    told = [text for text in caplog.messages if text.startswith("north (client 0) answers: ")]
     assert len(told) == 2
     assert json.loads(told[1].partition("answers: ")[2])["patients"] == 20
     statistics = json.loads(told[0].partition("answers: ")[2])

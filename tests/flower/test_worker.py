@@ -1,8 +1,10 @@
 """Whatever a message does to the worker on its pipe, the worker replies to the next message."""
 
 import errno
+import logging
 import os
 import shutil
+import subprocess
 import sys
 import threading
 from multiprocessing import Pipe
@@ -85,15 +87,17 @@ FULL = f"[Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}: 'study.toml'"
     [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "study.toml"), shutil.Error([("a", "study.toml", FULL)])],
     ids=["a file", "a folder"],
 )
-def test_an_app_that_was_installed_only_in_part_is_installed_again(full, tmp_path, monkeypatch, caplog):
+def test_an_app_that_was_installed_only_in_part_is_installed_again(full, tmp_path, monkeypatch, caplog, capsys):
     """If an installation fails because the disk is full, nothing of the app stays, so that the next attempt succeeds.
 
-    Flower takes an app for installed as soon as its folder exists. The log has one line, with the folder and the
-    reason, and the server learns the reason.
+    Flower takes an app for installed as soon as its folder exists. The log has one line about the failure, with the
+    folder and the reason, and the server learns the reason. A second line names the folder of the complete app, and no
+    line the folder in which it was made.
     """
     room = []
 
     def install(fab_file, install_dir, skip_prompt):
+        print(f"Successfully installed app to {install_dir}.")  # as Flower does
         made = install_dir / "apps" / "us.app.1.0.0.01234567"
         made.mkdir(parents=True)
         (made / "pyproject.toml").touch()
@@ -112,12 +116,15 @@ def test_an_app_that_was_installed_only_in_part_is_installed_again(full, tmp_pat
         room.extend([1] * bool(caplog.records))
         return private.load(run, fab)[0]
 
+    caplog.set_level(logging.INFO, "fedbilevel")
     found = served(["a", "b"], apps, monkeypatch)
     assert [name for name, _ in found] == ["a: CheckpointError", "b"]
-    (record,) = caplog.records
+    record, installed = caplog.records
+    assert capsys.readouterr().out == ""
     place = tmp_path / "apps" / "us.app.1.0.0.01234567"
     assert record.getMessage().endswith(f"write {place}: No space left on device; free space on the disk of FLWR_HOME")
     assert record.exc_info is None
+    assert installed.getMessage().endswith(str(place))
     assert sorted(path.name for path in place.iterdir()) == ["pyproject.toml", "study.toml"]
     assert [path.name for path in tmp_path.iterdir()] == ["apps"]
 
@@ -200,3 +207,21 @@ def test_a_pinned_app_is_never_given_up_for_the_stock_supernode():
         assert "a:b" in supernode.command(["--app", "a:b"], version)
     with refuses("--app", "a:b", "9.9"):
         supernode.command(["--app", "a:b"], "9.9")
+
+
+LOGGED = """
+import logging, sys
+from fedbilevel.flower.launch import private
+
+private.begin_log(logging.WARNING, bool(sys.argv[1:]))
+for level in ("debug", "info", "warning"):
+    getattr(logging.getLogger("flwr"), level)("a line of the kind %s", level)
+"""
+
+
+@pytest.mark.parametrize(("options", "kinds"), [([], ["warning"]), (["all"], ["info", "warning"])])
+def test_a_line_of_flower_is_in_the_log_once(options, kinds):
+    """Flower's logger has a handler of its own, and the log of a site has one more."""
+    done = subprocess.run([sys.executable, "-c", LOGGED, *options], capture_output=True, text=True, check=True)
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if "a line of the kind" in line]
+    assert [line.rpartition(" ")[2] for line in lines] == kinds

@@ -113,7 +113,9 @@ def serve(spec: Spec, grid: Any, config: Mapping[str, Any]) -> None:
         print(f"the run in {place.path} has already finished", flush=True)
     name = run_name(place)
     keys, trackers = config.get("client-keys") or None, trackers_of(config)
-    engine = Flower(grid=grid, terms=terms(config), name=name, log=place.exchanges, keys=keys)
+    sites = names_of_sites(spec)
+    sites = sites if len(sites) == len(task.clients) else ()
+    engine = Flower(grid=grid, terms=terms(config), name=name, log=place.exchanges, keys=keys, sites=sites)
 
     def note_name(result: Result, row: Row | None) -> None:
         if not place.name_in_federation.exists():
@@ -158,15 +160,15 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
     clients = task.population
     alone = len(clients) == 1
     require(alone or client < len(clients), "node configuration: partition-id", client, f"below {len(clients)}")
-    site_name(names_of_sites(spec), node_config)
+    name = site_name(names_of_sites(spec), node_config)
     row = 0 if alone else client
     private = fields_of_kinds(PRIVACY, node_config)
-    terms_of_privacy = [name for name in PRIVACY if name in node_config]
-    lacking = [name for name in ("clip", "noise-multiplier", "delta") if private and name not in terms_of_privacy]
-    given = f"{', '.join(terms_of_privacy)} alone"
+    lacking = [term for term in ("clip", "noise-multiplier", "delta") if private and term not in node_config]
+    given = f"{', '.join(term for term in PRIVACY if term in node_config)} alone"
     require(not lacking, "node configuration", given, f"given with {', '.join(lacking)}")
     return Site(
         id=client,
+        name=name,
         algorithm=algorithm_of(spec),
         problem=task.problem,
         x0=task.x0,
@@ -204,7 +206,11 @@ def site_name(names: Sequence[str], node: Mapping[str, Any]) -> str:
 
 def names_of_sites(spec: Spec) -> Sequence[str]:
     """Return the names that the task of a spec gives to its sites; () if it gives none."""
-    return next((names for field in ("sites", "only") if (names := spec.tables()["task"].get(field))), ())
+    found = (spec.tables()["task"].get(field) for field in ("sites", "only"))
+    lists = (
+        names for names in found if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+    )
+    return next((names for names in lists if names), ())
 
 
 def rule_of(node: Mapping[str, Any]) -> str:

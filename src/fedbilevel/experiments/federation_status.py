@@ -24,7 +24,7 @@ from fedbilevel.core.errors import (
 from fedbilevel.engines import lock
 from fedbilevel.engines.history import is_number
 from fedbilevel.experiments.folder import LARGEST, Folder
-from fedbilevel.flower.refusal import Refusal
+from fedbilevel.flower.refusal import ClientNames, Refusal
 from fedbilevel.reading import parse_printable
 
 ENDS = {kind.__name__: kind for kind in (NumericalError, ExchangeError, CheckpointError, ConfigurationError)}
@@ -88,6 +88,7 @@ LINE: Mapping[str, Callable[[Any], bool]] = {
     "attempt": is_count,
     "asked": is_count,
     "phase": lambda value: isinstance(value, str),
+    "sites": lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
     "answered": lambda value: isinstance(value, list) and all(map(is_count, value)),
     "refused": lambda value: (
         isinstance(value, dict)
@@ -117,6 +118,7 @@ class Status:
         last: the line of the last attempt. Its entry "answered" also contains clients that replied to earlier attempts
             at the same exchange.
         replied: the clients with at least one reply that counted.
+        names: the names of the clients.
         absent: client -> (round, reason) if the client did not count when it was last asked.
         totals: bytes down and up, and seconds, of all exchanges.
         seconds, replies: for each exchange, its duration in seconds, and the number of replies that counted.
@@ -133,6 +135,7 @@ class Status:
     requests: int = 0
     last: dict[str, Any] = field(default_factory=dict)
     replied: set[int] = field(default_factory=set)
+    names: ClientNames = field(default_factory=ClientNames)
     absent: dict[int, tuple[int, Refusal]] = field(default_factory=dict)
     totals: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("bytes_down", "bytes_up", "seconds"), 0))
     seconds: list[float] = field(default_factory=list)
@@ -169,6 +172,7 @@ class Status:
         if "exchange" in line:
             round, answered, refused = line["round"], line["answered"], line.get("refused", {})
             place = [line.get(name) for name in PLACE]
+            self.names = ClientNames(tuple(line["sites"])) if "sites" in line else self.names
             whys = {int(client): (round, Refusal.read(why, int(client))) for client, why in refused.items()}
             self.absent = {client: why for client, why in self.absent.items() if client not in answered} | whys
             if line.get("attempt") and place == [self.last.get(name) for name in PLACE]:  # the same exchange again
@@ -194,7 +198,10 @@ class Status:
         said = [f"{state}; last: {where}, {len(last['answered'])} replied{spent}"]
         for client, (round, why) in sorted(self.absent.items()):
             never = "" if client in self.replied else " (no reply of this client has counted yet)"
-            said += [f"client {client}, round {round}: {why.why}{never}", f"    {why.code.who}: {why.code.how}"]
+            said += [
+                f"{self.names.one(client)}, round {round}: {why.why}{never}",
+                f"    {why.code.who}: {why.code.how}",
+            ]
         return said + damage
 
     @property
@@ -202,7 +209,13 @@ class Status:
         """Return the status as an object for JSON."""
         last = {name: self.last.get(name) for name in ("round", "exchange", "phase", "epsilon")}
         absent = [
-            {"client": client, "round": round, "ever_counted": client in self.replied, **why.told()}
+            {
+                "client": client,
+                "site": self.names.site(client),
+                "round": round,
+                "ever_counted": client in self.replied,
+                **why.told(),
+            }
             for client, (round, why) in sorted(self.absent.items())
         ]
         ended = None if self.ended is None else {"kind": type(self.ended).__name__, "why": str(self.ended)}

@@ -224,7 +224,8 @@ def facts(history: History, status: Status | None) -> dict[str, str]:
     lines: dict[str, str] = {}
     if status is not None and (last := status.last):
         replied, absent = last["answered"], last.get("refused", {})
-        who = f": {', '.join(map(str, replied[:20]))}{', …' * (len(replied) > 20)}" if replied else ""
+        short = [status.names.site(client) or str(client) for client in replied[:20]]
+        who = f": {', '.join(short)}{', …' * (len(replied) > 20)}" if replied else ""
         place = f"round {last['round']}, exchange {last['exchange']}"
         lines["replied"] = f"{len(replied)} of {len(replied) + len(absent)} in {place}{who}"
         lines["delay"] = (
@@ -261,7 +262,7 @@ def absent_table(status: Status) -> Table:
     clients = sorted(status.absent.items())
     never = ["" if client in status.replied else " (no reply of this client has counted yet)" for client, _ in clients]
     columns = [
-        Column("client", [Cell(str(client)) for client, _ in clients]),
+        text_column("client", [status.names.one(client).removeprefix("client ") for client, _ in clients], 0),
         Column("round", [Cell(str(round)) for _, (round, _) in clients]),
         text_column("why", [why.why + more for (_, (_, why)), more in zip(clients, never, strict=True)]),
         text_column("who can fix it, and how", [f"{why.code.who}: {why.code.how}" for _, (_, why) in clients], 0),

@@ -150,6 +150,7 @@ def serve(study: Study, grid: Any, config: Mapping[str, Any]) -> None:
         name=secrets.token_hex(16),
         log=place.exchanges,
         keys=config.get("client-keys") or None,
+        sites=study.sites,
     )
     search = SavedSearch(place)
     with lock.exclusive(place.lock, place.path):
@@ -335,7 +336,13 @@ def _site(study: Study, table: SiteTable, node_config: Mapping[str, Any], agreed
     from fedbilevel.flower import Site
 
     client, node = int(node_config["partition-id"]), fields_of_kinds(NODE, node_config)
-    own: dict[str, Any] = {"id": client, "limits": Limits.of(node_config), "approve": rule_of(node)}
+    own: dict[str, Any] = {
+        "id": client,
+        "name": table.site,
+        "contents": rows_of(table),
+        "limits": Limits.of(node_config),
+        "approve": rule_of(node),
+    }
     own |= {"subject": study.text}  # the same text under all contracts, so that a person approves the study once
     own |= {"source": table.fingerprint()}  # the table is read again for each contract
     if not agreed:
@@ -360,6 +367,12 @@ def _site(study: Study, table: SiteTable, node_config: Mapping[str, Any], agreed
         outer=table.samples(agreement),
         answer=lambda question: json.dumps(table.answer(agreement, parse_json(question.encode()))),
     )
+
+
+def rows_of(table: SiteTable) -> str:
+    """Describe the rows of a site's table in words."""
+    fitted, held = len(table.target), len(table.held_out[1])
+    return f"{fitted} rows for the model, {held} held out, and {table.left_out} without a target"
 
 
 def table_of(study: Study, node_config: Mapping[str, Any]) -> SiteTable:
@@ -426,7 +439,7 @@ def check(study: Study, node_config: str, *superlink: Any) -> Iterator[tuple[str
         runtime.check_limits()
     except Refusal as refusal:
         raise ConfigurationError(f"{refusal.why} ({refusal.code.how})") from None
-    yield "rows", f"{len(table.target)}, {len(table.held_out[1])} held out, and {table.left_out} without a target"
+    yield "rows", rows_of(table)
     for name, said in table.described().items():
         yield "sends", f"{name}: {said}"
     yield from reached(*superlink)

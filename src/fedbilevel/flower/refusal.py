@@ -7,15 +7,17 @@ site's log, in the server's log and errors, and in the server's file `exchanges.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from fedbilevel.core.card import counted
 from fedbilevel.core.errors import FedbilevelError
 from fedbilevel.wording import printable
 
 LONGEST = 1000  # the largest number of characters of a text
+MOST_NAMES = 20  # the largest number of clients that a text names
 SITE, OPERATOR, EITHER = "the site", "the operator", "the site or the operator"
 
 
@@ -75,14 +77,14 @@ class Code(Enum):
     LATE = (
         "late",
         EITHER,
-        "start its SuperNode if it has stopped; if it is running, raise deadline, since a slow machine may need "
-        "minutes to compile before its first replies, or request less work",
+        "start its SuperNode if it has stopped; if it is running, raise deadline in --run-config, since a slow "
+        "machine may need minutes to compile before its first replies, or request less work",
     )
     STALLED = (
         "stalled",
         OPERATOR,
-        "raise deadline if the sites are still compiling or computing; otherwise check the SuperLink's load and log, "
-        "since a huge message delays all others",
+        "raise deadline in --run-config if the sites are still starting, compiling or computing; otherwise check the "
+        "SuperLink's load and log, since a huge message delays all others",
     )
     BOUND = "bound", OPERATOR, "look at this client's data; norm-factor, message-factor and norm-bound set the bounds"
     LARGE = "large", EITHER, "send less: metrics and layouts have to be short"
@@ -144,16 +146,40 @@ def has_line(number: int) -> bool:
     return number & (number - 1) == 0
 
 
-def in_words(refusals: Iterable[Refusal], most: int = 5) -> str:
-    """Return refusals as one line of text; clients with the same refusal are named together."""
-    alike: dict[str, list[int]] = {}
-    for refusal in refusals:
-        alike.setdefault(refusal.line, []).extend([] if refusal.client is None else [refusal.client])
-    said = [f"{named(sorted(set(clients)))}: {line}" if clients else line for line, clients in alike.items()]
-    return "; ".join([*said[:most], *([f"and {len(said) - most} more reasons"] if len(said) > most else [])])
+@dataclass(frozen=True)
+class ClientNames:
+    """Name clients in messages, by the names of their sites if these are known.
 
+    Args:
+        sites: the names of the sites, in the order of clients; (): the sites have no names.
+    """
 
-def named(clients: list[int]) -> str:
-    """Name some clients in a text such as "clients 0, 3". Of more than ten clients, only the first ten are named."""
-    shown = ", ".join(map(str, clients[:10])) + (", …" if len(clients) > 10 else "")
-    return f"client{'s' if len(clients) > 1 else ''} {shown}"
+    sites: Sequence[str] = ()
+
+    def site(self, client: int) -> str | None:
+        """Return the name of a client's site; None if it has none."""
+        return self.sites[client] if 0 <= client < len(self.sites) else None
+
+    def one(self, client: int) -> str:
+        """Name a client: "chur (client 2)", or "client 2" if its site has no name."""
+        site = self.site(client)
+        return f"client {client}" if site is None else f"{site} (client {client})"
+
+    def several(self, clients: Iterable[int]) -> str:
+        """Name some clients: "aarhus (client 0), dole (client 3)", or "clients 0, 3". At most MOST_NAMES are named."""
+        known = sorted(set(clients))
+        shown, more = known[:MOST_NAMES], len(known) - MOST_NAMES
+        end = f" and {more} more" if more > 0 else ""
+        if self.sites:
+            return ", ".join(map(self.one, shown)) + end
+        return f"client{'s' if len(known) > 1 else ''} {', '.join(map(str, shown))}{end}"
+
+    def in_words(self, refusals: Iterable[Refusal], most: int = 5) -> str:
+        """Return refusals as one line of text; clients with the same refusal are named together."""
+        alike: dict[str, list[int]] = {}
+        for refusal in refusals:
+            alike.setdefault(refusal.line, []).extend([] if refusal.client is None else [refusal.client])
+        said = [f"{self.several(clients)}: {line}" if clients else line for line, clients in alike.items()]
+        return "; ".join(
+            [*said[:most], *([f"and {counted(len(said) - most, 'more reason')}"] if len(said) > most else [])]
+        )

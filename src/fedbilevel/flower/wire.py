@@ -225,6 +225,10 @@ FLOWERS = {3: Code.LATE, 4: Code.LATE, 5: Code.ABSENT}
 
 Any other error is an error of the node.
 """
+IN_WORDS = {
+    Code.LATE: "no reply within the deadline",
+    Code.ABSENT: "its SuperNode no longer reports to the SuperLink: it was stopped, or is cut off",
+}
 
 log = logging.getLogger("fedbilevel.server")
 
@@ -290,9 +294,9 @@ def decode(kind: type[Any], message: Message) -> Any:
         Refusal: Flower reports an error, or the message was not written by this library.
     """
     if message.has_error():
-        code, text = FLOWERS.get(message.error.code, Code.FLOWER), f"Flower's error {message.error.code}"
-        said = "no reply within the deadline" if code is Code.LATE else (message.error.reason or "")[:300]
-        raise Refusal(code, f"{said} ({text})" if code is Code.LATE else f"{text}: {said}")
+        code, name = FLOWERS.get(message.error.code, Code.FLOWER), f"Flower's error {message.error.code}"
+        said = IN_WORDS.get(code)
+        raise Refusal(code, f"{said} ({name})" if said else f"{name}: {(message.error.reason or '')[:300]}")
     records = dict(message.content)
     fields, leaves = records.pop(FIELDS, None), records.pop(LEAVES, None)
     if records or not isinstance(fields, ConfigRecord):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -38,6 +36,7 @@ from fedbilevel.engines.machine import keep_on_disk_if_possible
 from fedbilevel.engines.process_group import current_group
 from fedbilevel.engines.submodels import SubmodelPlan
 from fedbilevel.flower import wire
+from fedbilevel.flower.client.app_hash import hash_of_app
 from fedbilevel.flower.client.approval import ALL, check_approve
 from fedbilevel.flower.client.approval_rule import Proposal, check_own_numbers
 from fedbilevel.flower.client.limits import Limits, TimeLimit, described_layers
@@ -59,6 +58,8 @@ class Site:
 
     Args:
         id: the number of the client in the population, 0 ≤ id < M.
+        name: the name of the site, for its log; "": the log has only the number.
+        contents: a description of the samples, for the log; "": the log has their numbers and their layout.
         algorithm, problem, x0, y0: as for `solve` on the server. Only the shapes of x0 and y0 are compared with the
             server's. Their values must also be equal if clients' states begin with them: in ADBO and SDBO, where
             clients have their own x and y, and in problems that are local in x, where clients keep blocks of x.
@@ -90,6 +91,8 @@ class Site:
     """
 
     id: int
+    name: str = ""
+    contents: str = ""
     algorithm: Algorithm
     problem: Problem
     x0: PyTree
@@ -133,6 +136,13 @@ class Site:
         require(known, "Site.folder", self.folder, "a folder (state-folder) with same_data: it has the earlier hashes")
         kept = self.privacy is None or self.folder is not None
         require(kept, "Site.folder", self.folder, "a folder (state-folder) with privacy: it has the account")
+        for name, text in (("name", self.name), ("contents", self.contents)):
+            require(isinstance(text, str), f"Site.{name}", text, "a text")
+
+    @property
+    def title(self) -> str:
+        """Return how the log calls the client: "chur (client 2)", or "client 2" without a name."""
+        return f"{self.name} (client {self.id})" if self.name else f"client {self.id}"
 
 
 class RequestReader(NamedTuple):
@@ -219,7 +229,7 @@ class ClientRuntime:
             hashes, of = of_samples(alone, current_group()), site.subject if site.source else ""
             self.changed = self.store.other_samples(hashes, serving, site.same_data, of)
         if self.changed and serving:
-            log.warning("client %d: %s", site.id, self.changed)
+            log.warning("%s: %s", site.title, self.changed)
         self.guard = None
         if site.privacy is not None and site.folder is not None:
             self.guard = PrivacyGuard(site.privacy, site.folder, site.id)
@@ -229,7 +239,7 @@ class ClientRuntime:
         with suppress(Refusal):
             self.check_limits()
             self.has_contract = bool(self.contract.text)
-        log.info("client %d: %s", site.id, "; ".join(f"{name} {said}" for name, said in self.described().items()))
+        log.info("%s: %s", site.title, "; ".join(f"{name} {said}" for name, said in self.described().items()))
 
     def check_approval(self, request: RequestMessage, store: Store) -> str:
         """Return who has approved the subject; "" if no approval is needed. Else refuse, and reveal nothing more."""
@@ -266,9 +276,10 @@ class ClientRuntime:
             budget = "no budget" if terms.budget is None else f"budget ε = {terms.budget:g}"
             each = f"ε = {terms.epsilon_after(1):.3g} for a reply, {account.epsilon(terms.delta):.4g} so far"
             hidden = f"clip {terms.clip:g}, noise {terms.noise_multiplier:g}; {each}, at δ = {terms.delta:g}, {budget}"
-        features = ", ".join(wire.layout(self.examples[0]))
+        layout = ", ".join(wire.layout(self.examples[0]))
+        samples = f"{self.outer.longest} outer, {self.inner.longest} inner, of {layout}"
         return {
-            "samples": f"{self.outer.longest} outer, {self.inner.longest} inner, of {features}",
+            "samples": self.site.contents or samples,
             **({"changed": self.changed} if self.changed else {}),
             "folder": str(self.store.folder) if self.store else "none: a restart of the SuperNode loses its state",
             "privacy": hidden,
@@ -384,7 +395,7 @@ class ClientRuntime:
         if self.site.source and not store.agreement(request.run).source:
             store.keep_agreement(request.run, agreed._replace(text=""))
         said = self.phases.within_limit(lambda: answer(text))
-        log.info("client %d answers: %s", self.site.id, said)
+        log.info("%s answers: %s", self.site.title, said)
         return replace(blank, payload=said.encode())
 
     def reply(
@@ -488,23 +499,6 @@ def logged_if_not_written(response: ResponseMessage, refusals: RefusalLog, what:
     except (Refusal, CheckpointError) as error:
         if Code.of(response.code) not in (Code.AUDIT, Code.DISK):  # the log already has an error of this folder
             refusals.refusal(response.client, error, what)
-
-
-def hash_of_app() -> str:
-    """Return the hash of the app whose code calls this function; "" if it has no file.
-
-    The hash covers the names and contents of the files of its package, or of its file alone if it is in no package.
-    """
-    frame = sys._getframe()
-    while frame.f_back and str(frame.f_globals.get("__name__")).split(".")[0] in ("fedbilevel", "functools"):
-        frame = frame.f_back
-    file, package = Path(frame.f_globals.get("__file__", "")), frame.f_globals.get("__package__") or ""
-    if not file.is_file():
-        return ""
-    top = file.parents[package.count(".")] if package else file
-    files = sorted(path for end in ("py", "toml") for path in top.rglob(f"*.{end}")) if package else [file]
-    lines = (f"{path.relative_to(top.parent)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n" for path in files)
-    return wire.digest("".join(lines))
 
 
 def _samples(rows: Ragged, floor: int = 1) -> Samples:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import logging
 import os
 import re
@@ -31,7 +32,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -184,6 +185,23 @@ def log_warnings() -> None:
     logging.captureWarnings(True)
 
 
+def begin_log(level: int, flower_log: bool = False) -> None:
+    """Write the log of this process to its standard error, each line once.
+
+    Args:
+        level: the least level of lines.
+        flower_log: whether the log also has Flower's own lines, and not only Flower's warnings and errors.
+    """
+    logging.basicConfig(level=level, format=FORMAT)
+    flower = logging.getLogger("flwr")
+    flower.setLevel(
+        min((handler.level for handler in flower.handlers), default=logging.INFO)
+    )  # FLWR_LOG_LEVEL, or INFO
+    flower.handlers.clear()  # with a handler of its own, Flower would log each line twice
+    if not flower_log:
+        hush()
+
+
 def hush() -> None:
     """Reduce what Flower and its server write to this process's log to warnings and errors."""
     for name in ("flwr", "uvicorn", "uvicorn.error", "uvicorn.access"):
@@ -201,10 +219,8 @@ def run_supernode(
         app: the ClientApp that replies, "package.module:NAME"; None: the app of the run.
         flower_log: whether the log also has Flower's own lines, about eight for each message.
     """
-    logging.basicConfig(level=logging.WARNING, format=FORMAT)
+    begin_log(logging.WARNING, flower_log)
     logger.setLevel(logging.INFO)
-    if not flower_log:
-        hush()
     import flwr.supernode.start_client_internal as steps
     from flwr.supernode.cli import flower_supernode as command
 
@@ -398,8 +414,10 @@ def install(fab: Fab, directory: Path) -> None:
         with TemporaryDirectory(
             prefix=".installing-", dir=directory.parent.parent, ignore_cleanup_errors=True
         ) as place:
-            made = install_from_fab(fab.content, install_dir=Path(place), skip_prompt=True)
+            with redirect_stdout(io.StringIO()):  # Flower prints the path of the first folder, which is soon gone
+                made = install_from_fab(fab.content, install_dir=Path(place), skip_prompt=True)
             os.rename(made, directory)
+        logger.info("installed the app of the run at %s", directory)
     except OSError as error:
         number = error.errno
         if isinstance(error, shutil.Error) and (found := re.search(r"\[Errno (\d+)\]", str(error))):
@@ -518,10 +536,9 @@ def main() -> None:
 
     The second argument, if there is one, is the name of the app.
     """
-    logging.basicConfig(level=logging.WARNING, format=FORMAT)
+    begin_log(logging.WARNING)
     logging.getLogger("fedbilevel").setLevel(logging.INFO)
     log_warnings()
-    hush()
     for ending in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ending, signal.SIG_IGN)  # the SuperNode decides when this process ends
     number, *reference = sys.argv[1:]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -43,7 +43,7 @@ from fedbilevel.engines.machine import trim_heap
 from fedbilevel.engines.progress import AWAITING, report_stage
 from fedbilevel.engines.submodels import models_of_round
 from fedbilevel.engines.virtual_time import TICK
-from fedbilevel.flower.refusal import Code, Refusal, in_words, named
+from fedbilevel.flower.refusal import Code, Refusal
 from fedbilevel.flower.server.fed import FlowerFed
 from fedbilevel.flower.server.roster import ask
 from fedbilevel.flower.server.session import Session, SpoiledError, Take
@@ -70,6 +70,8 @@ class Flower:
         keys: a folder with every client's public key, client-0.pub, client-1.pub, …. A node is accepted as a client
             only if it has registered with the key of this client. None: any registered node can claim to be any absent
             client.
+        sites: the names of the clients' sites, in the order of clients, for messages and for `log`; (): the clients
+            have no names.
     """
 
     grid: Grid
@@ -77,10 +79,13 @@ class Flower:
     name: str = field(default_factory=lambda: secrets.token_hex(16))
     log: str | Path | None = None
     keys: str | Path | None = None
+    sites: Sequence[str] = ()
     clock: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         require(is_run(self.name), "Flower.name", self.name, "8 to 64 hexadecimal digits, in lower case")
+        texts = not isinstance(self.sites, str) and all(isinstance(site, str) for site in self.sites)
+        require(texts, "Flower.sites", self.sites, "a sequence of texts, with the name of each client's site")
 
     def start(
         self,
@@ -93,6 +98,8 @@ class Flower:
     ) -> FlowerRun:
         known = isinstance(clients, RemoteClients)
         require(known, "clients", type(clients).__name__, "RemoteClients, which describe clients on other machines")
+        named = len(self.sites) in (0, len(clients))
+        require(named, "the number of Flower.sites", len(self.sites), f"0 or {len(clients)}, a name for each client")
         cohort = Cohort.of(cohort)
         check_everyone(algorithm, len(clients), cohort)
         require(not cohort.replacement, "Cohort.replacement", True, "False: a site works on one request at a time")
@@ -130,7 +137,7 @@ class FlowerRun:
             refused = list(roster.refusals.values())
             refusals = [*refused, *(why for why in absent.values() if why not in refused)]
             present = f"{counted(here, 'client')} {'is' if here == 1 else 'are'} online"
-            text = f"{present}, but {needed} of {count} are needed ({in_words(refusals, 3)})"
+            text = f"{present}, but {needed} of {count} are needed ({roster.names.in_words(refusals, 3)})"
             raise ExchangeError(text, replies=here, needed=needed, refusals=refusals)
 
     def advance(self, carry: Carry, rounds: int) -> Stretch:
@@ -177,14 +184,16 @@ class FlowerRun:
             raise error
         out = take.leave_out(session.cohort, session.terms)
         if out is None:
-            tried = f"this also happens without {named(sorted(take.without))}, and " if take.without else ""
+            tried = (
+                f"this also happens without {session.roster.names.several(take.without)}, and " if take.without else ""
+            )
             end = f"{tried}the last good state is the one before round {round}"
             error.append(end)
             error.carry = take.carry
             raise error
         session.backoff.failed(out, round + isinstance(error, SpoiledError))
-        text = "round %d is undone (%s) and repeated without client %d, whose update was %.3g times as long as usual"
-        log.warning(text, round, error, out, take.ratios[out])
+        text = "round %d is undone (%s) and repeated without %s, whose update was %.3g times as long as usual"
+        log.warning(text, round, error, session.roster.names.one(out), take.ratios[out])
         session.exchange_log.note({"round": round, "undone": str(error), "without": sorted(take.without)})
 
     def play(self, fed: FlowerFed, carry: Carry) -> Carry:
@@ -227,8 +236,8 @@ class FlowerRun:
     def close(self) -> None:
         if self.before is not None and (never := self.session.never_counted()):
             count = len(self.session.clients)
-            text = f"no reply of {len(never)} of {count} clients has counted in this run ({in_words(never)})"
-            warn(AbsenceWarning(text))
+            reasons = self.session.roster.names.in_words(never)
+            warn(AbsenceWarning(f"no reply of {len(never)} of {count} clients has counted in this run ({reasons})"))
         trim_heap()
 
 
@@ -291,7 +300,7 @@ class ClientMetrics:
         population = len(self.session.clients)
         if len(shared) < population and not self.warned:
             text = f"per-client metrics come from only {len(shared)} of {population} clients"
-            text += f" ({in_words(silent.values(), 3)})"
+            text += f" ({self.session.roster.names.in_words(silent.values(), 3)})"
             warn(AbsenceWarning(text))
             self.warned = True
         row: Row = {}

@@ -18,11 +18,13 @@ from fedbilevel.core.fed import Request
 from fedbilevel.core.own import OwnNumbers
 from fedbilevel.core.privacy import comparable_norm
 from fedbilevel.flower import wire
-from fedbilevel.flower.refusal import Code, Refusal, in_words
-from fedbilevel.flower.server.roster import ClientReply
+from fedbilevel.flower.refusal import Refusal
+from fedbilevel.flower.server.roster import ClientReply, tell_stalled
 from fedbilevel.flower.server.session import CountedReply, Session, SpoiledError
 from fedbilevel.flower.server.terms import CheckedReply, check_public, check_response
 from fedbilevel.flower.wire import CallSignature, Contract, RequestMessage
+
+NEW_PHASE = ", in the first exchange of this phase, for which each site compiles a program"
 
 
 class EncodedMessage(NamedTuple):
@@ -96,7 +98,8 @@ class Exchange:
                 session.roster.wait(left, missing := self.needed - len(self.replies), missing)
             place = self.spec.round, self.spec.number, self.spec.phase, attempt
             began, sent = session.clock.time(), self.attempt(left)
-            self.tell_stalled(left)
+            first = not session.norms.past.get(self.spec.phase)
+            tell_stalled(self.failed, len(left), NEW_PHASE if first else "")
             responses = [reply.checked.response for reply in self.replies[logged:]]
             seconds = session.clock.time() - began
             session.exchange_log(place, seconds, sent, responses, self.failed)
@@ -107,11 +110,11 @@ class Exchange:
                 session.norms.note(self.spec.phase, norms)
                 session.take.hear(norms)
                 return sorted(self.replies, key=lambda reply: places[reply.client])
-        reasons = dict(sorted(reasons.items()))
+        reasons = {client: why for client, why in sorted(reasons.items()) if client not in self.done}
         spoiled = 2 * sum(why.code.of_state for why in reasons.values()) >= len(self.own)
         times = "" if session.terms.attempts == 1 else f" after {session.terms.attempts} attempts"
         said = f"round {self.spec.round}, phase {self.spec.phase}: {len(self.replies)} of {self.needed} needed replies "
-        said += f"count{times} ({in_words(reasons.values())})"
+        said += f"count{times} ({session.roster.names.in_words(reasons.values())})"
         raise (SpoiledError if spoiled else ExchangeError)(
             said,
             round=self.spec.round,
@@ -140,18 +143,6 @@ class Exchange:
             if self.enough() or not hope:
                 return sent
             roster.look(began)
-
-    def tell_stalled(self, left: list[int]) -> None:
-        """If most online clients are late, say so in their refusals: then the cause is not a single client."""
-        late = [client for client, why in self.failed.items() if why.code is Code.LATE]
-        online = len(left) - sum(why.code is Code.ABSENT for why in self.failed.values())
-        if len(late) >= 2 and 2 * len(late) > online:
-            first = not self.session.norms.past.get(self.spec.phase)
-            new = ", in the first exchange of this phase, for which each site compiles a program" if first else ""
-            for client in late:
-                why = self.failed[client].why
-                text = f"{why}; {len(late)} of {online} online clients are late at the same time{new}"
-                self.failed[client] = Refusal(Code.STALLED, text, client)
 
     def enough(self) -> bool:
         """Return whether enough replies have arrived, if the exchange ends after a given number of replies."""

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel.core.errors import ExchangeError
-from fedbilevel.flower.refusal import Code, Refusal, in_words
-from fedbilevel.flower.server.roster import ask
+from fedbilevel.flower.refusal import Code, Refusal
+from fedbilevel.flower.server.roster import ask, tell_stalled
 from fedbilevel.flower.server.session import ExchangeLog, roster_of
 from fedbilevel.flower.wire import AGREEMENT, QUESTION, Contract, RequestMessage, ResponseMessage, reading
 
@@ -32,7 +32,7 @@ class Questions:
     def __init__(self, flower: Any, contract: Contract, clients: int) -> None:
         self.terms, self.clients, self.exchanges = flower.terms, range(clients), 0
         self.roster = roster_of(flower, contract, clients)
-        self.log = ExchangeLog(None if flower.log is None else Path(flower.log))
+        self.log = ExchangeLog(None if flower.log is None else Path(flower.log), self.roster.names)
 
     def question(self, text: str) -> list[str]:
         """Return the answers of all clients to a question, in the order of clients."""
@@ -67,7 +67,8 @@ class Questions:
             found |= new
             if len(found) == len(self.clients):
                 return [found[client] for client in self.clients]
-        said = f"{kind}: {len(found)} of {len(self.clients)} clients answered ({in_words(failed.values())})"
+        reasons = self.roster.names.in_words(failed.values())
+        said = f"{kind}: {len(found)} of {len(self.clients)} clients answered ({reasons})"
         counts = {"replies": len(found), "needed": len(self.clients)}
         raise ExchangeError(said, phase=kind, **counts, refusals=failed.values())
 
@@ -96,6 +97,7 @@ class Questions:
                     responses.append(response)
             except Refusal as refusal:
                 failed[reply.client] = refusal
+        tell_stalled(failed, len(clients))
         seconds = self.roster.clock.time() - began
         self.log((0, number, kind, attempt), seconds, [*requests.values()], responses, failed)
         return found, failed

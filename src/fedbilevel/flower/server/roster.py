@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.flower import wire
-from fedbilevel.flower.refusal import Code, Refusal
+from fedbilevel.flower.refusal import ClientNames, Code, Refusal
 from fedbilevel.flower.server.terms import Terms
 from fedbilevel.flower.server.tolerant_grid import TolerantGrid
 from fedbilevel.flower.wire import Contract, RequestMessage, ResponseMessage
@@ -141,10 +141,11 @@ class Roster:
         clock: ServerClock,
         own: Mapping[int, Contract] = MappingProxyType({}),
         keys: Mapping[int, bytes] = MappingProxyType({}),
+        names: ClientNames = ClientNames(),  # noqa: B008  it is frozen
     ) -> None:
         self.grid = TolerantGrid(grid)
         self.contract, self.run, self.population = contract, run, population
-        self.terms, self.clock, self.own, self.keys = terms, clock, own, keys
+        self.terms, self.clock, self.own, self.keys, self.names = terms, clock, own, keys, names
         self.nodes: dict[int, int] = {}  # client -> its node
         self.greeted: dict[int, float] = {}  # node -> the time of its last greeting
         self.greetings: dict[str, int] = {}  # message -> node, for greetings without a reply
@@ -163,7 +164,7 @@ class Roster:
         online = self.grid.online
         for client, node in list(self.nodes.items()):
             if node not in online:
-                log.warning("client %d has left (node %d)", client, node)
+                log.warning("%s has left (node %d)", self.names.one(client), node)
                 del self.nodes[client]
                 self.greeted.clear()
         self.greeted = {node: when for node, when in self.greeted.items() if node in online}
@@ -181,12 +182,20 @@ class Roster:
                     self.admit(node, wire.decode(ResponseMessage, message))
             except Refusal as refusal:
                 mine = der_of(self.grid.registered().get(node, b"")) if self.keys else None
-                refusal.client = next((client for client, key in self.keys.items() if key == mine), refusal.client)
+                by_key = next((client for client, key in self.keys.items() if key == mine), None)
+                refusal.client = refusal.client if by_key is None else by_key
                 if refusal.code is Code.LATE and node in self.refusals:
                     continue  # its earlier refusal is still valid
                 if node not in self.refusals or self.refusals[node].line != refusal.line:
-                    log.warning("node %d does not take part: %s", node, refusal.line)
+                    log.warning("node %d%s does not take part: %s", node, self.whose(refusal, by_key), refusal.line)
                 self.refusals[node] = refusal
+
+    def whose(self, refusal: Refusal, by_key: int | None) -> str:
+        """Say in words which site a refused node belongs to, by its key or by its claim; "" if sites have no names."""
+        if refusal.client is None or self.names.site(refusal.client) is None:
+            return ""
+        verb = "claims to be" if by_key is None else "has the key of"
+        return f", which {verb} {self.names.one(refusal.client)},"
 
     def greet(self, nodes: Collection[int]) -> None:
         """Greet these nodes, except any that was greeted within the last `terms.deadline` seconds."""
@@ -211,11 +220,12 @@ class Roster:
                 raise Refusal(Code.PLACE, f"the node claims to be client {client}, not 0 to {self.population - 1}")
             if response.contract != (expected := self.contract_of(client).text):
                 raise wire.disagreement(server=expected, site=response.contract)
+            claim = f"the node claims to be {self.names.one(client)}"
             if self.keys and der_of(self.grid.registered().get(node, b"")) != self.keys.get(client):
-                raise Refusal(Code.KEY, f"the node claims to be client {client}, which has another key")
+                raise Refusal(Code.KEY, f"{claim}, which has another key")
             if (holder := self.nodes.get(client, node)) != node:
-                raise Refusal(Code.PLACE, f"the node claims to be client {client}, but node {holder} is this client")
-        log.info("client %d has joined (node %d)", client, node)
+                raise Refusal(Code.PLACE, f"{claim}, but node {holder} is this client")
+        log.info("%s has joined (node %d)", self.names.one(client), node)
         self.nodes[client] = node
         self.refusals.pop(node, None)
 
@@ -310,6 +320,22 @@ class Roster:
             late = Refusal(Code.LATE, f"no reply within {self.terms.deadline:g} s", client)
             self.ready.append(ClientReply(client, request, late))
         return len(self.ready) > before
+
+
+def tell_stalled(failed: dict[int, Refusal], asked: int, circumstances: str = "") -> None:
+    """If most online clients are late, change their refusals so that they say so: the cause is not a single client.
+
+    Args:
+        failed: client -> why it has failed in an attempt at an exchange.
+        asked: the number of clients that the attempt concerns.
+        circumstances: the end of the new texts.
+    """
+    late = [client for client, why in failed.items() if why.code is Code.LATE]
+    online = asked - sum(why.code is Code.ABSENT for why in failed.values())
+    if len(late) >= 2 and 2 * len(late) > online:
+        for client in late:
+            text = f"{failed[client].why}; {len(late)} of {online} online clients are late at the same time"
+            failed[client] = Refusal(Code.STALLED, f"{text}{circumstances}", client)
 
 
 def ask(roster: Roster, requests: dict[int, RequestMessage]) -> tuple[list[ClientReply], dict[int, Refusal]]:

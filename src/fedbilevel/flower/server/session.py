@@ -29,7 +29,7 @@ from fedbilevel.engines.costs import Sums
 from fedbilevel.engines.engine import Carry
 from fedbilevel.engines.in_flight import InFlight
 from fedbilevel.engines.submodels import SubmodelPlan, WholeModels
-from fedbilevel.flower.refusal import Refusal
+from fedbilevel.flower.refusal import ClientNames, Refusal
 from fedbilevel.flower.server.roster import Roster, ServerClock, WallClock, public_keys
 from fedbilevel.flower.server.terms import Backoff, CheckedReply, NormBounds, Terms
 from fedbilevel.flower.versions import quick_pulls, require_flower, tested
@@ -42,14 +42,20 @@ class ExchangeLog:
     """The log of exchanges: lines in the program's log and, if a path is given, JSON lines in a file.
 
     The file contains every refusal. The program's log says why a client is absent only when the reason has changed.
+    Clients with the same reason share a line of the program's log.
+
+    Args:
+        path: the file; None: no file.
+        names: the names of the clients. The first line of an attempt also contains the names of the sites.
 
     Raises:
         CheckpointError: the file cannot be written. This is checked before the first exchange; a run without exchanges
             leaves no file.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
+    def __init__(self, path: Path | None, names: ClientNames = ClientNames()) -> None:  # noqa: B008  it is frozen
+        self.path, self.names = path, names
+        self.heading: dict[str, Any] = {"sites": [*names.sites]} if names.sites else {}  # for the next line
         self.absent: dict[int, Refusal] = {}  # client -> why it is absent, according to the last line of the log
         self.counted: set[int] = set()  # clients with a reply that counted
         self.spent: dict[int, tuple[float, float]] = {}  # client -> the (ε, δ) in its last reply that counted
@@ -80,7 +86,7 @@ class ExchangeLog:
         up = sum(len(response.payload) for response in responses)
         replied = sorted(response.client for response in responses)
         line: dict[str, Any] = dict(zip(("round", "exchange", "phase", "attempt"), place, strict=True))
-        line |= {"asked": len(requests), "answered": replied, "bytes_down": down, "bytes_up": up}
+        line |= self.heading | {"asked": len(requests), "answered": replied, "bytes_down": down, "bytes_up": up}
         line["seconds"] = round(seconds, 4)
         if (epsilon := max((response.epsilon for response in responses), default=0.0)) > 0:
             line["epsilon"] = epsilon  # the largest ε that a client has reported
@@ -90,12 +96,17 @@ class ExchangeLog:
         log.info(text, *place[:3], len(replied), len(requests), down, up, seconds)
         self.counted |= set(replied)
         self.absent = {client: why for client, why in self.absent.items() if client not in replied}
+        new: dict[str, list[int]] = {}  # a reason -> the clients for which the log has not named it yet
         for client, refusal in sorted(refused.items()):
             line.setdefault("refused", {})[str(client)] = refusal.told()
             known, self.absent[client] = self.absent.get(client), refusal
             if known is None or known.line != refusal.line:
-                log.warning("round %d exchange %d %s: client %s does not count: %s", *place[:3], client, refusal.line)
+                new.setdefault(refusal.line, []).append(client)
+        for why, clients in new.items():
+            whose, verb = self.names.several(clients), "does" if len(clients) == 1 else "do"
+            log.warning("round %d exchange %d %s: %s %s not count: %s", *place[:3], whose, verb, why)
         self.note(line)
+        self.heading = {}
 
     def remember(self, line: Mapping[str, Any]) -> None:
         """Read the (ε, δ) of clients from a line of the log, and remember them."""
@@ -231,7 +242,8 @@ def roster_of(flower: Any, contract: Contract, clients: int, own: Mapping[int, C
     if isinstance(clock, WallClock) and tested(require_flower()):
         quick_pulls(flower.terms.deadline)
     public = {} if flower.keys is None else public_keys(Path(flower.keys), clients)
-    return Roster(flower.grid, contract, flower.name, clients, flower.terms, clock, own or {}, public)
+    names = ClientNames(flower.sites)
+    return Roster(flower.grid, contract, flower.name, clients, flower.terms, clock, own or {}, public, names)
 
 
 class Session:
@@ -275,7 +287,7 @@ class Session:
         self.roster = roster_of(flower, contract, len(clients), own)
         self.clock = self.roster.clock
         self.backoff, self.norms = Backoff(), NormBounds(self.terms, algorithm.asks.differences)
-        self.exchange_log = ExchangeLog(None if flower.log is None else Path(flower.log))
+        self.exchange_log = ExchangeLog(None if flower.log is None else Path(flower.log), self.roster.names)
         self.take = Take(carry)
         self.phase_queues = PhaseQueues.of(carry.queues)
         self.counted = np.array(carry.clients)
