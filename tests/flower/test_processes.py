@@ -75,25 +75,28 @@ def test_children_go_when_their_parent_is_killed():
 def unit(tmp_path, body):
     """Start a process that supervises another one, which adds an "x" to the file `starts` and then runs `body`."""
     program = f"""
-import sys
+import logging, sys
 from functools import partial
 from fedbilevel.flower.launch import children, supernode
+logging.basicConfig(level=logging.INFO)
 a = [sys.executable, "-c", "open({str(tmp_path / "starts")!r}, 'a').write('x'); {body}"]
 sys.exit(supernode.supervise(partial(children.spawn, a, group=False), backoff=(0.1, 0.4)))
 """
     return subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
 
 
-def test_the_supervisor_starts_again_what_ends_and_stops_it_on_sigterm(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+def test_the_supervisor_starts_again_what_ends_and_stops_it_on_a_signal(number, tmp_path):
     starts = tmp_path / "starts"
     lasts = f"import time; time.sleep(600 * (len(open({str(starts)!r}).read()) > 2)); raise SystemExit(1)"
     supervisor = unit(tmp_path, lasts)
     wait(lambda: starts.exists() and len(starts.read_text()) >= 3)
     family = children.family(supervisor.pid)
     assert len(family) >= 2
-    supervisor.send_signal(signal.SIGTERM)
+    supervisor.send_signal(number)
     _, said = supervisor.communicate(timeout=30)
     assert supervisor.returncode == 0
+    assert said.splitlines()[-1].endswith(supernode.STOPPED)
     assert children.living(family) == []
     assert "the SuperNode ended with status 1" in said
 

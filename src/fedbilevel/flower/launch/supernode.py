@@ -27,6 +27,7 @@ from fedbilevel.flower.versions import TESTED, require_flower, tested
 
 FASTEST, SLOWEST = 0.02, 2.0  # the shortest and the longest time between two requests for a message, in seconds
 BACKOFF = (1.0, 10.0)
+STOPPED = "the site has stopped; to take part again, start it with the same command and the same state-folder"
 STEADY = 60.0  # after a process has run for this many seconds, the wait before a restart is short again
 
 logger = logging.getLogger("fedbilevel.supernode")
@@ -61,7 +62,7 @@ def environment(base: Mapping[str, str]) -> dict[str, str]:
 
 
 def supervise(start: Callable[[], subprocess.Popen], backoff: tuple[float, float] = BACKOFF) -> int:
-    """Start a process, and restart it whenever it ends, until SIGTERM or Ctrl-C.
+    """Start a process, and restart it whenever it ends, until SIGTERM or Ctrl-C. Then the log says how to go on.
 
     The wait before a restart doubles each time, and is short again after the process has run for STEADY seconds.
 
@@ -79,6 +80,15 @@ def supervise(start: Callable[[], subprocess.Popen], backoff: tuple[float, float
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, leave)
+    try:
+        return restarted(start, backoff)
+    except SystemExit:
+        logger.info(STOPPED)
+        raise
+
+
+def restarted(start: Callable[[], subprocess.Popen], backoff: tuple[float, float]) -> int:
+    """Start a process, and restart it whenever it ends; return 2 if it ends with this status (see `supervise`)."""
     wait = backoff[0]
     while True:
         began, child = time.monotonic(), start()
