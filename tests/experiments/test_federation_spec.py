@@ -11,6 +11,7 @@ import shutil
 import tomllib
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from fedbilevel.experiments.federation_status import Status
 from fedbilevel.experiments.folder import Folder
 from fedbilevel.experiments.names import SEARCHES
 from fedbilevel.flower import versions
+from fedbilevel.flower.launch import processes
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.refusal import Code, Refusal
 from fedbilevel.flower.server.engine import in_a_sentence, server_app
@@ -110,6 +112,39 @@ def test_a_demo_without_flower_writes_nothing(spec, tmp_path, monkeypatch):
     with refuses("", fact='pip install ".[flower]"'):
         federation.play_demo(spec, 2, tmp_path / "demo", persistent=True)
     assert not (tmp_path / "demo").exists()
+
+
+@pytest.mark.parametrize("when", ["start", "run"])
+def test_a_demo_that_is_interrupted_says_that_all_is_stopped_and_where_its_files_are(
+    when, spec, tmp_path, monkeypatch, capsys
+):
+    class Interrupted:
+        """Stands for the processes of a federation; Ctrl-C comes while they start, or while the run goes on."""
+
+        address, credentials = "127.0.0.1:1", SimpleNamespace(ca=tmp_path / "ca.crt")
+
+        def __init__(self, *_, **__):
+            pass
+
+        def __enter__(self):
+            if when == "start":
+                raise KeyboardInterrupt
+            return self
+
+        def __exit__(self, *_):
+            print("end of the processes")
+
+        def run(self, app, config):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(processes, "Federation", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        federation.play_demo(spec, 2, tmp_path / "demo", persistent=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("all stopped; ")
+    assert lines[-1].endswith(str((tmp_path / "demo").resolve()))
+    assert lines[-3:-1] == ["stopping all processes", "end of the processes"] or when == "start"
+    assert ("stopping all processes" in lines) == (when == "run")
 
 
 @pytest.mark.slow

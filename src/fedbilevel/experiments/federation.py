@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -536,7 +537,11 @@ def play_demo(spec: Spec, clients: int, out: Path | None, persistent: bool, log:
     print(f"starting a SuperLink and {clients} SuperNodes, with TLS and keys; logs in {folder / 'logs'}", flush=True)
     floors = "min-local-samples=1 min-batch-size=1"  # the data are public
     configs = [f"partition-id={k} num-partitions={clients} {floors}" for k in range(clients)]
-    with Federation(folder, clients, persistent=persistent, node_configs=configs) as federation:
+    with (
+        _stopping_said(folder),
+        Federation(folder, clients, persistent=persistent, node_configs=configs) as federation,
+        _stopping_said(),
+    ):
         print(f"online at {federation.address}; {spec.title}", flush=True)
         try:
             config = f'out="{run}" client-keys="{federation.credentials.ca.parent}" log="{",".join(log)}"'
@@ -550,3 +555,18 @@ def play_demo(spec: Spec, clients: int, out: Path | None, persistent: bool, log:
     done = load_run(run)
     print("all stopped", *([f"plot  {done.folder.plot}"] if done.folder.plot.is_file() else []), sep="\n")
     return done
+
+
+@contextmanager
+def _stopping_said(folder: Path | None = None) -> Iterator[None]:
+    """Print a line if Ctrl-C ends the block: that the processes are being stopped, or where their files are.
+
+    Args:
+        folder: the folder of the files, if all processes have ended when the block ends; None: they are still running.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        ended = f"all stopped; the app, the logs and the unfinished run are in {folder}"
+        print("stopping all processes" if folder is None else ended, flush=True)
+        raise
