@@ -147,6 +147,14 @@ def test_settings_reach_the_algorithms_they_are_for() -> None:
     assert {spec.run.rounds for spec in specs.values()} == {9}
 
 
+def test_a_field_of_a_section_may_be_set_for_one_method_without_the_section() -> None:
+    """`simfbo.rule` is a field of [layers], as `rule` is without a method, and reaches no other method."""
+    settings = ["clients=3", "simfbo.rule=median", "lfednest.capacity=0.5"]
+    specs = comparison_specs("quadratic", ["simfbo", "lfednest"], settings=settings)
+    assert [type(spec.layers.rule).__name__ for spec in specs.values()] == ["Median", "NoneType"]
+    assert [dict(spec.clients) for spec in specs.values()] == [{}, {"capacity": 0.5}]
+
+
 def test_own_numbers_of_one_method_of_a_comparison() -> None:
     """Clients' own numbers may be set for one method of a comparison.
 
@@ -169,7 +177,8 @@ def test_own_numbers_of_one_method_of_a_comparison() -> None:
         (TWO, ["algorithm.rdius=3"], ("field of the algorithms", "rdius", "", "radius")),
         (TWO, ["momentum=0.5"], ("field", "momentum", "simfbo: batch_size, client_lr,")),
         (TWO, ["rdius=3"], ("field", "rdius", "", "radius")),
-        (TWO, ["shrofbo.rdius=3"], ("field of algorithm", "rdius", "", "radius", "shrofbo")),
+        (TWO, ["shrofbo.rdius=3"], ("field", "rdius", "shrofbo: batch_size, client_lr,", "radius")),
+        (TWO, ["simfbo.rul=median"], ("field", "rul", "simfbo.layers: compression, rule", "rule")),
         (TWO, ["lfednest.inner.lr=3"], ("--set", "lfednest.inner.lr=3", "simfbo, shrofbo")),
     ],
 )

@@ -249,6 +249,25 @@ OF_A_METHOD = "clients", "submodels", "asynchronous", "layers", "privacy"
 """The sections of a spec that can be set for one method of a comparison, as in NAME.clients.local_steps=3."""
 
 
+def _section_of(field: str, method: str, known: Mapping[str, Sequence[str]]) -> str:
+    """Return what comes before a field that is set for one method of a comparison: "algorithm.", "layers." or so.
+
+    Args:
+        field: the field, or the name of its section, for which the result is "".
+        method: the name of the method.
+        known: section -> its fields, for this method.
+
+    Raises:
+        ConfigurationError: neither the method nor a section that can be set for one method has this field.
+    """
+    if field in OF_A_METHOD or field == "algorithm":
+        return ""
+    if holder := next((section for section in ("algorithm", *OF_A_METHOD) if field in known[section]), None):
+        return f"{holder}."
+    others = {f"{method}.{section}": known[section] for section in OF_A_METHOD}
+    raise unknown_setting(field, {method: known["algorithm"], **others})
+
+
 def _settings_of_each(task: str | None, algorithms: Sequence[str], settings: Sequence[str]) -> dict[str, list[str]]:
     """Return the settings of each algorithm, in the form that `configure` takes."""
     known = {
@@ -264,7 +283,7 @@ def _settings_of_each(task: str | None, algorithms: Sequence[str], settings: Seq
         if head in ALGORITHMS or head in named:
             allowed = f"for one of the algorithms that are compared: {', '.join(algorithms)}"
             require(head in named and bool(rest), "--set", setting, allowed)
-            section = "" if rest.partition(".")[0] in OF_A_METHOD else "algorithm."
+            section = _section_of(rest.partition(".")[0], head, known[named[head]])
             each[named[head]].append(f"{section}{rest}{equals}{text}")
             continue
         holders: Sequence[str] = algorithms
