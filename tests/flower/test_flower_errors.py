@@ -8,10 +8,13 @@ import pytest
 from flwr.app import Error, Message
 from google.protobuf.message import DecodeError
 
+from fedbilevel.core.errors import ExchangeError
 from fedbilevel.flower import wire
 from fedbilevel.flower.launch.in_process import InProcess
+from fedbilevel.flower.refusal import Code
 from fedbilevel.flower.server.terms import Terms
 from fedbilevel.flower.wire import RequestMessage, ResponseMessage, decode
+from refusals import codes, raises_with
 
 STEPS = federations.Steps()
 CLIENTS = federations.app(STEPS)
@@ -78,6 +81,15 @@ def test_errors_of_flower_that_pass_change_nothing(broken, whole):
     federations.same(result, whole)
     assert not any(grid.broken.values())
     assert (grid.alone > 0) == ("pull" in broken)
+
+
+def test_a_superlink_that_takes_no_message_is_the_reason_and_not_the_size_of_the_message():
+    """A SuperLink that was stopped, or has ended the run, raises an error for every request."""
+    grid = Failing()
+    note = lambda result, row: grid.broken.update(push=99) if result.round == 1 else None  # noqa: E731
+    with raises_with(ExchangeError, f"could not be handed to the SuperLink ({type(ERROR).__name__})", round=1) as error:
+        federations.solve(STEPS, grid, terms=TERMS, callbacks=[note])
+    assert {*codes(error).values()} == {Code.UNSENT}
 
 
 def test_an_answer_that_cannot_be_unpacked_is_left_out(monkeypatch):

@@ -87,6 +87,12 @@ class Code(Enum):
         "SuperLink's load and log, since a huge message delays all others",
     )
     BOUND = "bound", OPERATOR, "look at this client's data; norm-factor, message-factor and norm-bound set the bounds"
+    UNSENT = (
+        "unsent",
+        OPERATOR,
+        "find out whether the SuperLink runs, and whether the run was stopped (flwr list); then submit the run again "
+        "with the same out",
+    )
     LARGE = "large", EITHER, "send less: metrics and layouts have to be short"
     MALFORMED = "malformed", EITHER, "compare the apps and the versions of fedbilevel: the two protocols differ"
     FLOWER = "flower", SITE, "its worker or SuperNode has failed; the site's log says more"

@@ -286,8 +286,14 @@ class Roster:
             if sent:
                 self.under_way[client] = (sent, requests[client], end)
             else:
-                failed[client] = Refusal(Code.LARGE, "Flower did not accept the message; it may be too large", client)
+                failed[client] = self.why_unsent(client)
         return failed
+
+    def why_unsent(self, client: int) -> Refusal:
+        """Return why the last messages were not sent: the call of Flower failed, or Flower did not accept them."""
+        if error := self.grid.unsent:
+            return Refusal(Code.UNSENT, f"the request could not be handed to the SuperLink ({error})", client)
+        return Refusal(Code.LARGE, "Flower did not accept the message; it may be too large", client)
 
     def requests(self) -> list[tuple[int, RequestMessage]]:
         """List (client, request) for each pending request."""

@@ -22,6 +22,7 @@ class TolerantGrid:
         self.grid = grid
         self.online: set[int] = set()  # the nodes that Flower last reported as online
         self.singly = False  # whether replies are fetched one by one, because one bad message makes a common pull fail
+        self.unsent = ""  # the class of the error with which the last call of `push` failed; "" if it did not fail
         self.bad: set[str] = set()  # messages whose replies could not be fetched; the log has reported them
 
     def refresh(self) -> None:
@@ -45,11 +46,12 @@ class TolerantGrid:
         For a message that Flower does not accept, its grids return a different id or no id. If one message is too
         large, they return no ids at all.
         """
+        self.unsent = ""
         try:
             taken = set(self.grid.push_messages(messages))
-        except Exception:
+        except Exception as error:
             log.warning("Flower did not accept %d messages", len(messages), exc_info=True)
-            taken = set()
+            taken, self.unsent = set(), type(error).__name__
         numbers = [message.metadata.message_id for message in messages]  # set by `push_messages`
         return [number if number in taken else "" for number in numbers]
 
