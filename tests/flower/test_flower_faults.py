@@ -325,6 +325,18 @@ def test_errors_of_flower_are_words_of_this_library_if_their_cause_is_known(numb
     assert f"Flower's error {number}" in refusal.value.why
 
 
+def test_an_exchange_waits_for_as_many_replies_as_a_robust_rule_needs(tmp_path):
+    """Krum needs five of six clients here, more than the quorum of three; two clients fail in all attempts."""
+    method = fb.layered(STEPS, fb.parts.Krum(bad=1))
+    clients = federations.misbehaving(federations.app(method), {(client, 1, 0): refuse for client in (2, 4)})
+    options = {"terms": TERMS, "cohort": 6, "checkpoint": tmp_path / "run.npz"}
+    with raises_with(fb.errors.ExchangeError, round=1, replies=4, needed=5) as error:
+        federations.solve(method, InProcess(clients, 6), **options)
+    assert codes(error) == dict.fromkeys((2, 4), Code.FLOWER)
+    with refuses("cohort", 4, "5 replies"):
+        federations.solve(method, InProcess(clients, 6), cohort=4)
+
+
 def test_quorum():
     """A quorum q of a cohort of n clients is ⌈q·n⌉ replies, and wrong fields of `Terms` are refused."""
     assert [Terms(quorum=0.5).needed(cohort) for cohort in (1, 2, 3, 4)] == [1, 1, 2, 2]

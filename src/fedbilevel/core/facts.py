@@ -131,12 +131,14 @@ class Asks(NamedTuple):
         fresh_cohorts: the largest number of fresh cohorts in a round; `fresh` in `Fed.mean` must be less than this.
         differences: whether clients send changes of what they keep, and the server adds them up. Its sum is wrong if a
             client begins anew, so a federation continues without a client that has lost what it kept.
+        replies: the least number of replies that each exchange needs, as for a robust rule.
     """
 
     first: int | None = None
     everyone: bool = False
     fresh_cohorts: int = 0
     differences: bool = False
+    replies: int = 1
 
     @property
     def asynchronous(self) -> bool:

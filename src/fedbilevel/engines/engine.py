@@ -207,9 +207,12 @@ class Cohort(NamedTuple):
 
 
 def check_everyone(algorithm: Algorithm, population: int, cohort: Cohort, field: str = "cohort") -> None:
-    """Reject a cohort of some clients if the method needs all clients in every round."""
+    """Reject a cohort that is too small for the method, or a part of the clients if it needs all in every round."""
     whole = algorithm.asks.cohorts or not cohort.some(population)
     require(whole, field, cohort.size, f"None: {algorithm.label} needs all clients in every round")
+    least = algorithm.asks.replies
+    needs = f"{least} or more: {algorithm.label} needs {least} replies in each exchange"
+    require(cohort.size >= least, field, cohort.size, needs)
 
 
 def check_drawn_again(cohort: Cohort, carry: Carry) -> None:

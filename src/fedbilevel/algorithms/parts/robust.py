@@ -26,6 +26,7 @@ from fedbilevel.algorithms.parts.layers import Ask, Asked, Kept, Layer
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.config import positive, positive_integer
 from fedbilevel.core.errors import require
+from fedbilevel.core.facts import Asks
 from fedbilevel.core.fed import Total
 from fedbilevel.core.field_types import Number
 
@@ -42,6 +43,14 @@ class RobustRule(Layer):
     def fits(self, method: Algorithm) -> None:
         late = "a method that waits for all replies: a rule needs the replies of one exchange"
         require(not method.asks.asynchronous, f"{self.label}, its method", f"{method.label} with first replies", late)
+
+    @property
+    def _least(self) -> int:
+        """Return the least number of replies for which the rule is defined."""
+        return 1
+
+    def asks(self, inside: Asks) -> Asks:
+        return inside._replace(replies=max(self._least, inside.replies))
 
     def exchange(self, asked: Asked, kept: Kept, ask: Ask) -> tuple[Total, Kept]:
         updates, weights = ask(replace(asked, each=True)).rows
@@ -86,8 +95,12 @@ class TrimmedMean(RobustRule):
     tells = f"{SINGLE}compares the single replies, instead of using only their weighted sum"
     trim: int = positive_integer(default=1)
 
+    @property
+    def _least(self) -> int:
+        return 2 * self.trim + 1
+
     def of(self, rows: Array, weights: Array) -> Array:
-        enough = require_replies("TrimmedMean.trim", self.trim, weights, 2 * self.trim + 1)
+        enough = require_replies("TrimmedMean.trim", self.trim, weights, self._least)
         here = weights > 0
         count = jnp.sum(here)
         ascending = jnp.sort(jnp.where(here[:, None], rows, jnp.inf), axis=0)  # rows that pad the cohort come last
@@ -123,8 +136,12 @@ class Krum(RobustRule):
     tells = f"{SINGLE}uses the whole reply of one client, which the next message can show to other clients"
     bad: int = positive_integer(default=1)
 
+    @property
+    def _least(self) -> int:
+        return 2 * self.bad + 3
+
     def of(self, rows: Array, weights: Array) -> Array:
-        enough = require_replies("Krum.bad", self.bad, weights, 2 * self.bad + 3)
+        enough = require_replies("Krum.bad", self.bad, weights, self._least)
         here = weights > 0
         squares = jax.lax.map(lambda row: jnp.sum((rows - row) ** 2, axis=1), rows)
         others = here[None] & ~jnp.eye(len(rows), dtype=bool)

@@ -130,7 +130,7 @@ class FlowerRun:
             ExchangeError: there is no quorum.
         """
         roster, count = self.session.roster, len(self.session.clients)
-        needed = self.session.terms.needed(count)
+        needed = self.session.needed(count)
         roster.wait(range(count), count, needed)
         if (here := len(roster.nodes)) < needed:
             absent = roster.why_absent(client for client in range(count) if client not in roster.nodes)
@@ -182,7 +182,7 @@ class FlowerRun:
         session, round = self.session, int(take.carry.round)
         if session.algorithm.asks.asynchronous:
             raise error
-        out = take.leave_out(session.cohort, session.terms)
+        out = take.leave_out(session.cohort, session.needed(session.cohort))
         if out is None:
             tried = (
                 f"this also happens without {session.roster.names.several(take.without)}, and " if take.without else ""

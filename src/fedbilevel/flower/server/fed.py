@@ -68,7 +68,7 @@ class FlowerFed(PythonFed):
     def sum(self, phase: Phase, message: PyTree, key: Array, *, fresh: Any = None, each: bool = False) -> Total:
         spec = self.spec(phase, message, key, fresh=fresh is not None, first=False)
         members = self.members if fresh is None else self.cohorts.fresh(int(fresh)).members()
-        exchange = Exchange(self.session, spec, dict(members), self.session.terms.needed(len(members)), set())
+        exchange = Exchange(self.session, spec, dict(members), self.session.needed(len(members)), set())
         replies = exchange.gather()
         sums = self.total(spec.phase, replies)
         self.record(exchange, sums, self.measured(replies))

@@ -31,7 +31,7 @@ from fedbilevel.engines.in_flight import InFlight
 from fedbilevel.engines.submodels import SubmodelPlan, WholeModels
 from fedbilevel.flower.refusal import ClientNames, Refusal
 from fedbilevel.flower.server.roster import Roster, ServerClock, WallClock, public_keys
-from fedbilevel.flower.server.terms import Backoff, CheckedReply, NormBounds, Terms
+from fedbilevel.flower.server.terms import Backoff, CheckedReply, NormBounds
 from fedbilevel.flower.versions import quick_pulls, require_flower, tested
 from fedbilevel.flower.wire import Contract, RequestMessage, ResponseMessage, draw_up
 
@@ -214,10 +214,10 @@ class Take:
         for client, norm in norms.items():
             self.ratios[client] = max(norm / usual, self.ratios.get(client, 0.0))
 
-    def leave_out(self, cohort: int, terms: Terms) -> int | None:
-        """Leave out another client and return its id; None if too few clients would be left."""
+    def leave_out(self, cohort: int, needed: int) -> int | None:
+        """Leave out another client and return its id; None if fewer clients than `needed` would be left."""
         left = {client: ratio for client, ratio in self.ratios.items() if client not in self.without}
-        few = cohort - len(self.without) - 1 < terms.needed(cohort)
+        few = cohort - len(self.without) - 1 < needed
         if not left or few or len(self.without) == MOST:
             return None
         self.without.append(max(left, key=lambda client: (left[client], -client)))
@@ -291,6 +291,10 @@ class Session:
         self.take = Take(carry)
         self.phase_queues = PhaseQueues.of(carry.queues)
         self.counted = np.array(carry.clients)
+
+    def needed(self, clients: int) -> int:
+        """Return how many of these clients must reply, by the quorum and by what the method needs."""
+        return max(self.terms.needed(clients), self.algorithm.asks.replies)
 
     def never_counted(self) -> list[Refusal]:
         """Return a refusal for each client that was asked, but has no reply that counted."""
