@@ -91,7 +91,8 @@ def test_a_status_is_that_of_the_last_word_and_survives_a_line_that_was_cut(tmp_
     cut = '{"round": 2, "exch'
     (tmp_path / "exchanges.jsonl").write_text("\n".join([*map(json.dumps, [*lines, *wrong]), cut]))
     assert Status.of(Folder(tmp_path)).lines == [
-        "not finished, and no process runs it; last: round 1, exchange 0, 2 replied, ε = 1.25 so far",
+        "not finished, and no process runs it; last: round 1, exchange 0, 2 replied",
+        "ε = 1.25 spent, the largest of the clients that add noise",
         "client 3, round 1: x y (no reply of this client has counted yet)", f"    the site: {Code.OTHER.how}",
         f"3 lines of {tmp_path / 'exchanges.jsonl'} cannot be read",
     ]  # fmt: skip
@@ -120,12 +121,12 @@ def test_words_of_a_message_decide_nothing_and_give_no_advice():
 
 def test_clients_that_say_the_same_are_named_together():
     late = [Refusal(Code.LATE, "no reply within 5 s", client) for client in range(12)]
-    refusals = [*late, Refusal(Code.ABSENT, "it is not online", 20), Refusal(Code.OTHER, "x")]
+    refusals = [*late, Refusal(Code.ABSENT, "not online", 20), Refusal(Code.OTHER, "x")]
     said = ClientNames().in_words(refusals, most=2)
     assert said.startswith(
         "clients 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11: no reply within 5 s (the site or the operator"
     )
-    assert "; client 20: it is not online (the site can fix this: start its SuperNode" in said
+    assert "; client 20: not online (the site can fix this: start its SuperNode" in said
     assert said.endswith("; and 1 more reason")
     assert ClientNames().several(range(23)).endswith(" 18, 19 and 3 more")
 
@@ -166,6 +167,27 @@ def test_a_line_of_the_log_names_all_clients_with_the_same_reason(tmp_path, capl
     assert [absent["site"] for absent in status.table["absent"]] == ["aarhus", "chur"]
     assert facts(History(), status)["replied"].startswith("0 of 2")
     assert [cell.words for cell in absent_table(status).columns[0].cells] == ["aarhus (client 0)", "chur (client 2)"]
+
+
+def test_the_status_keeps_epsilon_when_no_private_client_replies_and_names_clients_without_noise(tmp_path):
+    """The largest ε remains when the budget of every private client is spent; others reply without a bound on ε."""
+    spent = {
+        "round": 0,
+        "exchange": 0,
+        "answered": [0, 1, 2],
+        "epsilon": 0.5,
+        "spent": {"0": [0.5, 1e-5], "2": [0.4, 1e-5]},
+    }
+    names = {"sites": ["aarhus", "bergen", "chur"]}
+    later = {"round": 1, "exchange": 0, "answered": [1], "refused": {"0": Refusal(Code.BUDGET, "spent").told()}}
+    (tmp_path / "exchanges.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (spent | names, later)))
+    status = Status.of(Folder(tmp_path))
+    assert status.privacy.startswith("ε = 0.5 spent, the largest of the clients that add noise; without noise, ")
+    assert status.privacy.endswith(" reply bergen (client 1)")
+    assert status.privacy in status.lines
+    assert facts(History(), status)["privacy"] == status.privacy
+    assert status.table["epsilon"] == 0.5
+    assert 'fedbilevel_epsilon{run="r"} 0.5\n' in status.prometheus("r")
 
 
 def test_texts_that_are_too_long_for_a_superlink_do_not_leave_the_site(tmp_path, monkeypatch):

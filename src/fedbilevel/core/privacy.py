@@ -180,7 +180,7 @@ class Privacy:
         if self.budget is not None and (cost := after.epsilon(self.delta)) > self.budget:
             raise BudgetSpentError(
                 f"{SPENT}: after {spent.total} replies, another reply would raise ε to {cost:.6g} at "
-                f"δ = {self.delta:g}, and Privacy.budget = {self.budget:g}"
+                f"δ = {self.delta:g}, and the budget is {self.budget:g}"
             )
         return after
 

@@ -167,6 +167,8 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
     lacking = [term for term in ("clip", "noise-multiplier", "delta") if private and term not in node_config]
     given = f"{', '.join(term for term in PRIVACY if term in node_config)} alone"
     require(not lacking, "node configuration", given, f"given with {', '.join(lacking)}")
+    kept = not private or bool(node.get("state_folder"))
+    require(kept, "node configuration: state-folder", "none", "a folder if clip is given: it has the account of ε")
     return Site(
         id=client,
         name=name,

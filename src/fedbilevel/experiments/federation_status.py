@@ -95,6 +95,7 @@ LINE: Mapping[str, Callable[[Any], bool]] = {
         and all(client.isdecimal() and len(client) < 10 and isinstance(why, dict) for client, why in value.items())
     ),
     "epsilon": lambda value: is_number(value) and value >= 0,
+    "spent": lambda value: isinstance(value, dict) and all(client.isdecimal() and len(client) < 10 for client in value),
     "bytes_down": is_count,
     "bytes_up": is_count,
     "seconds": lambda value: is_number(value) and value >= 0,
@@ -119,6 +120,8 @@ class Status:
             at the same exchange.
         replied: the clients with at least one reply that counted.
         names: the names of the clients.
+        epsilon: the largest ε that a client has reported; 0 if none has.
+        noised: the clients that have reported an ε.
         absent: client -> (round, reason) if the client did not count when it was last asked.
         totals: bytes down and up, and seconds, of all exchanges.
         seconds, replies: for each exchange, its duration in seconds, and the number of replies that counted.
@@ -136,6 +139,8 @@ class Status:
     last: dict[str, Any] = field(default_factory=dict)
     replied: set[int] = field(default_factory=set)
     names: ClientNames = field(default_factory=ClientNames)
+    epsilon: float = 0.0
+    noised: set[int] = field(default_factory=set)
     absent: dict[int, tuple[int, Refusal]] = field(default_factory=dict)
     totals: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("bytes_down", "bytes_up", "seconds"), 0))
     seconds: list[float] = field(default_factory=list)
@@ -179,10 +184,21 @@ class Status:
                 line = line | {"answered": sorted({*self.last["answered"], *answered})}
             self.last, self.replied, self.exchanges = line, self.replied | set(answered), self.exchanges + 1
             self.requests += line.get("asked", 0)
+            self.epsilon = max(self.epsilon, line.get("epsilon", 0.0))
+            self.noised |= set(map(int, line.get("spent", {})))
             self.totals = {name: total + line.get(name, 0) for name, total in self.totals.items()}
             self.seconds.append(line.get("seconds", 0.0))
             self.replies.append(len(answered))
         self.ended = ended
+
+    @property
+    def privacy(self) -> str:
+        """Say in words how large ε is, and which clients reply without noise; "" if no client has reported an ε."""
+        if not self.epsilon:
+            return ""
+        exact = self.replied - self.noised if self.noised else set()
+        without = f"; without noise, and so without a bound on ε, reply {self.names.several(exact)}" if exact else ""
+        return f"ε = {self.epsilon:.4g} spent, the largest of the clients that add noise{without}"
 
     @property
     def lines(self) -> list[str]:
@@ -192,10 +208,10 @@ class Status:
             return ["no exchange has ended", *damage]
         killed = "" if self.running or self.ended is not None else ", and no process runs it"
         state = "finished" if self.finished else f"not finished{killed}"
-        spent = f", ε = {last['epsilon']:.4g} so far" if "epsilon" in last else ""
         phase = f" ({last['phase']})" if "phase" in last else ""  # rounds start at 0 in each part of a study
         where = f"round {last['round']}, exchange {last['exchange']}{phase}"
-        said = [f"{state}; last: {where}, {len(last['answered'])} replied{spent}"]
+        said = [f"{state}; last: {where}, {len(last['answered'])} replied"]
+        said += [self.privacy] if self.privacy else []
         for client, (round, why) in sorted(self.absent.items()):
             never = "" if client in self.replied else " (no reply of this client has counted yet)"
             said += [
@@ -207,7 +223,9 @@ class Status:
     @property
     def table(self) -> dict[str, Any]:
         """Return the status as an object for JSON."""
-        last = {name: self.last.get(name) for name in ("round", "exchange", "phase", "epsilon")}
+        last = {name: self.last.get(name) for name in ("round", "exchange", "phase")} | {
+            "epsilon": self.epsilon or None
+        }
         absent = [
             {
                 "client": client,
@@ -240,7 +258,7 @@ class Status:
             "bytes_down_total": (self.totals["bytes_down"], "Bytes sent to clients"),
             "bytes_up_total": (self.totals["bytes_up"], "Bytes of the replies that counted"),
             "exchange_seconds_total": (self.totals["seconds"], "Seconds that exchanges took"),
-            **({"epsilon": (last["epsilon"], spent)} if "epsilon" in last else {}),  # only with noise is there an ε
+            **({"epsilon": (self.epsilon, spent)} if self.epsilon else {}),  # only with noise is there an ε
             "last_exchange_timestamp_seconds": (self.modified, "When the last line was written"),
         }
         lines = []

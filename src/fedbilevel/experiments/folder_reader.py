@@ -232,12 +232,13 @@ def facts(history: History, status: Status | None) -> dict[str, str]:
             f"{status.seconds[-1]:.3g} s; the median is {statistics.median(status.seconds[-RECENT:]):.3g} s"
         )
         row = {**row, "exchanges": status.exchanges, **status.totals, "seconds": row.get("seconds")}
-        row |= {"epsilon": last["epsilon"]} if "epsilon" in last else {}
     if "exchanges" in row:
         lines["exchanges"] = f"{row['exchanges']:,}"
     if "bytes_down" in row and "bytes_up" in row:
         lines["sent"] = f"{row['bytes_down'] / 1e6:,.2f} MB down, {row['bytes_up'] / 1e6:,.2f} MB up"
-    if "epsilon" in row:
+    if status is not None and status.privacy:
+        lines["privacy"] = status.privacy
+    elif "epsilon" in row:
         lines["privacy"] = f"ε = {row['epsilon']:.4g} spent, the largest of any client"
     return lines | ({"seconds in rounds": f"{row['seconds']:,.1f}"} if row.get("seconds") is not None else {})
 

@@ -40,7 +40,8 @@ class Code(Enum):
     BUDGET = (
         "budget",
         SITE,
-        "raise budget in the node configuration, if the site's rules allow it; the run goes on without this client",
+        "raise budget in the node configuration, if the site's rules allow it; without this client, the run goes on if "
+        "enough others reply",
     )
     APPROVAL = (
         "approval",

@@ -253,7 +253,7 @@ class Roster:
             elif silent:
                 few = f"of {absent} absent clients, at most {len(silent)} can have an online SuperNode that {silence}"
                 return Refusal(Code.ABSENT, f"it is probably not online: {few}", client)
-            return Refusal(Code.ABSENT, "it is not online", client)
+            return Refusal(Code.ABSENT, "not online", client)
 
         return {client: refused.get(client) or why(client) for client in clients}
 
