@@ -182,8 +182,8 @@ def test_the_status_keeps_epsilon_when_no_private_client_replies_and_names_clien
     later = {"round": 1, "exchange": 0, "answered": [1], "refused": {"0": Refusal(Code.BUDGET, "spent").told()}}
     (tmp_path / "exchanges.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (spent | names, later)))
     status = Status.of(Folder(tmp_path))
-    assert status.privacy.startswith("ε = 0.5 spent, the largest of the clients that add noise; without noise, ")
-    assert status.privacy.endswith(" reply bergen (client 1)")
+    assert status.privacy.startswith("ε = 0.5 spent, the largest of the clients that add noise (no noise, ")
+    assert status.privacy.endswith(": bergen (client 1))")
     assert status.privacy in status.lines
     assert facts(History(), status)["privacy"] == status.privacy
     assert status.table["epsilon"] == 0.5

@@ -385,7 +385,7 @@ def _costs(groups: Sequence[RunGroup]) -> list[Column]:
     counted = all(group.counted for group in groups)  # if only some counted, an empty cell would look like no cost
     return [
         Column("exchanges", cells("count", "exchanges"), 4, "exchanges"),
-        Column("MB", cells("tenths", "bytes_down", "bytes_up", of=1e6), 11, "MB"),
+        Column("MB", cells("megabytes", "bytes_down", "bytes_up", of=1e6), 11, "MB"),
         Column("gradients", cells("count", "gradients"), 1, "" if counted else "gradients"),
         Column("hvps", cells("count", "hvps"), 0, "" if counted else "hvps"),
         *([Column("GFLOP", cells("gflop", "flops"), 3, "GFLOP")] if counted else []),

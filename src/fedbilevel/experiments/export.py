@@ -250,7 +250,9 @@ def page(groups: Sequence[RunGroup], notes: Sequence[str] = ()) -> str:
 
 
 def _best(groups: Sequence[RunGroup]) -> str:
-    """Return a sentence that names the method with the best final mean, or all methods with this printed mean.
+    """Return a sentence with the final mean of the best method, and its name, or the names of all with this mean.
+
+    If there is one method, it is not compared.
 
     A pooled run is only a level to compare with, and is never the best of several methods.
     """
@@ -263,8 +265,11 @@ def _best(groups: Sequence[RunGroup]) -> str:
         for name, values in ends.items()
         if text(metric, statistics.fmean(values)) == text(metric, statistics.fmean(best))
     ]
-    by = f", by {' and '.join(level)}" if len(groups) > 1 else ""
-    return f"Best {words(metric)} at the end: {Cell(values=best, kind=metric)}{by}."
+    amount = Cell(values=best, kind=metric)
+    if len(groups) == 1:
+        name = words(metric)
+        return f"{name[:1].upper()}{name[1:]} at the end: {amount}."
+    return f"Best {words(metric)} at the end: {amount}, by {' and '.join(level)}."
 
 
 def _history(run: LoadedRun) -> str:

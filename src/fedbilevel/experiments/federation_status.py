@@ -197,7 +197,7 @@ class Status:
         if not self.epsilon:
             return ""
         exact = self.replied - self.noised if self.noised else set()
-        without = f"; without noise, and so without a bound on ε, reply {self.names.several(exact)}" if exact else ""
+        without = f" (no noise, and so no bound on ε: {self.names.several(exact)})" if exact else ""
         return f"ε = {self.epsilon:.4g} spent, the largest of the clients that add noise{without}"
 
     @property

@@ -34,10 +34,16 @@ DIGITS = 4  # the number of significant digits of a mean in a paper
 LATIN = 0x17F  # the last letter that pdfLaTeX can print without a special font
 
 
+def megabytes(amount: float) -> str:
+    """Write an amount in MB: with one decimal, or with two significant digits if it is below 1."""
+    return f"{amount:,.1f}" if amount == 0 or amount >= 1 else f"{amount:.2g}"
+
+
 AMOUNTS: Mapping[str, Callable[[float], str]] = {
     "count": "{:,.0f}".format,
     "tenths": "{:,.1f}".format,
     "seconds": "{:.1f}".format,
+    "megabytes": megabytes,
     "gflop": gflop,
 }
 """The kind of a cost -> the function that writes the mean of such costs."""
