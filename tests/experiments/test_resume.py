@@ -97,7 +97,13 @@ def test_a_run_is_extended_and_meanwhile_nothing_marks_it_as_finished(tmp_path, 
         code, _, error = run("run", "--resume", short, "--rounds", 50, "--quiet")
     assert (code, error) == (130, f"fedbilevel: interrupted; continue with: fedbilevel run --resume {short}\n")
     assert not any(file.exists() for file in finished)
-    assert "has not finished" in run("compare", short)[2]
+    assert f"has not finished: fedbilevel run --resume {short}" in run("compare", short)[2]
+    (short / "federation").write_text("01234567")  # as in the folder of a server, whose clients are elsewhere
+    for words in (("compare", short), ("run", "--resume", short)):
+        code, _, error = run(*words)
+        assert code == 2
+        assert f"it is the run of a federation; submit it again with out='{short.resolve()}'" in error
+    (short / "federation").unlink()
     assert run("run", "--resume", short, "--quiet")[0] == 0
     assert leftovers(short) == []
     environments = [environment := json.loads((short / "environment.json").read_text()), *environment["resumed"]]

@@ -265,6 +265,13 @@ class LoadedRun:
         return str(self.summary["stopped"]).startswith(SPENT)
 
 
+def how_to_continue(place: Folder) -> str:
+    """Say in words how an unfinished run in a folder is continued."""
+    if place.name_in_federation.is_file():  # clients' states are at the sites
+        return f"it is the run of a federation; submit it again with out='{place.path.resolve()}'"
+    return f"fedbilevel run --resume {place.path}"
+
+
 def load_run(path: str | Path) -> LoadedRun:
     """Read the folder of a finished run.
 
@@ -278,7 +285,7 @@ def load_run(path: str | Path) -> LoadedRun:
     why = "this one has a study: read its model-card.md" if folder.model.is_file() else "it has no spec.toml"
     require(folder.spec.is_file(), "run folder", str(folder.path), f"the folder of a run ({why})")
     if not folder.finished:
-        raise ConfigurationError(f"the run in {folder.path} has not finished: fedbilevel run --resume {folder.path}")
+        raise ConfigurationError(f"the run in {folder.path} has not finished: {how_to_continue(folder)}")
     spec = read_finished(folder.spec)
     with as_damage(folder.history):
         lines = read_bytes(folder.history).decode().splitlines()

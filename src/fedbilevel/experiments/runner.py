@@ -73,7 +73,7 @@ from fedbilevel.engines.progress import WRITING, report_stage, showing
 from fedbilevel.engines.tracking import TrackedRun, Tracking
 from fedbilevel.experiments.argument_errors import clients_by_spec, paths_in
 from fedbilevel.experiments.experiment import Experiment, cohort_of, experiment_with
-from fedbilevel.experiments.folder import Folder, as_damage, load_run, own_code
+from fedbilevel.experiments.folder import Folder, as_damage, how_to_continue, load_run, own_code
 from fedbilevel.experiments.loader import label, task_maker
 from fedbilevel.experiments.spec import Spec, read_spec, resolve
 from fedbilevel.reading import read_json
@@ -369,6 +369,8 @@ def _resumable(place: Folder, rounds: int | None) -> Spec:
             raise ConfigurationError(f"there is no folder {place.path} to resume a run from")
         why = "its spec.toml is not a regular file" if place.spec.exists() else "it has no spec.toml"
         raise ConfigurationError(f"{place.path} is not the folder of a run: {why}")
+    if place.name_in_federation.is_file():
+        raise ConfigurationError(f"{place.path} cannot be resumed in a simulation: {how_to_continue(place)}")
     if not place.begun and place.remains() is None:
         raise CheckpointError(f"{place.path} has no checkpoint.npz to resume from", path=place.path)
     try:
