@@ -105,7 +105,7 @@ def hours_of(figure: Figure, found: Mapping[str, Any], claim: Claim, needed: lis
     further: dict[tuple[str, str], int] = {}
     for one, count in needed:
         sloped = [(panel, one.better) for panel in figure.panels_of(claim)]
-        compared = [(one.panel, one.better), (claim.beside or one.panel, one.than)]
+        compared = [(one.panel, one.better), (claim.than_in or one.panel, one.than)]
         for pair in compared if claim.slope is None else sloped:
             further[pair] = max(further.get(pair, 0), (count or 0) - len(seeds_in(found, pair[0])))
     played = {

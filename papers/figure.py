@@ -40,8 +40,8 @@ class Claim:
         ours: whether the statement is ours. It is not counted among the statements of the papers.
         better: the method that the statement is about.
         than: the methods with which it is compared; none for a slope.
-        panels: the panels for which the statement is made; empty: all panels, except `beside`.
-        beside: the panel of the runs of the other methods, which may be `better` itself; None: the same panel.
+        panels: the panels for which the statement is made; empty: all panels, except `than_in`.
+        than_in: the panel of the runs of the other methods, which may be `better` itself; None: the same panel.
         by: the reading of each run: the metric at the "end"; its "mean" over the cost; its mean over the rows of the
             "late" half of the run; or the cost of the "first" row that has reached `reach`.
         metric: the column or the cost to read; None: the figure's metric.
@@ -59,7 +59,7 @@ class Claim:
     ours: bool = False
     than: Sequence[str] = ()
     panels: Sequence[str] = ()
-    beside: str | None = None
+    than_in: str | None = None
     by: Literal["end", "mean", "late", "first"] = "end"
     metric: str | None = None
     against: str | None = None
@@ -256,17 +256,17 @@ class Figure:
     def _check(self, claim: Claim) -> None:
         require_known("way to read a run", [claim.by], ("end", "mean", "late", "first"))
         require_known("panel of a claim", claim.panels, self.panels)
-        require_known("panel of a claim", [claim.beside] if claim.beside else [], self.panels)
+        require_known("panel of a claim", [claim.than_in] if claim.than_in else [], self.panels)
         for panel in self.panels_of(claim):
             require_known(f"method of a claim in panel {panel}", [claim.better], self.methods_of(panel))
-            require_known(f"method of a claim in panel {panel}", claim.than, self.methods_of(claim.beside or panel))
-            same = len(self.seeds_of(panel)) == len(self.seeds_of(claim.beside or panel))
-            require(same and panel != claim.beside, f'"{claim.says}": beside is another panel with as many seeds')
+            require_known(f"method of a claim in panel {panel}", claim.than, self.methods_of(claim.than_in or panel))
+            same = len(self.seeds_of(panel)) == len(self.seeds_of(claim.than_in or panel))
+            require(same and panel != claim.than_in, f'"{claim.says}": than_in is another panel with as many seeds')
         require_known("cost of a claim", [claim.against] if claim.against else [], COSTS)
         require((claim.reach is None) == (claim.by != "first"), f'"{claim.says}": reach belongs to by = "first"')
         require((claim.slope is None) == bool(claim.than), f'"{claim.says}": give either than or slope')
         require(claim.slope is None or bool(self.series), f'"{claim.says}": a slope needs panels with values')
-        require(claim.slope is None or claim.beside is None, f'"{claim.says}": a slope has no panel beside its panels')
+        require(claim.slope is None or claim.than_in is None, f'"{claim.says}": a slope has no than_in')
 
     def _check_trials(self) -> None:
         """Check that all methods are tuned by the same number of trials, and not on test data."""
@@ -318,7 +318,7 @@ class Figure:
 
     def panels_of(self, claim: Claim) -> Sequence[str]:
         """Return the panels for which a claim is made."""
-        return claim.panels or [panel for panel in self.panels if panel != claim.beside]
+        return claim.panels or [panel for panel in self.panels if panel != claim.than_in]
 
     def methods_of(self, panel: str) -> Mapping[str, Method]:
         """Return the methods that are run in a panel."""
@@ -373,7 +373,7 @@ class Figure:
         claims = [{**asdict(claim), "says": ""} for claim in self.claims]
         for claim in claims:
             del claim["ours"]
-            for name in ("against", "beside"):
+            for name in ("against", "than_in"):
                 if claim[name] is None:
                     del claim[name]
         values = [panel.value for panel in self.panels.values()]

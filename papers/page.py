@@ -329,8 +329,8 @@ def table(figure: Figure, found: Outcome) -> Iterator[str]:
     yield f"| claim | {' | '.join(panel or 'slope' for panel in panels)} |\n|---|{'---|' * len(panels)}"
     for claim in figure.claims:
         of = [one for one in shown if one["says"] == claim.says and one["better"] == claim.better]
-        beside = f" ({claim.beside})" if claim.beside else ""
-        rivals = list(dict.fromkeys(one["than"] + beside for one in of))
+        where = f" ({claim.than_in})" if claim.than_in else ""
+        rivals = list(dict.fromkeys(one["than"] + where for one in of))
         against = f": {claim.better} / {'; '.join(rivals)}" if any(rivals) else ""
         against += next((f" ({one['unit']})" for one in of if one["unit"] in COST_UNITS), "")
         cells = [cell(figure, claim, [one for one in of if one["panel"] == panel]) for panel in panels]

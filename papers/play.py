@@ -370,7 +370,7 @@ def joined(figure: Figure, found: Mapping[str, Any], before: Mapping[str, Any], 
     claims = [claim for claim in figure.claims for _ in range(cells_of(figure, claim))]
     cells = []
     for claim, now, then in itertools.zip_longest(claims, found["findings"], before["findings"]):
-        compared = {now["panel"], claim.beside or now["panel"]}
+        compared = {now["panel"], claim.than_in or now["panel"]}
         if not compared & kept:
             cells.append(now)
         elif compared <= kept and then is not None:
@@ -403,7 +403,7 @@ def by_values(
         ConfigurationError: the claim is about another reading of the runs, or a run failed.
     """
     runs: dict[str, dict[str, list[History | None]]] = {}
-    for where, name in ((panel, claim.better), (claim.beside or panel, than)):
+    for where, name in ((panel, claim.better), (claim.than_in or panel, than)):
         if one := panels.get(where, {}).get(name):
             stored = not one["failed_runs"] and claim.by == "end" and claim.metric in (None, figure.metric)
             require(stored, f"the stored outcome does not decide “{claim.says}”: run {figure.id} without --chosen")

@@ -50,8 +50,8 @@ def run(figure: Figure, claim: Claim, reading: float) -> History:
 def state(figure: Figure, claim: Claim, better: Reading, than: Reading) -> str:
     """Return the state of a claim, which must be one in all panels, for readings of its method and of all others."""
     panels, rivals = figure.panels_of(claim), dict.fromkeys(claim.than, than)
-    arms = {panel: {claim.better: better} if claim.beside else rivals | {claim.better: better} for panel in panels}
-    arms |= {claim.beside: rivals} if claim.beside else {}
+    arms = {panel: {claim.better: better} if claim.than_in else rivals | {claim.better: better} for panel in panels}
+    arms |= {claim.than_in: rivals} if claim.than_in else {}
     runs = {
         panel: {name: [run(figure, claim, of(panel, seed)) for seed in range(SEEDS)] for name, of in methods.items()}
         for panel, methods in arms.items()

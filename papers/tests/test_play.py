@@ -159,7 +159,7 @@ def test_a_claim_that_was_added_is_decided_by_the_values_that_are_stored(place: 
     """
     panels = {"all": {}, "more": {"task": {"clients": 5}}}
     first = {"says": "a", "better": "SimFBO", "than": ["FedBiO"], "panels": ["all"]}
-    second = {"says": "b", "better": "SimFBO", "than": ["SimFBO"], "beside": "all", "level": 0.1}
+    second = {"says": "b", "better": "SimFBO", "than": ["SimFBO"], "than_in": "all", "level": 0.1}
     before = run(made_up(panels=panels, seeds=2, claims=[first]), "quick", tmp_path)
     both = made_up(panels=panels, seeds=2, claims=[first, second])
     found, whole = run(both, "quick", tmp_path / "new", before=before), run(both, "quick", tmp_path)
