@@ -195,7 +195,8 @@ def comparison(figure: Figure, claim: Claim, panel: str, than: str, runs: Runs) 
         [None if one is None else reading(figure, claim, one) for one in runs[where][name]] for where, name in pairs
     ]
     count, lost = len(sides[1]), [side.count(None) for side in sides]
-    names = zip((claim.better, than), lost, strict=True)
+    rival = f"{than} ({claim.than_in})" if claim.than_in else than
+    names = zip((claim.better, rival), lost, strict=True)
     failed = "; ".join(f"{name}{FAILED}{one} of {count} seeds" for name, one in names if one)
     if count in lost:
         there = all(one[1] for one in sides[0] if one)
@@ -219,12 +220,12 @@ def comparison(figure: Figure, claim: Claim, panel: str, than: str, runs: Runs) 
         state = state if loses and reached and not all(lost) and state == decided else "open"
     elif not there:
         note = f"{claim.better} does not reach the value of the claim in every run"
-        state = state if state == "contradicted" and other_there else "open"
+        state = state if state == "contradicted" and mean < 0 and other_there else "open"
     elif not other_there:
-        note = f"{SOME_RUNS}{than}{UNREACHED}"
+        note = f"{SOME_RUNS}{rival}{UNREACHED}"
         state = state if state == "holds" and claim.level is None else "open"
     elif claim.level is not None and mean - half > claim.level:
-        note = f"{claim.better} is better than {than} by more than the margin"
+        note = f"{claim.better} is better than {rival} by more than the margin"
     said = replace(said, better_mean=first, than_mean=second, difference=mean, half_width=half)
     return replace(said, state=state, note=note)
 

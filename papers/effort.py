@@ -38,11 +38,12 @@ def what_decides(figure: Figure, found: Mapping[str, Any], statement: Statement)
     """
     claim = next(one for one in figure.claims if one.says == statement.says)
     left = [one for one in statement.findings if one.state == "open"]
-    unplayed = list(dict.fromkeys(one.panel for one in left if one.panel and not has_runs(found, one)))
+    lacking = [panels_without_runs(found, claim, one) for one in left]
+    unplayed = list(dict.fromkeys(panel for panels in lacking for panel in panels))
     needed = [
         (one, seeds_that_decide(figure, claim, one, len(seeds_in(found, one.panel))))
-        for one in left
-        if has_runs(found, one)
+        for one, panels in zip(left, lacking, strict=True)
+        if not panels
     ]
     words = []
     if known := [count for _, count in needed if count is not None]:
@@ -63,9 +64,16 @@ def what_decides(figure: Figure, found: Mapping[str, Any], statement: Statement)
     return "; ".join(words)
 
 
-def has_runs(found: Mapping[str, Any], one: Finding) -> bool:
-    """Return whether an outcome has runs of both methods of a comparison; for a slope, True."""
-    return not one.panel or {one.better, one.than} <= found["panels"].get(one.panel, {}).keys()
+def arms(claim: Claim, one: Finding) -> list[tuple[str, str]]:
+    """Return (panel, method) of both sides of a comparison; the second side may be in another panel."""
+    return [(one.panel, one.better), (claim.than_in or one.panel, one.than)]
+
+
+def panels_without_runs(found: Mapping[str, Any], claim: Claim, one: Finding) -> list[str]:
+    """Return the panels in which an outcome lacks a method of a comparison; for a slope, none."""
+    if claim.slope is not None:
+        return []
+    return [panel for panel, method in arms(claim, one) if method not in found["panels"].get(panel, {})]
 
 
 def reason(note: str) -> str:
@@ -105,8 +113,7 @@ def hours_of(figure: Figure, found: Mapping[str, Any], claim: Claim, needed: lis
     further: dict[tuple[str, str], int] = {}
     for one, count in needed:
         sloped = [(panel, one.better) for panel in figure.panels_of(claim)]
-        compared = [(one.panel, one.better), (claim.than_in or one.panel, one.than)]
-        for pair in compared if claim.slope is None else sloped:
+        for pair in arms(claim, one) if claim.slope is None else sloped:
             further[pair] = max(further.get(pair, 0), (count or 0) - len(seeds_in(found, pair[0])))
     played = {
         (panel, method): (len(of["values"]), of["costs"].get("seconds", 0.0))

@@ -188,6 +188,29 @@ def test_a_method_that_never_gets_there_is_not_level() -> None:
     assert only({"by": "first", "reach": 0.8, "level": 5.0}, late, late).state == "holds"
 
 
+def test_a_run_that_ends_early_without_the_value_does_not_contradict_that_methods_are_level() -> None:
+    """A's runs end after 10 exchanges without the value, and B's reach it after 50. A's true costs may be 50, too.
+
+    If B's runs reach it after no exchange, A's true costs are larger by more than 5.
+    """
+    claim = {"by": "first", "reach": 0.8, "level": 5.0}
+    ended, late, soon = [history([0.1, 0.2])] * 2, [history([0.1] * 5 + [0.85])] * 2, [history([0.85, 0.9])] * 2
+    assert only(claim, ended, late).state == "open"
+    assert only(claim, ended, soon).state == "contradicted"
+
+
+def test_notes_name_the_setting_of_the_other_runs() -> None:
+    """If a method is compared with itself in another panel, notes say in which panel runs failed or were late."""
+    claim = {"says": "-", "better": "A", "than": ["A"], "than_in": "iid", "by": "first", "reach": 0.8}
+    made = figure([claim], panels={"iid": {}, "shards": {}})
+    soon, late = [history([0.1, 0.9, 0.9])] * 3, [history([0.1, 0.1, 0.1])] * 3
+    (found,) = findings(made, {"iid": {"A": late}, "shards": {"A": soon}})
+    assert (found.state, found.panel) == ("holds", "shards")
+    assert found.note.startswith("Some runs of A (iid) do not reach")
+    (found,) = findings(made, {"iid": {"A": [*soon[:2], None]}, "shards": {"A": soon}})
+    assert found.note.startswith("A (iid) failed with 1 of 3 seeds")
+
+
 @pytest.mark.parametrize(("first", "second"), [(3, 9), (8, 16)])
 def test_a_second_look_decides_more_often_by_chance(first: int, second: int) -> None:
     """If more seeds are run because a comparison was open, chance decides it more often than in 5 % of all cases.

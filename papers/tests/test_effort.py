@@ -99,6 +99,25 @@ def test_runs_that_two_cells_need_are_counted_once() -> None:
     assert what_decides(figure(), found, left_out) == "runs in the setting “iid”, whose time is not counted here"
 
 
+def test_both_panels_of_a_comparison_are_looked_at() -> None:
+    """If a claim compares a panel with another one, the other method's runs are those of the other panel.
+
+    A and B need four further runs each. The rounds of a run of A take 600 s and those of B 1,200 s, which is all of the
+    90 min. So the further runs take 4 · 1,800 s = 2 h.
+    """
+    made = figure(than=["B"], than_in="shards")
+    (statement,) = statements([cell(difference=1.0, half_width=2.484138)])
+    found = {"seeds": [0, 1, 2], "minutes": 90.0}
+    both = {"iid": {"A": ran(600.0)}, "shards": {"B": ran(1200.0)}}
+    assert what_decides(made, {**found, "panels": both}, statement) == "7 seeds in all (about 2.0 more hours of runs)"
+    (unplayed,) = statements([cell(note="shards is not run at this scale")])
+    alone = {"iid": {"A": ran(600.0), "B": ran(600.0)}}
+    assert (
+        what_decides(made, {**found, "panels": alone}, unplayed)
+        == "runs in the setting “shards”, whose time is not counted here"
+    )
+
+
 def test_a_panel_with_more_seeds_needs_fewer_further_runs() -> None:
     """The seeds that a panel has already are those of the panel, not those of the rest of the figure.
 
