@@ -247,7 +247,8 @@ def effect(statement: Statement) -> str:
 
     For one comparison this is the difference with its interval; for several, the range of the differences.
 
-    For costs, it is the cost of the first method, divided by that of the other method.
+    For costs, it is the cost of the first method, divided by that of the other method, or by its own cost in another
+    setting.
     """
     known = [one for one in statement.findings if one.difference is not None]
     if not known:
@@ -256,7 +257,8 @@ def effect(statement: Statement) -> str:
         return f"slope {text('', known[0].better_mean)} ± {text('', known[0].half_width)}"
     if known[0].unit in COST_UNITS:
         shares = [one.better_mean / one.than_mean for one in known if one.better_mean and one.than_mean]
-        return f"{between(shares)} times the other method's cost"
+        other = "setting" if known[0].better == known[0].than else "method"
+        return f"{between(shares)} times the other {other}'s cost"
     scale = 100 if known[0].unit == POINTS else 1
     if len(known) == 1:
         half = text("", scale * (known[0].half_width or math.inf))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,8 @@ def test_a_statement_has_a_row_with_its_cells_and_its_effect() -> None:
     assert page.effect(points) == f"9 to 17 {POINTS}"
     shares = [cell(3.0, "exchanges", better_mean=better, than_mean=40.0) for better in (10.0, 20.0)]
     assert page.effect(statements(shares)[0]) == "0.25 to 0.5 times the other method's cost"
+    alone = [replace(share, than="A") for share in shares]
+    assert page.effect(statements(alone)[0]) == "0.25 to 0.5 times the other setting's cost"
     assert page.effect(statements([cell(0.034, POINTS)])[0]) == f"3.4 ± 1 {POINTS}"
     slope = Finding(says="-", panel="", better="A", better_mean=-0.53, difference=-0.03, half_width=0.04)
     assert page.effect(statements([slope])[0]) == "slope −0.53 ± 0.04"
