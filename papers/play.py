@@ -329,6 +329,8 @@ def play(
     check(figure, scale, out, seeds_of)
     tried, chosen = ({}, {}) if before is None else chosen_before(figure, scale, before)
     kept = set() if before is None or figure.series else unchanged(before, seeds_of, set(figure.pairs(scale)))
+    if before is not None:
+        check_added(figure, before, kept)
     pairs = [pair for pair in figure.pairs(scale) if pair[0] not in kept]
     tuned, played = choose(figure, scale, out, say, [pair for pair in pairs if pair not in chosen])
     select = figure.tuning.select if figure.tuning else ""
@@ -394,6 +396,33 @@ def joined(figure: Figure, found: Mapping[str, Any], before: Mapping[str, Any], 
     }
 
 
+def check_added(figure: Figure, before: Mapping[str, Any], kept: Set[str]) -> None:
+    """Check that stored values decide the comparisons that need them, before anything is run.
+
+    Raises:
+        ConfigurationError: such a claim is about another reading than the values at the end, or a stored run failed.
+    """
+    known = claims_in(figure, before["findings"])
+    for number, claim in enumerate(figure.claims):
+        for panel in figure.panels_of(claim):
+            compared = {panel, claim.than_in or panel}
+            if compared & kept and not (compared <= kept and number < known):
+                pairs = [(where, name) for where, name in arms(claim, panel) if where in kept]
+                if stored := [of for where, name in pairs if (of := before["panels"][where].get(name))]:
+                    require_at_end(figure, claim, stored)
+
+
+def arms(claim: Claim, panel: str) -> list[tuple[str, str]]:
+    """Return (panel, method) of all runs that a claim compares in a panel."""
+    return [(panel, claim.better), *((claim.than_in or panel, name) for name in claim.than)]
+
+
+def require_at_end(figure: Figure, claim: Claim, stored: Sequence[Mapping[str, Any]]) -> None:
+    """Raise a ConfigurationError unless stored values at the end of runs decide a claim."""
+    fits = claim.by == "end" and claim.metric in (None, figure.metric) and not any(one["failed_runs"] for one in stored)
+    require(fits, f"the stored outcome does not decide “{claim.says}”: run {figure.id} without --chosen")
+
+
 def by_values(
     figure: Figure, claim: Claim, panel: str, than: str, panels: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
@@ -405,8 +434,7 @@ def by_values(
     runs: dict[str, dict[str, list[History | None]]] = {}
     for where, name in ((panel, claim.better), (claim.than_in or panel, than)):
         if one := panels.get(where, {}).get(name):
-            stored = not one["failed_runs"] and claim.by == "end" and claim.metric in (None, figure.metric)
-            require(stored, f"the stored outcome does not decide “{claim.says}”: run {figure.id} without --chosen")
+            require_at_end(figure, claim, [one])
             runs.setdefault(where, {})[name] = [
                 History([{"round": 1, figure.metric: value}]) for value in one["values"]
             ]

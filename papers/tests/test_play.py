@@ -174,6 +174,27 @@ def test_a_claim_that_was_added_is_decided_by_the_values_that_are_stored(place: 
         run(late, "quick", tmp_path / "new", before=before)
 
 
+def test_a_claim_that_stored_values_do_not_decide_is_refused_before_anything_is_run(
+    place: Path, tmp_path: Path
+) -> None:
+    """A method of the panel "more" was left out, and would be tuned and run. The new claim is about the panel "all"."""
+    whole, panels = outcome(place), {"all": {}, "more": {}}
+    of = {"all": whole["panels"]["all"], "more": {"SimFBO": whole["panels"]["all"]["SimFBO"]}}
+    left_out = {**CONTENT["quick"], "left_out": {"more": ["FedBiO"]}}
+    before = {**whole, "panels": of, "played_for": made_up(panels=panels, quick=left_out).fingerprint("quick")}
+    before["findings"] = [{**whole["findings"][0], "panel": panel} for panel in panels]
+    claim = {**CONTENT["claims"][0], "panels": ["all"], "by": "late"}
+    added = made_up(panels=panels, seeds=2, claims=[*CONTENT["claims"], claim])
+    with refuses("", fact="without --chosen"):
+        run(added, "quick", tmp_path / "new", before=before)
+    assert not (tmp_path / "new").exists()
+    failed = {**before, "panels": {**of, "all": {name: {**one, "failed_runs": 1} for name, one in of["all"].items()}}}
+    with refuses("", fact="without --chosen"):
+        at_end = made_up(panels=panels, seeds=2, claims=[*CONTENT["claims"], {**claim, "by": "end"}])
+        run(at_end, "quick", tmp_path / "new", before=failed)
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_method_that_was_left_out_is_tuned_and_its_panel_is_run(place: Path, tmp_path: Path) -> None:
     """The stored outcome is of the same figure, when its scale left out a method. The other method has no trials.
 
