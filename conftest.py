@@ -273,7 +273,7 @@ def _heap_is_trimmed_after_modules_alone() -> Iterator[Any]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _programs_go_after_their_module(_heap_is_trimmed_after_modules_alone: Any) -> Iterator[None]:
-    """If LARGE bytes are in use after a module, return the memory that compiling took, and then free compiled programs.
+    """If LARGE bytes are in use after a module, return the memory that compiling took, or else free compiled programs.
 
     Kept to the end, they would take gigabytes in each process. Below LARGE bytes the programs stay, because most of
     them are single operations, which the next module needs again.
