@@ -60,6 +60,10 @@ def test_resuming_what_died_before_its_first_checkpoint_starts_it_again(dead, ru
 KEPT = {
     "a file that is not ours": lambda place: (place.path / "notes.txt").touch(),
     "a checkpoint": lambda place: place.checkpoint.touch(),
+    "a checkpoint of a federation": lambda place: [
+        place.checkpoint.touch(),
+        place.name_in_federation.write_text("0123"),
+    ],
     "the checkpoint before": lambda place: (place.path / "checkpoint.previous.npz").touch(),
     "a row of history": lambda place: place.history.touch(),
     "a result": lambda place: place.result.touch(),
@@ -81,7 +85,8 @@ def test_what_anybody_could_want_is_refused_and_not_touched(dead, case) -> None:
     for begin in (lambda: experiments.run(SPEC, dead.path, plot=False), lambda: dead.claim(SPEC)):
         with refuses("", fact="is not empty", where=str(dead.path)) as error:
             begin()
-        assert ("; fedbilevel run --resume" in str(error.value)) == (case == "a checkpoint")
+        assert ("fedbilevel run --resume" in str(error.value)) == (case == "a checkpoint")
+        assert ("submit it again" in str(error.value)) == (case == "a checkpoint of a federation")
     assert content(dead.path) == before
 
 

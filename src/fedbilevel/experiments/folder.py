@@ -48,7 +48,7 @@ def require_free(path: Path) -> None:
         raise ConfigurationError("it is a file, and a run needs a folder", where=str(path))
     if path.is_dir() and any(path.iterdir()):
         begun = (path / "checkpoint.npz").exists()
-        hint = f"; fedbilevel run --resume {path} continues the run in it" if begun else ""
+        hint = f"; to continue the run in it: {how_to_continue(Folder(path))}" if begun else ""
         raise ConfigurationError(f"the folder is not empty, and a run needs an empty one{hint}", where=str(path))
 
 
