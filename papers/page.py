@@ -36,9 +36,10 @@ LATE = f"Some runs of {{}} never reach the value that the claim names. {ENDED}"
 WORST = "A failed run counts with the worst value that any run of the two compared methods has"
 LEGEND = """\
 A *statement*, or claim, is one sentence that was tried. A *comparison* tries a statement in one setting, against one
-other method. It holds (✔), is contradicted (✘), shows no difference (=), or is open (?), if the runs do not decide it.
-[The rules](../README.md#the-rules) say how a comparison is decided, and how step sizes are chosen. A *seed* is a number
-that fixes the random draws of a run.
+other method. A few comparisons are of one method in two settings; the second setting is then named in parentheses. A
+comparison holds (✔), is contradicted (✘), shows no difference (=), or is open (?), if the runs do not decide it. [The
+rules](../README.md#the-rules) say how a comparison is decided, and how step sizes are chosen. A *seed* is a number that
+fixes the random draws of a run.
 
 The first table has a row for each statement. Its columns:
 
@@ -51,7 +52,7 @@ The first table has a row for each statement. Its columns:
 - *effect*: by how much the first method is better than the others, from the smallest to the largest value of all
   comparisons. The first method is the one before the slash in the tables below; a negative number means that it is
   worse. If there is only one comparison, the number after ± is half the width of its 95 % confidence interval. Costs
-  are given as multiples of the other method's cost.
+  are given as multiples of the other method's cost, or of the cost in the other setting.
 - *what would decide it*: the number of seeds that would decide the open comparisons, and about how many hours the
   further runs would take, on the machine of the present runs. The estimate assumes that the differences and their
   scatter stay the same.
