@@ -418,8 +418,12 @@ def arms(claim: Claim, panel: str) -> list[tuple[str, str]]:
 
 
 def require_at_end(figure: Figure, claim: Claim, stored: Sequence[Mapping[str, Any]]) -> None:
-    """Raise a ConfigurationError unless stored values at the end of runs decide a claim."""
-    fits = claim.by == "end" and claim.metric in (None, figure.metric) and not any(one["failed_runs"] for one in stored)
+    """Raise a ConfigurationError unless stored values at the end of runs decide a claim.
+
+    These are values of the figure's metric. If it is a cost, it is not read from them.
+    """
+    fits = claim.by == "end" and claim.metric in (None, figure.metric) and figure.metric not in COSTS
+    fits = fits and not any(one["failed_runs"] for one in stored)
     require(fits, f"the stored outcome does not decide “{claim.says}”: run {figure.id} without --chosen")
 
 

@@ -188,6 +188,8 @@ def test_a_claim_that_stored_values_do_not_decide_is_refused_before_anything_is_
     with refuses("", fact="without --chosen"):
         run(added, "quick", tmp_path / "new", before=before)
     assert not (tmp_path / "new").exists()
+    with refuses("", fact="without --chosen"):  # stored values of a cost are not read
+        playing.require_at_end(made_up(metric="exchanges"), added.claims[0], [])
     failed = {**before, "panels": {**of, "all": {name: {**one, "failed_runs": 1} for name, one in of["all"].items()}}}
     with refuses("", fact="without --chosen"):
         at_end = made_up(panels=panels, seeds=2, claims=[*CONTENT["claims"], {**claim, "by": "end"}])
