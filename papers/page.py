@@ -215,7 +215,7 @@ def in_all(figures: Sequence[Figure], heads: Mapping[str, str]) -> list[str]:
     papers = [in_a_line(paper, head, figures) for paper, head in heads.items() if paper != THEORY]
     sentence = f"At small scale we tried {linked} of the papers of the methods: {enumerated(said)}."
     sentence += (
-        " A sentence that was tried with several data sets, networks or choices of step sizes counts repeatedly."
+        " A sentence that was tried with several data sets, networks or choices of step sizes counts several times."
     )
     further = f" Another {own} statements, such as corrections of printed formulas, are ours and are not counted."
     return [sentence + further * bool(own), "", *papers]
