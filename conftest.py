@@ -167,7 +167,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _flags_stay_as_they_are() -> Iterator[None]:
-    """Remove what a command in this process has added to XLA_FLAGS, by `tune_cpu`.
+    """Remove what a command in this process has added to XLA_FLAGS, by `tune_cpu`, before JAX started.
 
     JAX reads these flags once, but hashes them into the key of every program. So all later programs would be compiled
     again, in this run and in the next one.

@@ -162,11 +162,16 @@ def solved_on(devices, cohort=None):
     ],
 )
 def test_devices_that_are_not_there_are_said(call, refusal, monkeypatch):
-    """An error says which devices are missing; the tests' process has two."""
-    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
+    """An error says which devices are missing; the tests' process has two.
+
+    The flags stay as they are: JAX has started, and would only not find compiled programs that it has kept on disk.
+    """
+    flags = os.environ["XLA_FLAGS"]
+    monkeypatch.setenv("XLA_FLAGS", flags)
     jax.devices()
     with refuses(*refusal) if refusal else contextlib.nullcontext():
         call()
+    assert os.environ["XLA_FLAGS"] == flags
 
 
 def test_no_more_devices_are_presented_than_work_side_by_side(monkeypatch):

@@ -159,7 +159,8 @@ def test_damaged_lines_are_counted_and_command_no_terminal(run: Run, tmp_path: P
     ended = {"ended": "too \x1b]0;few\x07 clients\ud800", "kind": "ExchangeError"}
     (tmp_path / "exchanges.jsonl").write_text("\n".join([WHOLE, *DAMAGED, json.dumps(ended)]))
     code, out, error = run("flower", "status", tmp_path)
-    said = f"not finished; last: round 1, exchange 0, 2 replied, ε = 2 so far\n{len(DAMAGED)} lines of "
+    said = "not finished; last: round 1, exchange 0, 2 replied\nε = 2 spent, the largest of the clients that add noise"
+    said += f"\n{len(DAMAGED)} lines of "
     assert (code, out) == (5, f"{said}{tmp_path / 'exchanges.jsonl'} cannot be read\n")
     assert error == "fedbilevel: too �]0;few� clients�\n"
 

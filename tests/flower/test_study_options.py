@@ -65,7 +65,7 @@ def test_the_command_holds_a_site_out(files, tmp_path, monkeypatch, capsys):
     assert read_study(tmp_path / "app" / "app" / "study.toml").holdout == "west"
     assert main(["flower", "check", "app", "--node-config", f"partition-id=2 table='{files[2]['table']}'"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "rows 0, 74 held out" in said
+    assert "0 rows for the model, 74 held out" in said
     assert "sends age: nothing" in said
 
 

@@ -57,6 +57,8 @@ def tune_cpu(devices: int | None = None) -> None:
     most = max(cores(), TRIAL)
     require((devices or 1) <= most, "devices", devices, f"at most {most} on this machine, which has {cores()} cores")
     _asked.append(devices)
+    if backends_are_initialized():
+        return  # JAX reads the flags no more, but they are in the key of each program on disk, which it would not find
     present = os.environ.get("XLA_FLAGS", "")
     count = _count_given() or devices or cores()
     wanted = {}
