@@ -184,7 +184,7 @@ def larger_is_better(history: History, metric: str) -> bool:
 def comparison(figure: Figure, claim: Claim, panel: str, than: str, runs: Runs) -> Finding:
     """Return the finding on a claim in a panel, against one other method."""
     said = Finding(says=claim.says, panel=panel, better=claim.better, than=than, unit=unit_of(figure, claim))
-    pairs = [(panel, claim.better), (claim.than_in or panel, than)]
+    pairs = claim.sides(panel, than)
     if absent := list(dict.fromkeys(where for where, _ in pairs if where not in runs)):
         verb = "is" if len(absent) == 1 else "are"
         return replace(said, note=f"{' and '.join(absent)} {verb} not run at this scale")

@@ -64,16 +64,11 @@ def what_decides(figure: Figure, found: Mapping[str, Any], statement: Statement)
     return "; ".join(words)
 
 
-def arms(claim: Claim, one: Finding) -> list[tuple[str, str]]:
-    """Return (panel, method) of both sides of a comparison; the second side may be in another panel."""
-    return [(one.panel, one.better), (claim.than_in or one.panel, one.than)]
-
-
 def panels_without_runs(found: Mapping[str, Any], claim: Claim, one: Finding) -> list[str]:
     """Return the panels in which an outcome lacks a method of a comparison; for a slope, none."""
     if claim.slope is not None:
         return []
-    return [panel for panel, method in arms(claim, one) if method not in found["panels"].get(panel, {})]
+    return [panel for panel, method in claim.sides(one.panel, one.than) if method not in found["panels"].get(panel, {})]
 
 
 def reason(note: str) -> str:
@@ -113,7 +108,7 @@ def hours_of(figure: Figure, found: Mapping[str, Any], claim: Claim, needed: lis
     further: dict[tuple[str, str], int] = {}
     for one, count in needed:
         sloped = [(panel, one.better) for panel in figure.panels_of(claim)]
-        for pair in arms(claim, one) if claim.slope is None else sloped:
+        for pair in claim.sides(one.panel, one.than) if claim.slope is None else sloped:
             further[pair] = max(further.get(pair, 0), (count or 0) - len(seeds_in(found, pair[0])))
     played = {
         (panel, method): (len(of["values"]), of["costs"].get("seconds", 0.0))

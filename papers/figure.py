@@ -70,6 +70,10 @@ class Claim:
     slope: float | None = None
     within: float = 0.1
 
+    def sides(self, panel: str, *than: str) -> list[tuple[str, str]]:
+        """Return (panel, method) of the runs that are compared in a panel: first `better`, then the methods `than`."""
+        return [(panel, self.better), *((self.than_in or panel, name) for name in than)]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:

@@ -372,7 +372,7 @@ def joined(figure: Figure, found: Mapping[str, Any], before: Mapping[str, Any], 
     claims = [claim for claim in figure.claims for _ in range(cells_of(figure, claim))]
     cells = []
     for claim, now, then in itertools.zip_longest(claims, found["findings"], before["findings"]):
-        compared = {now["panel"], claim.than_in or now["panel"]}
+        compared = {where for where, _ in claim.sides(now["panel"], now["than"])}
         if not compared & kept:
             cells.append(now)
         elif compared <= kept and then is not None:
@@ -405,16 +405,12 @@ def check_added(figure: Figure, before: Mapping[str, Any], kept: Set[str]) -> No
     known = claims_in(figure, before["findings"])
     for number, claim in enumerate(figure.claims):
         for panel in figure.panels_of(claim):
-            compared = {panel, claim.than_in or panel}
+            sides = claim.sides(panel, *claim.than)
+            compared = {where for where, _ in sides}
             if compared & kept and not (compared <= kept and number < known):
-                pairs = [(where, name) for where, name in arms(claim, panel) if where in kept]
-                if stored := [of for where, name in pairs if (of := before["panels"][where].get(name))]:
+                ended = [before["panels"][where].get(name) for where, name in sides if where in kept]
+                if stored := [one for one in ended if one]:
                     require_at_end(figure, claim, stored)
-
-
-def arms(claim: Claim, panel: str) -> list[tuple[str, str]]:
-    """Return (panel, method) of all runs that a claim compares in a panel."""
-    return [(panel, claim.better), *((claim.than_in or panel, name) for name in claim.than)]
 
 
 def require_at_end(figure: Figure, claim: Claim, stored: Sequence[Mapping[str, Any]]) -> None:
@@ -436,7 +432,7 @@ def by_values(
         ConfigurationError: the claim is about another reading of the runs, or a run failed.
     """
     runs: dict[str, dict[str, list[History | None]]] = {}
-    for where, name in ((panel, claim.better), (claim.than_in or panel, than)):
+    for where, name in claim.sides(panel, than):
         if one := panels.get(where, {}).get(name):
             require_at_end(figure, claim, [one])
             runs.setdefault(where, {})[name] = [
