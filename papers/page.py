@@ -248,8 +248,7 @@ def effect(statement: Statement) -> str:
 
     For one comparison this is the difference with its interval; for several, the range of the differences.
 
-    For costs, it is the cost of the first method, divided by that of the other method, or by its own cost in another
-    setting.
+    A cost of the first method is divided by the cost of the other method, or by its own cost in another setting.
     """
     known = [one for one in statement.findings if one.difference is not None]
     if not known:

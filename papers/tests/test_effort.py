@@ -102,8 +102,8 @@ def test_runs_that_two_cells_need_are_counted_once() -> None:
 def test_both_panels_of_a_comparison_are_looked_at() -> None:
     """If a claim compares a panel with another one, the other method's runs are those of the other panel.
 
-    A and B need four further runs each. The rounds of a run of A take 600 s and those of B 1,200 s, which is all of the
-    90 min. So the further runs take 4 · 1,800 s = 2 h.
+    A and B need four further runs each. The rounds take 600 s in a run of A, and 1,200 s in a run of B. Together these
+    are, with three runs of each, all of the 90 min. So the further runs take 4 · 1,800 s = 2 h.
     """
     made = figure(than=["B"], than_in="shards")
     (statement,) = statements([cell(difference=1.0, half_width=2.484138)])

@@ -141,7 +141,7 @@ def test_kept_errors_of_drawn_clients_are_those_of_their_covariance(panel: str) 
     """The stored mean of ‖∇Φ‖² over the second half of the rounds agrees with `of_draws`.
 
     In these two panels the steps of all rounds together are the longest, so that a run has the most independent values.
-    The mean of 8 seeds errs by less than a tenth. With τ̄ = 1 it errs by a quarter, most of which is of a single seed.
+    The mean of 8 seeds errs by less than a tenth. With τ̄ = 1 it errs by a quarter, mostly because of a single seed.
     """
     (figure,) = find(["theory-participation-steps"])
     kept, tasks = json.loads(figure.file.with_suffix(".json").read_text("utf-8")), experiments.TaskCache()
